@@ -1,0 +1,41 @@
+# `make demo` and `make test` need nothing but Python 3.11 and make: they install the rest in .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test test-slow lint format bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## Convert and verify the example, in a folder of its own.
+	@rm -rf build/demo && mkdir -p build/demo
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh -euc 'cd build/demo; \
+	  run() { printf "\n\033[1m$$ %s\033[0m\n" "$$*"; "$$@"; }; \
+	  run tpuconv convert ../../examples/tiny-qwen3 --dry-run; \
+	  run tpuconv convert ../../examples/tiny-qwen3; \
+	  run tpuconv verify; \
+	  run tpuconv verify --compare-hf --prompts ../../examples/sample.txt'
+
+test: lint  ## Lint, types and the fast tests, on two processors.
+	$(BIN)/python -m pytest -n 2 -q
+
+test-slow: $(INSTALLED)  ## The long ones: before a release and after changes to convert/.
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)  ## Needs 15 GB of disk, and root to empty the page cache.
+	$(BIN)/python benchmarks/convert.py
+
+clean:
+	rm -rf .venv build *.egg-info

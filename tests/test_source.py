@@ -1,0 +1,184 @@
+"""Headers are read strictly: what the library lets pass and a converter must not, each with its error."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tpuconv.convert.source import MAX_HEADER_BYTES, Reader, open_source, read_header
+from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
+
+INDEX = "model.safetensors.index.json"
+SECOND = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards with an index, as the library writes them."""
+    rng = np.random.default_rng(0)
+    shards = {
+        "model-00001-of-00002.safetensors": {
+            "a.weight": rng.normal(size=(4, 6)).astype("f4"),
+            "a.bias": np.ones(4, "f2"),
+        },
+        "model-00002-of-00002.safetensors": {"b.weight": rng.normal(size=(3, 5)).astype("f4")},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def write_header(path: Path, header: object, data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(start: int, end: int, shape: object = None, dtype: str = "U8") -> dict[str, object]:
+    return {"dtype": dtype, "shape": [end - start] if shape is None else shape, "data_offsets": [start, end]}
+
+
+def edit_index(folder: Path, change) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_headers_and_values_are_those_of_the_library(folder):
+    source = open_source(folder)
+    assert {n: (t.dtype, t.shape) for n, t in source.tensors.items()} == {
+        "a.weight": ("F32", (4, 6)),
+        "a.bias": ("F16", (4,)),
+        "b.weight": ("F32", (3, 5)),
+    }
+    out = bytearray(40)
+    with Reader(source) as reader:
+        reader.read(source.tensors["b.weight"], 20, memoryview(out))
+    expected = np.random.default_rng(0)
+    expected.normal(size=(4, 6))
+    np.testing.assert_array_equal(np.frombuffer(out, "f4"), expected.normal(size=(3, 5)).astype("f4").reshape(-1)[5:])
+
+
+TWICE = b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 4)).encode(),) * 2)
+FLOAT = {**entry(0, 4), "data_offsets": [0, 4.0]}
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+HEADERS = {
+    "truncated length": (lambda p: p.write_bytes(b"\1\0"), "truncated"),
+    "truncated header": (lambda p: write_header(p, {"a": entry(0, 4)}, b"", 5000), "truncated"),
+    "truncated data": (lambda p: write_header(p, {"a": entry(0, 4)}, b"123"), "truncated"),
+    "trailing bytes": (lambda p: write_header(p, {"a": entry(0, 4)}, b"12345"), "no tensor owns"),
+    "a tensor twice": (lambda p: write_header(p, TWICE, b"1234"), "twice"),
+    "overlap": (lambda p: write_header(p, {"a": entry(0, 4), "b": entry(2, 6)}, b"123456"), "overlaps"),
+    "gap": (lambda p: write_header(p, {"a": entry(0, 4), "b": entry(6, 8)}, b"12345678"), "gap"),
+    "no JSON": (lambda p: write_header(p, b"{nonsense"), "no valid JSON"),
+    "an array": (lambda p: write_header(p, [1, 2]), "no JSON object"),
+    "deep JSON": (lambda p: write_header(p, b'{"a":' + b"[" * 100_000), "no valid JSON"),
+    "unknown dtype": (lambda p: write_header(p, {"a": entry(0, 4, dtype="F7")}, b"1234"), "unknown dtype"),
+    "shape of another size": (lambda p: write_header(p, {"a": entry(0, 4, [3])}, b"1234"), "do not hold"),
+    "negative shape": (lambda p: write_header(p, {"a": entry(0, 4, [-2, -2])}, b"1234"), "no list of sizes"),
+    "fractional offset": (lambda p: write_header(p, {"a": FLOAT}, b"1234"), "no list of sizes"),
+    "unknown key": (lambda p: write_header(p, {"a": {**entry(0, 4), "code": "x"}}, b"1234"), "alone"),
+    "path in a name": (lambda p: write_header(p, {"../../etc/passwd": entry(0, 4)}, b"1234"), "unsafe tensor name"),
+    "escape codes in a name": (lambda p: write_header(p, {"a\x1b[2J": entry(0, 4)}, b"1234"), "unsafe tensor name"),
+    "an endless name": (lambda p: write_header(p, {"a" * 10_000: entry(0, 4)}, b"1234"), "unsafe tensor name"),
+    "Git LFS pointer": (lambda p: p.write_text(LFS), "Git LFS"),
+    "web page": (lambda p: p.write_text("<!DOCTYPE html><html>Sign in</html>"), "web page"),
+    "FIFO": (lambda p: os.mkfifo(p), "no regular file"),
+    "empty": (lambda p: p.write_bytes(b""), "truncated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_is_not_as_the_format_says_is_refused(case, tmp_path):
+    make, message = HEADERS[case]
+    path = tmp_path / "model.safetensors"
+    make(path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SourceError, match=message) as info:
+        read_header(path)
+    assert str(path.name) in str(info.value)
+    with pytest.raises(SourceError, match=message) as info:
+        open_source(tmp_path)
+    assert info.value.exit_code == 4
+
+
+def test_a_huge_header_is_refused_without_reading_it(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
+        file.truncate(MAX_HEADER_BYTES * 2)
+    with pytest.raises(SourceError, match="more than any real"):
+        read_header(path)
+
+
+FOLDERS = {
+    "missing shard": (lambda f: (f / SECOND).unlink(), SourceError, "1 of 2 shards are missing"),
+    "index names what is not there": (
+        lambda f: edit_index(f, lambda m: m.update({"c.weight": "model-00001-of-00002.safetensors"})),
+        SourceError,
+        "c.weight is not in",
+    ),
+    "index does not name what is there": (
+        lambda f: edit_index(f, lambda m: m.pop("a.bias")),
+        SourceError,
+        "does not name it",
+    ),
+    "index names another shard": (
+        lambda f: edit_index(f, lambda m: m.update({"a.bias": "model-00002-of-00002.safetensors"})),
+        SourceError,
+        "the index says",
+    ),
+    "a tensor in two shards": (
+        lambda f: save_file({"b.weight": np.zeros(1, "f4"), "a.bias": np.ones(4, "f2")}, f /
+        "model-00002-of-00002.safetensors"), SourceError, "a.bias is in",
+    ),
+    "path traversal": (
+        lambda f: edit_index(f, lambda m: m.update({"b.weight": "../other/model.safetensors"})),
+        SourceError,
+        "no safetensors file of its folder",
+    ),
+    "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "no safe"),
+    "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
+    "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "no valid JSON"),
+    "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
+    "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing"),
+    "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "stands twice"),
+    "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
+    "no checkpoint": (lambda f: [p.unlink() for p in f.iterdir()], UsageError, "holds no model.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(case, folder):
+    break_it, error, message = FOLDERS[case]
+    break_it(folder)
+    with pytest.raises(error, match=message):
+        open_source(folder)
+
+
+def test_all_faults_are_named_at_once(folder):
+    edit_index(folder, lambda m: m.pop("a.bias"))
+    edit_index(folder, lambda m: m.pop("b.weight"))
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "model.safetensors")
+    edit_index(folder, lambda m: m.update({"b.weight": "model.safetensors", "a.bias": "model.safetensors"}))
+    with pytest.raises(TpuconvError) as info:
+        open_source(folder)
+    assert "a.bias" in str(info.value)
+
+
+def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):
+    source = open_source(folder)
+    path = folder / "model-00001-of-00002.safetensors"
+    with Reader(source) as reader:
+        os.truncate(path, source.shards[0].size - 60)
+        with pytest.raises(SourceError, match="shorter"):
+            reader.read(source.tensors["a.weight"], 0, memoryview(bytearray(96)))
+        with pytest.raises(SourceError, match="changed"):
+            reader.check_unchanged()

@@ -1,0 +1,616 @@
+"""The command line: the only place that prints, draws progress and exits. It imports what a command needs when it
+runs."""
+
+import json as jsonlib
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpuconv.errors import GateError, TpuconvError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tpuconv.convert.plan import Plan
+
+PLAIN_WIDTH = 180  # of tables that go to a file or a pipe
+INTERRUPTED, TERMINATED = 130, 143
+
+
+# -- what all commands share ------------------------------------------------------------------------------------------
+
+
+class Commands(click.Group):
+    """Names the nearest command for one that does not exist."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = get_close_matches(name, self.list_commands(ctx), 1)
+            ctx.fail(f"no such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+
+class Example(click.Command):
+    """A command whose help ends with examples, one a line."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write_text(example)
+
+
+class Size(click.ParamType[int]):
+    """Bytes: 8GB, 500MB, 16GiB."""
+
+    name = "size"
+    units: Mapping[str, int] = {
+        "": 1,
+        "k": 10**3,
+        "m": 10**6,
+        "g": 10**9,
+        "t": 10**12,
+        "ki": 2**10,
+        "mi": 2**20,
+        "gi": 2**30,
+        "ti": 2**40,
+    }
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().lower().removesuffix("b")
+        number = text.rstrip("kmgti")
+        try:
+            return int(float(number) * self.units[text[len(number) :]])
+        except (KeyError, ValueError):
+            self.fail(f"'{value}' is no size; write 8GB or 500MB", param, ctx)
+
+
+class Layers(click.ParamType[range]):
+    """A range of layers, first and last: 0-3."""
+
+    name = "A-B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        first, dash, last = str(value).partition("-")
+        if not first.isdigit() or not (last if dash else first).isdigit() or int(last or first) < int(first):
+            self.fail(f"'{value}' is no range of layers; write 0-3", param, ctx)
+        return range(int(first), int(last or first) + 1)
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+
+
+def main() -> None:
+    """The entry point of the command `tpuconv`."""
+    signal.signal(signal.SIGTERM, _terminate)
+    as_json, verbose = "--json" in sys.argv, any(a in ("-v", "--verbose") for a in sys.argv)
+    try:
+        code = tpuconv.main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as e:
+        e.show()
+        sys.exit(2)
+    except click.ClickException as e:
+        _fail(UsageError(e.format_message(), hint=_help_hint(e)), as_json)
+    except TpuconvError as e:
+        if verbose:
+            traceback.print_exc()
+        _fail(e, as_json)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\nInterrupted. What is done is kept: the same command goes on from there.", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as e:  # a bug: say so in one line, and all of it on request
+        if verbose:
+            traceback.print_exc()
+        hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
+        _fail(TpuconvError(f"{type(e).__name__}: {e}", hint=hint), as_json)
+
+
+def _terminate(*_: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _help_hint(error: click.ClickException) -> str:
+    ctx = getattr(error, "ctx", None)
+    return f"see `{ctx.command_path} --help`" if ctx else "see `tpuconv --help`"
+
+
+def _fail(error: TpuconvError, as_json: bool) -> None:
+    if as_json:
+        facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
+        _print_json({"error": {**facts, "exit_code": error.exit_code}})
+    name = click.style(type(error).__name__, fg="red", bold=True)
+    click.echo(f"{name}: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    click.echo(jsonlib.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate, time left and memory, on the terminal; nothing where there is none. Call it with done and
+    total."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.text import Text
+
+    class Memory(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(f"memory {_size(_peak_memory())}", style="dim")
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        Memory(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="tpuconv")
+@click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
+def tpuconv(verbose: bool) -> None:
+    """Hugging Face checkpoints to sharded Orbax checkpoints for JAX: convert them, and prove that nothing was lost."""
+
+
+# -- convert ----------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=(
+        "tpuconv convert Qwen/Qwen3-8B",
+        "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
+        "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
+    ),
+)
+@click.argument("src")
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of the parameters; auto keeps the source's.",
+)
+@click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
+@click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
+@click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one for each processor]")
+@click.option("--dry-run", is_flag=True, help="Stop after the plan and show it; weights are not even downloaded.")
+@JSON
+def convert(
+    src: str,
+    out: Path | None,
+    dtype: str,
+    scan_layers: bool,
+    layers: range | None,
+    revision: str | None,
+    overwrite: bool,
+    max_memory: int | None,
+    jobs: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
+
+    OUT appears whole or not at all. Interrupted, the same command goes on where it was.
+    """
+    from tpuconv.convert.hub import resolve
+    from tpuconv.convert.plan import Options
+    from tpuconv.convert.run import Limits, run
+
+    limits = Limits.of_this_machine(jobs, max_memory)
+    with _progress("downloading", as_json) as show:
+        resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
+    with resolved:
+        plan = _plan(resolved, Options(dtype, scan_layers, layers))
+        if dry_run:
+            _show_plan(plan, limits.jobs, limits.max_memory, as_json)
+            plan.check()
+            return
+        out = out or Path(f"{plan.source.name}-orbax")
+        began, resumed = time.monotonic(), 0
+        with _progress("converting", as_json) as show:
+            for at in run(plan, out, limits, overwrite=overwrite):
+                show(at.done, at.total)
+                resumed = at.resumed or resumed
+        seconds = time.monotonic() - began
+    facts = {
+        "out": str(out),
+        "family": plan.family,
+        "arrays": len(plan.arrays),
+        "parameters": plan.parameters,
+        "output_bytes": plan.output_bytes,
+        "resumed_bytes": resumed,
+        "seconds": round(seconds, 3),
+        "peak_memory_bytes": _peak_memory(),
+        "skipped": [vars(skip) for skip in plan.skipped],
+    }
+    if as_json:
+        _print_json(facts)
+        return
+    console = _console()
+    if resumed == plan.source_bytes:
+        console.print(f"[bold]{out}[/bold] is already there, whole and of this source and options.", soft_wrap=True)
+    else:
+        rate = (plan.source_bytes - resumed) / seconds
+        console.print(
+            f"[bold]{out}[/bold]: {plan.family}, {plan.parameters:,} parameters in {len(plan.arrays)} arrays, "
+            f"{_size(plan.output_bytes)} in {seconds:.1f} s ({_size(rate)}/s), peak memory {_size(_peak_memory())}"
+            + (f", {_size(resumed)} from an earlier run" if resumed else ""),
+            soft_wrap=True,
+        )
+    for skip in plan.skipped:
+        console.print(f"  not converted: {skip.pattern} ({skip.count}): {skip.reason}", soft_wrap=True)
+
+
+def _plan(resolved: Any, options: Any) -> "Plan":
+    from tpuconv.convert.plan import make_plan
+    from tpuconv.convert.source import open_source
+    from tpuconv.models.registry import find_family
+
+    source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
+    family = find_family(source.config)
+    return make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
+
+
+def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
+    from tpuconv.convert.names import collapse
+
+    memory = plan.peak_memory(plan.jobs(jobs, max_memory))
+    if as_json:
+        _print_json(plan.to_json(memory))
+        return
+    table = _table(
+        f"{plan.source.name}: {plan.family}", "source", "parameter", "axes", "shape", "dtype", "bytes", right=["bytes"]
+    )
+    for pattern, names in collapse(plan.arrays).items():
+        arrays = [plan.arrays[name] for name in names]
+        sources = collapse(source for array in arrays for source in array.sources)
+        first = arrays[0]
+        shape = " ".join(map(str, first.shape))
+        table.add_row(
+            "\n".join(sources), pattern, first.axes, shape, first.dtype.name, _size(sum(a.nbytes for a in arrays))
+        )
+    console = _console()
+    console.print(table)
+    for skip in plan.skipped:
+        console.print(f"  not converted: {skip.pattern} ({skip.count}): {skip.reason}", soft_wrap=True)
+    console.print(
+        f"{len(plan.source.tensors)} tensors, {_size(plan.source.nbytes)} -> {len(plan.arrays)} arrays, "
+        f"{_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {_size(memory)}",
+        soft_wrap=True,
+    )
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=(
+        "tpuconv verify",
+        "tpuconv verify Qwen3-8B-orbax --compare-hf",
+        "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+    ),
+)
+@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
+@click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
+@click.option(
+    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file with a prompt a line."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="To compute in; float32 compares the mathematics alone.",
+)
+@JSON
+def verify(
+    ckpt: Path | None, compare_hf: bool, source: str | None, prompts: Path | None, dtype: str, as_json: bool
+) -> None:
+    """Check every array of CKPT against its checksum, or with --compare-hf its model against the original.
+
+    CKPT is the newest checkpoint in the current folder by default. Exit code 3: a gate of the comparison failed; 10:
+    the checkpoint is damaged.
+    """
+    from tpuconv.convert.manifest import read_manifest
+
+    chosen = ckpt or _newest_checkpoint()
+    if ckpt is None and not as_json:
+        _console().print(f"Verifying [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+    manifest = read_manifest(chosen)
+    if not compare_hf:
+        for option, value in (("--source", source), ("--prompts", prompts)):
+            if value is not None:
+                raise UsageError(f"{option} goes with --compare-hf")
+        _verify_weights(manifest, as_json)
+    else:
+        _verify_logits(manifest, source, prompts, dtype, as_json)
+
+
+def _newest_checkpoint() -> Path:
+    from tpuconv.convert.journal import MANIFEST
+
+    found = sorted(Path().glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise UsageError(
+            "there is no checkpoint in the current folder", hint="make one with `tpuconv convert SRC`, or name it"
+        )
+    return found[-1].parent
+
+
+def _verify_weights(manifest: Any, as_json: bool) -> None:
+    from tpuconv.errors import CorruptOutput
+    from tpuconv.verify.weights import check
+
+    total, done, checked, began = int(manifest.raw["bytes"]), 0, [], time.monotonic()
+    with _progress("checking", as_json) as show:
+        for array in check(manifest):
+            checked.append(array)
+            done += array.nbytes
+            show(done, total)
+    faults = [array for array in checked if array.fault]
+    seconds = time.monotonic() - began
+    if as_json:
+        _print_json(
+            {
+                "passed": not faults,
+                "checkpoint": str(manifest.folder),
+                "arrays": len(manifest.arrays),
+                "bytes": done,
+                "faults": [{"name": array.name, "fault": array.fault} for array in faults],
+            }
+        )
+    if faults and not as_json:
+        raise CorruptOutput(
+            f"{len(faults)} faults in {manifest.folder}",
+            details=[f"{array.name} {array.fault}" for array in faults[:20]],
+            hint="convert the checkpoint again",
+        )
+    if faults:
+        sys.exit(CorruptOutput.exit_code)
+    if not as_json:
+        rate = _size(done / max(seconds, 1e-9))
+        _console().print(
+            f"[green]whole[/green]: {len(manifest.arrays)} arrays, {_size(done)}, every checksum holds ({rate}/s)"
+        )
+
+
+def _verify_logits(manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, as_json: bool) -> None:
+    from tpuconv.convert.hub import resolve
+    from tpuconv.verify import logits
+
+    origin = manifest.raw["source"]
+    with _progress("downloading", as_json) as show:
+        resolved = resolve(
+            source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
+        )
+    with resolved:
+        lines = prompt_file.read_text().splitlines() if prompt_file else []
+        vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
+        ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
+        own = manifest.dtype if dtype == "auto" else dtype
+        hf = logits.reference_logits(resolved.folder, ids, own)
+    result = logits.compare(ids, hf, logits.model_logits(manifest.folder, ids, own), own, logits.GATES[own])
+    if as_json:
+        _print_json({"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()})
+    else:
+        _console().print(_comparison_table(result, str(manifest.folder)))
+    if not result.passed:
+        error = GateError("the converted model does not compute what the original does", details=result.failures())
+        if as_json:
+            sys.exit(error.exit_code)
+        raise error
+
+
+def _comparison_table(result: Any, name: str) -> "Table":
+    table = _table(
+        f"{name} against transformers, {result.dtype}, {result.prompts} prompts, {result.tokens} tokens",
+        "figure", "value", "gate", right=["value"],
+    )  # fmt: skip
+    rows = (
+        ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
+        ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
+        ("largest logit", f"{result.max_abs_logit:.4g}", None),
+        ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
+        ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
+        ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
+        ("same most likely token", f"{100 * result.top1:.2f}%", "top1"),
+        ("perplexity, transformers", f"{result.perplexity_hf:.5g}", None),
+        ("perplexity, JAX", f"{result.perplexity_jax:.5g}", None),
+    )
+    failed = {line.split()[0] for line in result.failures()}
+    for figure, value, gate in rows:
+        bound = result.gates.get(gate) if gate else None
+        text = (
+            ""
+            if bound is None
+            else f"[red]failed[/red]: {bound:g}"
+            if gate in failed
+            else f"[green]holds[/green]: {bound:g}"
+        )
+        table.add_row(figure, value, text)
+    return table
+
+
+# -- inspect, families ------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example, examples=("tpuconv inspect Qwen3-8B-orbax", "tpuconv inspect deepseek-ai/DeepSeek-R1 --json")
+)
+@click.argument("path")
+@JSON
+def inspect(path: str, as_json: bool) -> None:
+    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
+    from tpuconv.convert.journal import MANIFEST
+    from tpuconv.convert.names import collapse
+
+    ours = (Path(path) / MANIFEST).is_file()
+    tensors = _our_tensors(Path(path)) if ours else _source_tensors(path)
+    patterns = []
+    for pattern, names in collapse(tensors).items():
+        kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
+        (dtype, shape), more = sorted(kinds)[0], len(kinds) - 1
+        facts = {"pattern": pattern, "count": len(names), "dtype": dtype, "shape": list(shape), "other_kinds": more}
+        if "axes" in tensors[names[0]]:
+            facts["axes"] = tensors[names[0]]["axes"]
+        patterns.append(facts | {"bytes": sum(tensors[name]["bytes"] for name in names)})
+    total = sum(tensor["bytes"] for tensor in tensors.values())
+    if as_json:
+        kind = "tpuconv" if ours else "safetensors"
+        _print_json({"format": kind, "tensors": len(tensors), "bytes": total, "patterns": patterns})
+        return
+    table = _table(
+        path, "tensor", "count", *(["axes"] if ours else []), "shape", "dtype", "bytes", right=["count", "bytes"]
+    )
+    for facts in patterns:
+        others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""
+        sizes = " ".join(map(str, facts["shape"])) + others
+        axes = [facts["axes"]] if ours else []
+        table.add_row(facts["pattern"], str(facts["count"]), *axes, sizes, facts["dtype"], _size(facts["bytes"]))
+    console = _console()
+    console.print(table)
+    console.print(f"{len(tensors)} tensors, {_size(total)}")
+
+
+def _our_tensors(path: Path) -> dict[str, dict[str, Any]]:
+    from math import prod
+
+    from tpuconv.convert.manifest import element_bytes, read_manifest
+
+    return {
+        name: {"dtype": a.dtype, "shape": a.shape, "axes": a.axes, "bytes": prod(a.shape) * element_bytes(a.dtype)}
+        for name, a in read_manifest(path).arrays.items()
+    }
+
+
+def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
+    from tpuconv.convert.hub import resolve
+    from tpuconv.convert.source import open_source, read_header
+
+    if path.endswith(".safetensors") and Path(path).is_file():
+        infos = {info.name: info for info in read_header(Path(path))[2]}
+    else:
+        with resolve(path, weights=False) as resolved:
+            infos = dict(open_source(resolved.folder).tensors)
+    return {name: {"dtype": info.dtype, "shape": info.shape, "bytes": info.nbytes} for name, info in infos.items()}
+
+
+@tpuconv.command(cls=Example, examples=("tpuconv families", "tpuconv families llama --table"))
+@click.argument("name", required=False)
+@click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
+@JSON
+def families(name: str | None, as_table: bool, as_json: bool) -> None:
+    """List the families of models that can be converted, or show one and its table."""
+    from tpuconv.models.registry import family_names, get_family
+
+    chosen = [get_family(each) for each in ([name] if name else family_names())]
+    if as_json:
+        _print_json({"families": [_family_json(family) for family in chosen]})
+        return
+    console = _console()
+    if not as_table:
+        table = _table("families", "name", "architectures", "converts")
+        for family in chosen:
+            table.add_row(family.name, "\n".join(family.architectures), family.summary)
+        console.print(table)
+        return
+    for family in chosen:
+        _print_family_table(console, family)
+
+
+def _family_json(family: Any) -> dict[str, Any]:
+    rows = [
+        {"hf": list(row.hf_names), "jax": list(row.jax_names), "layout": row.layout, "when": row.when}
+        for row in family.table
+    ]
+    ignored = dict(family.table.ignore)
+    return {"name": family.name, "architectures": list(family.architectures), "rows": rows, "ignored": ignored}
+
+
+def _print_family_table(console: "Console", family: Any) -> None:
+    from tpuconv.layout import LETTERS
+
+    table = _table(family.name, "Hugging Face", "JAX", "layout", "when")
+    for row in family.table:
+        table.add_row("\n".join(row.hf_names), "\n".join(row.jax_names), row.layout, row.when or "")
+    console.print(table)
+    for pattern, why in family.table.ignore.items():
+        console.print(f"  not converted: {pattern}: {why}", soft_wrap=True)
+    for copy, original in family.table.copies.items():
+        console.print(f"  not converted: {copy}, where it is a copy of {original}", soft_wrap=True)
+    used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
+    console.print(
+        "  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used), soft_wrap=True
+    )

@@ -1,0 +1,55 @@
+"""What a checkpoint carries beside its weights: the files copied from the source, and a model card."""
+
+from tpuconv.convert.plan import Plan
+
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.tekken.json",
+    "chat_template*",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+SOURCE_CARD = "README.source.md"
+
+
+def model_card(plan: Plan) -> str:
+    """The README.md of a converted checkpoint."""
+    source = plan.source
+    origin = f"{source.repo} at commit {source.commit}" if source.repo else f"the folder `{source.name}`"
+    dtypes = ", ".join(sorted({array.dtype.name for array in plan.arrays.values()}))
+    part = plan.options.layers
+    skipped = "".join(f"- `{s.pattern}` ({s.count}): {s.reason}\n" for s in plan.skipped)
+    return f"""# {source.name} for JAX
+
+Converted by tpuconv from {origin}, family `{plan.family}`.
+
+- {plan.parameters:,} parameters in {len(plan.arrays)} arrays, {plan.output_bytes / 1e9:.2f} GB, {dtypes}
+- layers {"stacked in one array each (scan)" if plan.options.scan_layers else "as arrays of their own"}
+{f"- only layers {part.start} to {part.stop - 1}: a part of the model, for trials" if part else ""}
+`params/` is an Orbax checkpoint; `tpuconv.json` says for every array its shape, its axes, its source and its checksum.
+`{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
+
+```python
+import tpuconv
+
+model = tpuconv.load(".")          # a Flax NNX model
+logits_BTV = model(ids_BT)         # float32
+```
+
+```python
+import orbax.checkpoint as ocp     # or the arrays alone, with Orbax as it is
+
+params = ocp.StandardCheckpointer().restore(path_of_params)
+```
+
+`tpuconv verify .` checks every array against its checksum.
+{f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""

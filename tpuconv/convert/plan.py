@@ -1,0 +1,458 @@
+"""The plan: from headers alone, everything that a conversion will do, and proof that it covers both sides.
+
+Every tensor of the source is used or skipped exactly once, every parameter of the table is produced once, shapes and
+dtypes fit. Faults are collected and raised together before a weight byte is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import lcm, prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.convert.names import collapse
+from tpuconv.convert.source import DTYPES, Source, TensorInfo, shorten
+from tpuconv.convert.table import LAYERS, Binding, HasAxes, MappingTable
+from tpuconv.errors import MappingError, ResourceError, UsageError
+from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
+from tpuconv.sharding import MESH_AXES
+
+FORMAT = 1
+"""Changes when conversions of the same source and table begin to write something else."""
+
+MIB = 1 << 20
+CHUNK_BYTES = 2 * MIB
+"""Chunks are what a device reads: larger ones are cut further, so that a device reads little that it does not need."""
+PIECE_BYTES = 32 * MIB
+UNIT_BYTES = 256 * MIB
+BASE_MEMORY = 128 * MIB
+"""Private memory of the interpreter and TensorStore, measured."""
+
+FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
+    the layers that is converted, all where None."""
+
+    dtype: str = "auto"
+    scan_layers: bool = False
+    layers: range | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
+        return {"dtype": self.dtype, "scan_layers": self.scan_layers, "layers": layers}
+
+
+@dataclass(frozen=True)
+class Array:
+    """One parameter of the output. `axes` are its axes in letters. It is stored in files of the shape `shards`, which
+    are read by `chunks`, of which a shard has a whole number along each axis."""
+
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    axes: str
+    shards: Shape
+    chunks: Shape
+    sources: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> Shape:
+        """The number of shards along each axis."""
+        return tuple(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
+
+    @property
+    def shard_bytes(self) -> int:
+        """The size of a shard's file: its chunks, an index entry of 16 bytes for each, a checksum of 4 for each and
+        all."""
+        chunks = prod(s // c for s, c in zip(self.shards, self.chunks, strict=True))
+        return prod(self.shards) * self.dtype.itemsize + 20 * chunks + 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is read, transformed and written in one go: a box of every target of a binding, whole chunks."""
+
+    binding: Binding
+    ranges: Ranges
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return cut_sizes(self.binding.sizes, self.ranges)
+
+    def reads(self) -> Iterator[list[tuple[str, int, int]]]:
+        """For every source tensor of the layout the parts to read: name, first element, number of elements."""
+        layout, sizes = self.binding.layout, self.binding.sizes
+        for stack, axes, shape in zip(self.binding.src, layout.src, layout.src_shapes(sizes), strict=True):
+            each = prod(shape[stack.depth :])
+            parts = []
+            for at, stop in runs(axes, sizes, self.ranges):
+                while at < stop:
+                    index, first = divmod(at, each)
+                    count = min(stop - at, each - first)
+                    parts.append((stack.names[index], first, count))
+                    at += count
+            yield parts
+
+    def boxes(self) -> list[tuple[slice, ...]]:
+        """Where the piece lies in each target of the layout."""
+        layout, sizes = self.binding.layout, self.binding.sizes
+        return [
+            tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
+            for axes, shape in zip(layout.dst, layout.dst_shapes(sizes), strict=True)
+        ]
+
+    def _range(self, letter: str, size: int) -> slice:
+        if letter not in self.ranges:
+            return slice(0, size)
+        start, stop = self.ranges[letter]
+        inner = size // self.binding.sizes[letter]
+        return slice(start * inner, stop * inner)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the work that is done or not: any process that sees the output folder could run it."""
+
+    uid: str
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Source tensors that are not converted, and why."""
+
+    pattern: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module. `faults` is empty in a plan that can be run: `check` raises them."""
+
+    source: Source
+    family: str
+    table: MappingTable
+    options: Options
+    arrays: Mapping[str, Array]
+    units: tuple[Unit, ...]
+    skipped: tuple[Skip, ...]
+    copies: Mapping[str, str]
+    unmapped: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def mapped(self) -> int:
+        return len({name for array in self.arrays.values() for name in array.sources})
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model; tied ones count once."""
+        return sum(prod(array.shape) for array in self.arrays.values())
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read to be converted."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @cached_property
+    def buffers(self) -> tuple[int, int, int]:
+        """Bytes that one job holds at most: of the source as it is, of the source cast, of a shard to be written."""
+        pieces = [piece for unit in self.units for piece in unit.pieces]
+        read = max((self.piece_bytes(piece)[0] for piece in pieces), default=0)
+        cast = max((self.piece_bytes(piece)[1] for piece in pieces if self.casts(piece.binding)), default=0)
+        return read, cast, max((array.shard_bytes for array in self.arrays.values()), default=0)
+
+    def jobs(self, wanted: int, max_memory: int) -> int:
+        """As many of the wanted jobs as the memory allows.
+
+        Raises:
+            ResourceError: not even one fits.
+        """
+        fitting = (max_memory - BASE_MEMORY) // max(1, sum(self.buffers))
+        if fitting < 1:
+            need = BASE_MEMORY + sum(self.buffers)
+            raise ResourceError(
+                f"{max_memory / 1e6:.0f} MB of memory are too few to convert {self.source.name}",
+                hint=f"--max-memory must be at least {-(-need // 1_000_000)}MB",
+            )
+        return max(1, min(wanted, fitting, len(self.units)))
+
+    def peak_memory(self, jobs: int) -> int:
+        """Private memory in bytes that the conversion needs at most."""
+        return BASE_MEMORY + jobs * sum(self.buffers)
+
+    def target_dtype(self, binding: Binding) -> np.dtype[Any]:
+        return self.arrays[binding.dst[0].names[0]].dtype
+
+    def source_dtype(self, binding: Binding) -> np.dtype[Any]:
+        return DTYPES[self.source.tensors[binding.src[0].names[0]].dtype]
+
+    def casts(self, binding: Binding) -> bool:
+        return self.source_dtype(binding) != self.target_dtype(binding)
+
+    def piece_bytes(self, piece: Piece) -> tuple[int, int]:
+        """Bytes read and bytes written."""
+        elements = sum(map(prod, piece.binding.layout.src_shapes(piece.sizes)))
+        return elements * self.source_dtype(piece.binding).itemsize, elements * self.target_dtype(
+            piece.binding
+        ).itemsize
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two plans that write the same from the same files."""
+        facts = {
+            "format": FORMAT,
+            "source": [self.source.repo, self.source.commit],
+            "shards": [[s.name, s.size, s.mtime_ns] for s in self.source.shards],
+            "family": self.family,
+            "table": self.table.fingerprint,
+            "options": self.options.to_json(),
+            "config": self.source.config,
+            "sizes": [CHUNK_BYTES, PIECE_BYTES, UNIT_BYTES],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def to_json(self, peak_memory: int) -> dict[str, Any]:
+        """What `convert --dry-run --json` prints."""
+        return {
+            "family": self.family,
+            "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
+            "mapped": self.mapped,
+            "skipped": [{"pattern": s.pattern, "count": s.count, "reason": s.reason} for s in self.skipped],
+            "unmapped": list(self.unmapped),
+            "faults": list(self.faults),
+            "parameters": self.parameters,
+            "output_bytes": self.output_bytes,
+            "peak_memory_bytes": peak_memory,
+            "arrays": {
+                pattern: {
+                    "count": len(names),
+                    "shape": self.arrays[names[0]].shape,
+                    "dtype": self.arrays[names[0]].dtype.name,
+                    "axes": self.arrays[names[0]].axes,
+                }
+                for pattern, names in collapse(self.arrays).items()
+            },
+        }
+
+    def check(self) -> None:
+        """Raises MappingError with every fault if there is one."""
+        if self.faults:
+            count = len(self.faults)
+            raise MappingError(
+                f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
+                f"{self.family} do not fit each other",
+                details=shorten(self.faults),
+                hint=f"see `tpuconv families {self.family} --table`; add a Map(...), or name what is not needed in "
+                "ignore=",
+            )
+
+
+def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes, options: Options) -> Plan:
+    """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
+
+    Raises:
+        UsageError: `options.layers` lies outside the model.
+    """
+    if options.scan_layers:
+        table = table.stack_layers()
+    bindings = table.bind(_cut_layers(config, options.layers))
+    expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
+    everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    skipped: dict[str, list[str]] = {}
+    copies, unmapped = {}, []
+    for name in source.tensors:
+        if name in expected:
+            continue
+        if name in everywhere:
+            assert options.layers is not None
+            reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
+        elif name in table.copies and table.copies[name] in expected:
+            copies[name] = table.copies[name]
+            reason = f"a copy of {table.copies[name]}"
+        elif (why := table.why_ignored(name)) is not None:
+            reason = why
+        else:
+            unmapped.append(name)
+            continue
+        skipped.setdefault(reason, []).append(name)
+
+    faults = [_describe(source, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
+    missing = [name for name in expected if name not in source.tensors]
+    faults += [f"{pattern}  is missing ({len(names)} tensors)" for pattern, names in collapse(missing).items()]
+    wrong = [n for n, shape in expected.items() if n in source.tensors and source.tensors[n].shape != shape]
+    for pattern, names in collapse(wrong).items():
+        faults.append(_describe(source, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
+    for copy, original in copies.items():
+        if original in source.tensors and _kind(source.tensors[copy]) != _kind(source.tensors[original]):
+            faults.append(f"{copy}  is tied to {original} by config.json, but has another shape or dtype")
+    faults += _dtype_faults(source, bindings)
+
+    arrays: dict[str, Array] = {}
+    units: tuple[Unit, ...] = ()
+    if not faults:
+        pieces = []
+        for binding in bindings:
+            own, cut = _cut(source, binding, options.dtype)
+            faults += [f"{array.name}  is made by two rows of the table" for array in own if array.name in arrays]
+            arrays |= {array.name: array for array in own}
+            pieces += cut
+        units = _units(source, pieces)
+    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
+    return Plan(source, family, table, options, arrays, units, tuple(skips), copies, tuple(unmapped), tuple(faults))
+
+
+@dataclass(frozen=True)
+class _CutConfig:
+    """A config of which only a part of the layers is asked for."""
+
+    config: HasAxes
+    axes: Mapping[str, int | range]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
+    if layers is None:
+        return config
+    have = config.axes[LAYERS]
+    have = have if isinstance(have, range) else range(have)
+    if not layers or layers.start not in have or layers[-1] not in have:
+        raise UsageError(
+            f"--layers {layers.start}-{layers.stop - 1} is no part of the model's layers {have.start}-{have[-1]}"
+        )
+    return _CutConfig(config, {**config.axes, LAYERS: layers})
+
+
+def _kind(info: TensorInfo) -> tuple[str, Shape]:
+    return info.dtype, info.shape
+
+
+def _describe(source: Source, pattern: str, names: list[str], fault: str) -> str:
+    info = source.tensors[names[0]]
+    count = f"{len(names)} tensors" if len(names) > 1 else "1 tensor"
+    return f"{pattern}  {info.dtype} {list(info.shape)} ({count}) {fault}"
+
+
+def _dtype_faults(source: Source, bindings: list[Binding]) -> list[str]:
+    odd, mixed = [], []
+    for binding in bindings:
+        infos = [source.tensors[n] for stack in binding.src for n in stack.names if n in source.tensors]
+        odd += [info.name for info in infos if DTYPES[info.dtype].name not in FLOATS]
+        if len({info.dtype for info in infos}) > 1:
+            mixed.append(infos[0].name)
+    return [
+        _describe(source, pattern, names, "is no plain float, and its encoding is not known")
+        for pattern, names in collapse(odd).items()
+    ] + [f"{pattern}  has not the dtype of the tensors it is joined with" for pattern in collapse(mixed)]
+
+
+# -- cutting: chunks, pieces, units -----------------------------------------------------------------------------------
+
+
+def _cut(source: Source, binding: Binding, dtype: str) -> tuple[list[Array], list[Piece]]:
+    """The targets of a binding, and the pieces in which it is converted: boxes of at most about PIECE_BYTES, cut along
+    letters that are outermost in the source first, so that reading goes on in long runs."""
+    layout, sizes = binding.layout, binding.sizes
+    letters = list(
+        dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
+    )
+    stored = DTYPES[source.tensors[binding.src[0].names[0]].dtype]
+    target = stored if dtype == "auto" else FLOATS[dtype]
+    leads = [[lead(axis) for axis in axes] for axes in layout.dst]
+    shapes = layout.dst_shapes(sizes)
+    chunks = [_chunks(shape, own, letters, target.itemsize) for shape, own in zip(shapes, leads, strict=True)]
+
+    steps: dict[str, int] = {}
+
+    def nbytes() -> int:
+        return sum(map(prod, layout.src_shapes({**sizes, **steps}))) * max(stored.itemsize, target.itemsize)
+
+    for letter in letters:
+        if nbytes() <= PIECE_BYTES:
+            break
+        # The smallest range of the letter that is whole chunks in every target, and as many of those as fit.
+        inner = [shape[own.index(letter)] // sizes[letter] for shape, own in zip(shapes, leads, strict=True)]
+        chunk = [own_chunks[own.index(letter)] for own_chunks, own in zip(chunks, leads, strict=True)]
+        steps[letter] = least = lcm(*(lcm(c, i) // i for c, i in zip(chunk, inner, strict=True)))
+        steps[letter] = min(-(-sizes[letter] // least), max(1, PIECE_BYTES // nbytes())) * least
+
+    sources = tuple(name for stack in binding.src for name in stack.names)
+    arrays = []
+    for axes, shape, own, chunk_shape, stack in zip(layout.dst, shapes, leads, chunks, binding.dst, strict=True):
+        shard = tuple(
+            -(-(n // sizes[x] * steps[x] if x in steps else n) // c) * c
+            for x, n, c in zip(own, shape, chunk_shape, strict=True)
+        )
+        arrays.append(Array(stack.names[0], shape, target, format_axes(axes), shard, chunk_shape, sources))
+    ranges = [[(x, (a, min(a + step, sizes[x]))) for a in range(0, sizes[x], step)] for x, step in steps.items()]
+    return arrays, [Piece(binding, dict(box)) for box in product(*ranges)]
+
+
+def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
+    """The shape in which an array is stored: stacked axes are cut first, then those that a mesh divides."""
+    counts = [1] * len(shape)
+    order = sorted(
+        (i for i, letter in enumerate(leads) if letter in letters and (letter in MESH_AXES or letter == LAYERS)),
+        key=lambda i: (leads[i] not in (LAYERS, "E"), MESH_AXES.get(leads[i]) != "tensor", i),
+    )
+    order += [i for i, letter in enumerate(leads) if letter in letters and i not in order]
+
+    def too_large() -> bool:
+        return prod(-(-n // c) for n, c in zip(shape, counts, strict=True)) * itemsize > CHUNK_BYTES
+
+    for goal in (8, 64, 1 << 40):
+        for i in order:
+            limit = shape[i] if leads[i] in (LAYERS, "E") else min(goal, shape[i])
+            while counts[i] < limit and too_large():
+                counts[i] = _divisor(shape[i], 2 * counts[i])
+    return tuple(-(-n // c) for n, c in zip(shape, counts, strict=True))
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """The smallest divisor of `size` from `wanted` to twice that; `wanted` where there is none (uneven chunks)."""
+    return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
+
+
+def _units(source: Source, pieces: list[Piece]) -> tuple[Unit, ...]:
+    """Gathers pieces to units, in the order in which the source lies on disk."""
+    order = {shard.name: i for i, shard in enumerate(source.shards)}
+
+    def place(piece: Piece) -> tuple[int, int]:
+        name, start, _ = next(piece.reads())[0]
+        info = source.tensors[name]
+        return order[info.shard], info.offset + start * DTYPES[info.dtype].itemsize
+
+    units: list[Unit] = []
+    own: list[Piece] = []
+    size = 0
+    for piece in sorted(pieces, key=place):
+        dtype = DTYPES[source.tensors[piece.binding.src[0].names[0]].dtype]
+        own.append(piece)
+        size += sum(map(prod, piece.binding.layout.src_shapes(piece.sizes))) * dtype.itemsize
+        if size >= UNIT_BYTES:
+            units.append(Unit(f"u{len(units):05d}", tuple(own), size))
+            own, size = [], 0
+    if own:
+        units.append(Unit(f"u{len(units):05d}", tuple(own), size))
+    return tuple(units)

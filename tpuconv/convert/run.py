@@ -1,0 +1,306 @@
+"""The loop: reads pieces of the source, transforms them, writes chunks, and publishes the output when all is there.
+
+Threads do the work, since reading, copying, hashing and writing all release the interpreter's lock. Each holds memory
+that is allocated once: for what is read, for what is cast, and for the shard that is written.
+"""
+
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuconv.convert import manifest
+from tpuconv.convert.card import COPIED, SOURCE_CARD, model_card
+from tpuconv.convert.hub import wrong_hash
+from tpuconv.convert.journal import MANIFEST, Journal, write_durably
+from tpuconv.convert.plan import MIB, Array, Piece, Plan, Unit
+from tpuconv.convert.source import Reader
+from tpuconv.convert.store import Shard, Store, page_buffer
+from tpuconv.errors import ResourceError, SourceError, UsageError
+
+STRIP = 64
+"""Rows that are transposed together: as many as keep one cache line of each in the first-level cache."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is, in bytes of the source; those of an earlier run are `resumed`."""
+
+    done: int
+    total: int
+    resumed: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine gives: neither changes the output."""
+
+    jobs: int
+    max_memory: int
+
+    @classmethod
+    def of_this_machine(cls, jobs: int | None = None, max_memory: int | None = None) -> "Limits":
+        """By default a job for each processor, and 60% of the memory."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(jobs or len(os.sched_getaffinity(0)), max_memory or int(0.6 * memory))
+
+
+def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
+    """Converts, yielding progress. Killed at any moment and run again, it goes on where it was.
+
+    Raises:
+        MappingError: the plan has faults.
+        SourceError: the source changed, cannot be read, or holds values that are not finite.
+        ResourceError: too little disk or memory.
+        OutputError: `out` exists, is locked or belongs to another plan.
+    """
+    plan.check()
+    jobs = plan.jobs(limits.jobs, limits.max_memory)
+    inside = plan.source.folder.resolve()
+    if out.resolve() == inside or inside in out.resolve().parents:
+        raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
+    with Journal(out, plan.fingerprint, overwrite=overwrite) as journal:
+        if not journal.begin():
+            yield Progress(plan.source_bytes, plan.source_bytes, plan.source_bytes, "published")
+            return
+        if journal.done("complete") is None:
+            yield from _work(plan, journal, jobs)
+        yield Progress(plan.source_bytes, plan.source_bytes, 0, "publish")
+        journal.publish()
+    yield Progress(plan.source_bytes, plan.source_bytes, 0, "published")
+
+
+def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
+    store = Store(journal.staging / manifest.PARAMS, plan.arrays)
+    todo = [unit for unit in plan.units if journal.done(unit.uid) is None]
+    resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
+    _check_disk(plan, journal.staging, todo)
+    yield Progress(resumed, plan.source_bytes, resumed, "convert")
+    with Reader(plan.source) as reader:
+        if journal.done("metadata") is None:
+            store.write_metadata()
+            journal.record("metadata", {})
+        work = _Workers(plan, journal, store, reader, jobs)
+        for done in work.run(todo):
+            yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
+        reader.check_unchanged()
+    yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
+    store.finish()
+    _write_rest(plan, journal)
+
+
+class _Cancelled(Exception):
+    """Another worker failed, or the user interrupted."""
+
+
+class _Workers:
+    def __init__(self, plan: Plan, journal: Journal, store: Store, reader: Reader, jobs: int):
+        self.plan, self.journal, self.store, self.reader, self.jobs = plan, journal, store, reader, jobs
+        self.stop = threading.Event()
+        self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
+
+    def run(self, units: Sequence[Unit]) -> Iterator[int]:
+        """Does all that is left; yields the bytes converted so far about ten times a second."""
+        tasks = self._tasks(units)
+        if units:
+            for _ in range(min(self.jobs, len(units))):
+                self.memories.put(_Memory(self.plan))
+        total = 0
+        pool = ThreadPoolExecutor(self.jobs)
+        futures: set[Future[None]] = {pool.submit(task) for task in tasks}
+        try:
+            while futures:
+                finished, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                while not self.done.empty():
+                    total += self.done.get()
+                yield total
+        finally:
+            self.stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
+        """The hash of each shard beside the units that read it, so that both find it in the page cache."""
+        tasks: list[Callable[[], None]] = []
+        hashed = set()
+        for unit in units:
+            for shard in self._shards(unit):
+                if shard not in hashed:
+                    tasks.append(lambda shard=shard: self._hash(shard))  # type: ignore[misc]
+                    hashed.add(shard)
+            tasks.append(lambda unit=unit: self._unit(unit))  # type: ignore[misc]
+        tasks += [lambda s=shard.name: self._hash(s) for shard in self.plan.source.shards if shard.name not in hashed]  # type: ignore[misc]
+        tasks += [lambda c=copy: self._compare(*c) for copy in self.plan.copies.items()]  # type: ignore[misc]
+        return tasks
+
+    def _shards(self, unit: Unit) -> list[str]:
+        tensors = self.plan.source.tensors
+        names = (tensors[n].shard for p in unit.pieces for part in p.reads() for n, _, _ in part)
+        return list(dict.fromkeys(names))
+
+    def _hash(self, name: str) -> None:
+        if self.journal.done(f"sha256-{name}") is not None:
+            return
+        shard = next(s for s in self.plan.source.shards if s.name == name)
+        digest = self.reader.sha256(name, self._check_cancelled)
+        if shard.sha256 is not None and digest != shard.sha256:
+            raise wrong_hash(self.plan.source.folder / name, shard.sha256, digest)
+        self.journal.record(f"sha256-{name}", {"sha256": digest})
+
+    def _compare(self, copy: str, original: str) -> None:
+        tensors = self.plan.source.tensors
+        a, b = tensors[copy], tensors[original]
+        buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
+        for at in range(0, a.nbytes, 4 * MIB):
+            self._check_cancelled()
+            views = [buffer[: a.nbytes - at] for buffer in buffers]
+            for info, view in zip((a, b), views, strict=True):
+                self.reader.read(info, at, view)
+            if views[0] != views[1]:
+                raise SourceError(
+                    f"{copy} and {original} are tied by config.json, but hold different values",
+                    hint="set tie_word_embeddings in config.json to what the model was trained with",
+                )
+
+    def _unit(self, unit: Unit) -> None:
+        checksums: dict[str, int] = {}
+        memory = self.memories.get()
+        try:
+            for piece in unit.pieces:
+                self._check_cancelled()
+                self._piece(piece, memory, checksums)
+                self.done.put(self.plan.piece_bytes(piece)[0])
+        finally:
+            self.memories.put(memory)
+        self.store.sync(checksums)
+        self.journal.record(unit.uid, {name: f"{part:016x}" for name, part in checksums.items()})
+
+    def _piece(self, piece: Piece, memory: "_Memory", checksums: dict[str, int]) -> None:
+        binding = piece.binding
+        dtype = self.plan.target_dtype(binding)
+        bits = np.dtype(f"u{dtype.itemsize}")  # plain integers move faster than bfloat16 and keep every bit
+        sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
+        targets = binding.layout(sources, piece.sizes)
+        for stack, box, target in zip(binding.dst, piece.boxes(), targets, strict=True):
+            array = self.plan.arrays[stack.names[0]]
+            shard = Shard(array, tuple(s.start // n for s, n in zip(box, array.shards, strict=True)), memory.shard)
+            for slot, start in shard.chunks():
+                view = target[
+                    tuple(slice(a - s.start, a - s.start + c) for a, s, c in zip(start, box, array.chunks, strict=True))
+                ]
+                chunk = shard.place(slot, bits)
+                if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
+                    chunk[...] = 0
+                copy_strided(chunk[tuple(map(slice, view.shape))], view)
+                if not all_finite(chunk, dtype):
+                    raise _not_finite(array, start)
+                part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
+                checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
+                shard.close_chunk()
+            self.store.write(shard)
+
+    def _check_cancelled(self) -> None:
+        if self.stop.is_set():
+            raise _Cancelled
+
+
+class _Memory:
+    """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
+
+    def __init__(self, plan: Plan):
+        self.source, self.cast, self.shard = map(page_buffer, plan.buffers)
+
+    def read(self, reader: Reader, plan: Plan, piece: Piece) -> list[np.ndarray]:
+        """The piece's source tensors, in the dtype of its targets."""
+        source_dtype, dtype = plan.source_dtype(piece.binding), plan.target_dtype(piece.binding)
+        sources, at, cast_at = [], 0, 0
+        for parts, shape in zip(piece.reads(), piece.binding.layout.src_shapes(piece.sizes), strict=True):
+            first = at
+            for name, start, count in parts:
+                info, end = plan.source.tensors[name], at + count * source_dtype.itemsize
+                reader.read(info, start * source_dtype.itemsize, self.source.data[at:end])
+                at = end
+            array = self.source[first:at].view(source_dtype)
+            if source_dtype != dtype:
+                cast_end = cast_at + prod(shape) * dtype.itemsize
+                cast = self.cast[cast_at:cast_end].view(dtype)
+                np.copyto(cast, array, casting="unsafe")
+                array, cast_at = cast, cast_end
+            sources.append(array.reshape(shape))
+        return sources
+
+
+def copy_strided(out: np.ndarray, view: np.ndarray) -> None:
+    """`out[...] = view` for a contiguous `out`, by strips where the view is transposed: ten times as fast."""
+    if view.ndim < 2 or view.strides[-1] == view.itemsize:
+        np.copyto(out, view)
+        return
+    contiguous = int(np.argmin(view.strides[:-1]))
+    loops = [range(1) if axis == contiguous else range(n) for axis, n in enumerate(view.shape[:-1])]
+    for index in product(*loops):
+        at = tuple(slice(None) if axis == contiguous else i for axis, i in enumerate(index))
+        rows_out, rows = out[at], view[at]
+        for i in range(0, view.shape[-1], STRIP):
+            rows_out[:, i : i + STRIP] = rows[:, i : i + STRIP]
+
+
+def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Whether no element is infinite or not a number, from the bit patterns of floats.
+
+    Those are the patterns from that of infinity on, of either sign, so that the largest signed and the largest unsigned
+    pattern decide: two passes at the speed of memory and no temporary.
+    """
+    if not bits.size:
+        return True
+    infinity = int(np.array(np.inf, dtype).view(bits.dtype))
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
+
+
+def _not_finite(array: Array, start: tuple[int, ...]) -> SourceError:
+    sources = array.sources[0] if len(array.sources) == 1 else f"{array.sources[0]} and {len(array.sources) - 1} more"
+    return SourceError(
+        f"{array.name} is not finite: there are NaN or infinite values in the chunk at {start}",
+        details=[f"made from {sources}"],
+        hint="the checkpoint is damaged, or --dtype too small for its values: download it again, or try float32",
+    )
+
+
+def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
+    written = sum(plan.piece_bytes(piece)[1] for unit in todo for piece in unit.pieces)
+    need = written + written // 100 + 16 * MIB
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ResourceError(
+            f"{folder.parent.parent} has {free / 1e9:.1f} GB free, the conversion needs {need / 1e9:.1f} GB",
+            hint="free some space, or give an OUT on another disk",
+        )
+
+
+def _write_rest(plan: Plan, journal: Journal) -> None:
+    """All that the output holds besides the arrays."""
+    checksums: dict[str, int] = {}
+    for unit in plan.units:
+        for name, part in (journal.done(unit.uid) or {}).items():
+            checksums[name] = manifest.add_checksums((checksums.get(name, 0), int(part, 16)))
+    sha256 = {s.name: (journal.done(f"sha256-{s.name}") or {})["sha256"] for s in plan.source.shards}
+    for pattern in COPIED:
+        for path in sorted(plan.source.folder.glob(pattern)):
+            shutil.copyfile(path, journal.staging / path.name)
+    card = plan.source.folder / "README.md"
+    if card.is_file():
+        shutil.copyfile(card, journal.staging / SOURCE_CARD)
+    (journal.staging / "README.md").write_text(model_card(plan))
+    write_durably(journal.staging / MANIFEST, manifest.build(plan, sha256, checksums))

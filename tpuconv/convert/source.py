@@ -1,0 +1,352 @@
+"""The source checkpoint: safetensors headers read strictly, weights read by offset.
+
+Weights are never memory-mapped: a file that shrinks under a map kills the process, where a read raises an error. What
+the safetensors library lets pass and a converter must not (a tensor twice, overlapping or missing ranges, names that
+climb out of the folder) is refused here.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.errors import ConfigError, SourceError, UsageError
+from tpuconv.layout import Shape
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Safetensors' names of element types (safetensors README, "Format")."""
+
+MAX_HEADER_BYTES = 32 << 20  # the largest real ones have 2 MiB; a parser bomb has 100 MiB
+MAX_NAME_LENGTH = 512
+HASH_BLOCK = 4 << 20
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the source: where its bytes are. `offset` counts from the start of the shard's file."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    shard: str
+    offset: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file. `size` and `mtime_ns` tell whether it changed since; `sha256` is what the Hub promised."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder, its headers read and checked. `repo` and `commit` say where on the Hub it came from."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shards: tuple[Shard, ...]
+    repo: str | None = None
+    commit: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def name(self) -> str:
+        return self.repo.split("/")[-1] if self.repo else self.folder.resolve().name
+
+
+def open_source(
+    folder: Path, *, repo: str | None = None, commit: str | None = None, sha256: Mapping[str, str] | None = None
+) -> Source:
+    """Reads config.json, the index and every header.
+
+    Raises:
+        UsageError: the folder does not exist or is no checkpoint.
+        ConfigError: config.json is missing or no JSON object.
+        SourceError: the index or a header is broken, incomplete or unsafe; all that were found are named.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder")
+    shard_names, weight_map = _read_index(folder)
+    config = read_json(folder / "config.json", ConfigError)
+    faults: list[str] = []
+    tensors: dict[str, TensorInfo] = {}
+    shards = []
+    for name in shard_names:
+        try:
+            size, mtime_ns, infos = read_header(folder / name)
+        except SourceError as error:
+            faults += [error.message, *error.details]
+            continue
+        shards.append(Shard(name, size, mtime_ns, (sha256 or {}).get(name)))
+        for info in infos:
+            if info.name in tensors:
+                faults.append(f"{info.name} is in {tensors[info.name].shard} and in {name}")
+            elif weight_map is not None and weight_map.get(info.name) != name:
+                place = weight_map.get(info.name)
+                faults.append(f"{info.name} is in {name}; the index {f'says {place}' if place else 'does not name it'}")
+            tensors[info.name] = info
+    if not faults:
+        placed = (weight_map or {}).items()
+        faults += [f"{name} is not in {shard}, where the index has it" for name, shard in placed if name not in tensors]
+    if faults:
+        raise SourceError(
+            f"the checkpoint in {folder} cannot be read safely: {len(faults)} faults"
+            if len(faults) > 1
+            else f"the checkpoint in {folder} cannot be read safely",
+            details=shorten(faults),
+            hint="download it again, or ask where it comes from",
+        )
+    return Source(folder, config, tensors, tuple(shards), repo, commit)
+
+
+def shorten(lines: Sequence[str], limit: int = 20) -> list[str]:
+    """The first lines of a long list, and how many there are more."""
+    more = len(lines) - limit
+    return [*lines[:limit], f"... and {more} more"] if more > 0 else list(lines)
+
+
+def read_json(path: Path, error: type[ConfigError] | type[SourceError]) -> dict[str, Any]:
+    """A JSON file that must hold an object without duplicate keys."""
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise error(f"{path} is missing") from None
+    except (ValueError, RecursionError) as e:
+        raise error(f"{path} is no valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds no JSON object")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"'{twice}' stands twice")
+    return out
+
+
+def _read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of the shards and, where there is an index, the shard of every tensor."""
+    if not (folder / INDEX_FILE).exists():
+        if (folder / SINGLE_FILE).exists():
+            return [SINGLE_FILE], None
+        shards = sorted(p.name for p in folder.glob("*.safetensors"))
+        if not shards:
+            raise UsageError(
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",
+                hint="a Hugging Face checkpoint in safetensors is needed",
+            )
+        raise SourceError(
+            f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
+            hint="without the index nobody knows whether files are missing: download the checkpoint again",
+        )
+    weight_map = read_json(folder / INDEX_FILE, SourceError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise SourceError(f"{folder / INDEX_FILE} has no weight_map from names to files")
+    shards = sorted(set(weight_map.values()))
+    unsafe = [s for s in shards if Path(s).name != s or not s.endswith(".safetensors") or "\0" in s]
+    if unsafe:
+        raise SourceError(
+            f"{folder / INDEX_FILE} names files that are no safetensors file of its folder",
+            details=shorten([repr(s) for s in unsafe]),
+            hint="do not trust this checkpoint",
+        )
+    missing = [s for s in shards if not (folder / s).exists()]
+    if missing:
+        raise SourceError(
+            f"{len(missing)} of {len(shards)} shards are missing in {folder}",
+            details=shorten(missing),
+            hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
+        )
+    return shards, weight_map
+
+
+def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
+    """Size and modification time (ns) of a safetensors file and its tensors in file order.
+
+    Raises:
+        SourceError: anything in the header that is not exactly as the format says.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer must not hang us
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path} is no regular file")
+        start = os.pread(fd, 64, 0)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or 8 + length > status.st_size:
+            if start.startswith(b"version https://git-lfs"):
+                raise SourceError(
+                    f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or give the Hub id"
+                )
+            if start.lstrip()[:1] == b"<":
+                raise SourceError(
+                    f"{path} is a web page, not weights: the download was answered by a login or error page"
+                )
+            raise SourceError(f"{path} is truncated: {status.st_size} bytes do not hold its header")
+        if length > MAX_HEADER_BYTES:
+            raise SourceError(f"{path} has a header of {length} bytes, more than any real checkpoint")
+        raw = os.pread(fd, length, 8)
+    finally:
+        os.close(fd)
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"the header of {path} is no valid JSON: {e}") from None
+    if not isinstance(header, dict):
+        raise SourceError(f"the header of {path} is no JSON object")
+    header.pop("__metadata__", None)
+    infos, faults = [], []
+    for name, value in header.items():
+        try:
+            infos.append(_tensor_info(name, value, path.name, 8 + length))
+        except ValueError as e:
+            faults.append(f"{path.name}: {e}")
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    at = 8 + length
+    for info in infos:
+        if info.offset != at:
+            faults.append(
+                f"{path.name}: {info.name} {'overlaps the one before' if info.offset < at else 'follows a gap'}"
+            )
+        at = info.offset + info.nbytes
+    if not faults and at != status.st_size:
+        what = "is truncated" if at > status.st_size else "has bytes that no tensor owns"
+        faults.append(f"{path.name} {what}: its header describes {at} bytes, the file has {status.st_size}")
+    if faults:
+        raise SourceError(faults[0], details=faults[1:])
+    return status.st_size, status.st_mtime_ns, infos
+
+
+def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorInfo:
+    if not name.isprintable() or ".." in name or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise ValueError(f"unsafe tensor name {name[:80]!r}")
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} is not described by dtype, shape and data_offsets alone")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"{name} has a shape or offsets that are no list of sizes")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name}: offsets {offsets} do not hold {dtype} {shape}")
+    return TensorInfo(name, dtype, tuple(shape), shard, data_start + offsets[0], offsets[1] - offsets[0])
+
+
+@dataclass
+class Reader:
+    """Reads weights of a source, from any number of threads. Close it, or use it in a `with`."""
+
+    source: Source
+    _files: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a tensor from byte `start` of it on."""
+        self._read(info.shard, info.offset + start, out)
+
+    def _blocks(self, shard: str) -> Iterator[memoryview]:
+        """The whole file from the start, in blocks that are valid until the next one."""
+        size = next(s.size for s in self.source.shards if s.name == shard)
+        buffer = memoryview(bytearray(min(HASH_BLOCK, size)))
+        for at in range(0, size, HASH_BLOCK):
+            block = buffer[: min(HASH_BLOCK, size - at)]
+            self._read(shard, at, block)
+            yield block
+
+    def sha256(self, shard: str, check_cancelled: Callable[[], None]) -> str:
+        """The hash of a whole shard. `check_cancelled` raises if the work is to stop."""
+        digest = hashlib.sha256()
+        for block in self._blocks(shard):
+            check_cancelled()
+            digest.update(block)
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises SourceError if a shard is not the file any more that was planned from."""
+        for shard in self.source.shards:
+            try:
+                status = os.stat(self.source.folder / shard.name)
+            except OSError as e:
+                raise SourceError(f"{shard.name} went away: {e.strerror}") from None
+            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise SourceError(
+                    f"{self.source.folder / shard.name} changed while it was converted",
+                    hint="wait until nothing writes to the source, then run again",
+                )
+
+    def _read(self, shard: str, offset: int, out: memoryview) -> None:
+        fd = self._open(shard)
+        while out:
+            try:
+                n = os.preadv(fd, [out], offset)
+            except OSError as e:
+                raise SourceError(
+                    f"{self.source.folder / shard} cannot be read at byte {offset}: {e.strerror}",
+                    hint="check the disk; a rerun goes on where this one stopped",
+                ) from None
+            if n == 0:
+                raise SourceError(
+                    f"{self.source.folder / shard} became shorter while it was read",
+                    hint="wait until nothing writes to the source, then run again",
+                )
+            out, offset = out[n:], offset + n
+
+    def _open(self, shard: str) -> int:
+        with self._lock:
+            if shard not in self._files:
+                self._files[shard] = os.open(self.source.folder / shard, os.O_RDONLY)
+            return self._files[shard]
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()

@@ -1,0 +1,248 @@
+"""The only writer of Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads.
+
+An array is a grid of shards, one file each, and a shard a grid of chunks, what a device reads (zarr v3
+"sharding_indexed"):
+
+    chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
+
+Files are written around the page cache where the file system can (O_DIRECT): filling the cache costs as much processor
+time as all the rest of a conversion. A shard is complete in memory before it is written, written again if in doubt, and
+no two pieces of work share one, so that units need no merging and any process may run them.
+"""
+
+import errno
+import json
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from tpuconv.convert.plan import Array
+from tpuconv.errors import OutputError, ResourceError, TpuconvError
+from tpuconv.layout import Shape
+
+CRC_BYTES = 4
+ABSENT = np.iinfo(np.uint64).max
+"""Offset and size, in the index, of a chunk that lies outside of the array."""
+
+DIRECT_BYTES = 1 << 20
+"""Smaller files are left to the page cache."""
+
+
+class Shard:
+    """One shard under construction in `buffer`, which starts at a page and holds `array.shard_bytes` in whole pages.
+    `index` is its place in the array's grid of shards."""
+
+    def __init__(self, array: Array, index: Shape, buffer: np.ndarray):
+        self.array, self.index, self.buffer = array, index, buffer
+        self.slot_bytes = prod(array.chunks) * array.dtype.itemsize + CRC_BYTES
+        self.slots = tuple(s // c for s, c in zip(array.shards, array.chunks, strict=True))
+        self.offsets = np.full((prod(self.slots), 2), ABSENT, "<u8")
+        self.used = 0
+
+    def chunks(self) -> Iterator[tuple[int, Shape]]:
+        """The slot and the first element in the array of every chunk that lies, in part at least, in the array."""
+        first = [i * s for i, s in zip(self.index, self.array.shards, strict=True)]
+        for slot, at in enumerate(product(*map(range, self.slots))):
+            start = tuple(f + i * c for f, i, c in zip(first, at, self.array.chunks, strict=True))
+            if all(a < n for a, n in zip(start, self.array.shape, strict=True)):
+                yield slot, start
+
+    def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
+        """Where the next chunk is to be built, as unsigned integers."""
+        self.offsets[slot] = self.used, self.slot_bytes
+        end = self.used + self.slot_bytes - CRC_BYTES
+        return self.buffer[self.used : end].view(bits).reshape(self.array.chunks)
+
+    def close_chunk(self) -> None:
+        """Adds the checksum of the chunk that was built."""
+        self._add_crc(self.used, self.used + self.slot_bytes - CRC_BYTES)
+
+    def close(self) -> np.ndarray:
+        """Adds the index: the file's bytes."""
+        start, index = self.used, self.offsets.view(np.uint8).reshape(-1)
+        self.buffer[start : start + index.size] = index
+        self._add_crc(start, start + index.size)
+        return self.buffer[: self.used]
+
+    def _add_crc(self, start: int, end: int) -> None:
+        crc = crc32c.crc32c(self.buffer[start:end].data)
+        self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
+        self.used = end + CRC_BYTES
+
+
+class Store:
+    """An Orbax checkpoint under construction in `folder`."""
+
+    def __init__(self, folder: Path, arrays: Mapping[str, Array]):
+        self.folder = folder
+        self.arrays = arrays
+
+    def write_metadata(self) -> None:
+        """Makes the folder of every array and describes it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for array in self.arrays.values():
+                (self.folder / array.name).mkdir(exist_ok=True)
+                _write_text(self.folder / array.name / "zarr.json", json.dumps(_zarr_metadata(array)))
+                sync(self.folder / array.name)
+            sync(self.folder)
+        except OSError as e:
+            raise write_error(self.folder, e) from e
+
+    def write(self, shard: Shard) -> None:
+        """Writes a finished shard to the disk; `sync` makes its name durable."""
+        try:
+            _write_file(self._path(shard.array, shard.index), shard.close())
+        except OSError as e:
+            raise write_error(self.folder, e) from e
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Makes the shards of some arrays durable, names included."""
+        for name in names:
+            sync(self.folder / name)
+
+    def finish(self) -> None:
+        """Checks that every shard is there, and makes the folder an Orbax checkpoint. May be called again.
+
+        Raises:
+            OutputError: a shard is missing, which would be a bug of ours or a meddling process.
+        """
+        for array in self.arrays.values():
+            for index in product(*map(range, array.grid)):
+                path = self._path(array, index)
+                if not path.is_file():
+                    raise OutputError(f"{path} was not written", hint="remove the unfinished output and convert again")
+        try:
+            for name, content in _orbax_files(self.arrays.values()).items():
+                _write_text(self.folder / name, content)
+            sync(self.folder)
+        except OSError as e:
+            raise write_error(self.folder, e) from e
+
+    def _path(self, array: Array, index: Shape) -> Path:
+        return self.folder / array.name / ".".join(("c", *map(str, index)))
+
+
+def page_buffer(nbytes: int) -> np.ndarray:
+    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped."""
+    pages = max(1, -(-nbytes // mmap.PAGESIZE))
+    return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or a folder's entries to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_error(path: Path, error: OSError) -> TpuconvError:
+    """The error for a failed write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"the disk of {path} is full", hint="free some space and run the same command: it goes on where it stopped"
+        )
+    return OutputError(f"{path} cannot be written: {error.strerror}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    _write_file(path, np.frombuffer(text.encode(), np.uint8))
+
+
+def _write_file(path: Path, data: np.ndarray) -> None:
+    """Writes a whole file and flushes it to the disk. An array of DIRECT_BYTES or more must start at a page, with room
+    to the end of its last one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    fd = -1
+    if data.nbytes >= DIRECT_BYTES:
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # the file system has no O_DIRECT: tmpfs, for one
+                raise
+    try:
+        if fd >= 0:
+            _write_all(fd, _whole_pages(data).data)
+            os.ftruncate(fd, data.nbytes)
+        else:
+            fd = os.open(path, flags, 0o644)
+            _write_all(fd, data.data)
+        os.fsync(fd)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _whole_pages(data: np.ndarray) -> np.ndarray:
+    pages = -(-data.nbytes // mmap.PAGESIZE)
+    return np.lib.stride_tricks.as_strided(data, (pages * mmap.PAGESIZE,), (1,))
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _zarr_metadata(array: Array) -> dict[str, Any]:
+    crc = {"name": "crc32c"}
+    little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
+    sharding = {
+        "chunk_shape": array.chunks,
+        "codecs": [little_endian, crc],
+        "index_codecs": [little_endian, crc],
+        "index_location": "end",
+    }
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": array.shape,
+        "data_type": array.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.shards}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": {},
+    }
+
+
+def _orbax_files(arrays: Iterable[Array]) -> dict[str, str]:
+    """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
+    tree = {
+        str(tuple(array.name.split("."))): {
+            # Key type 2 is a key of a dict. No sharding is stored: a restore must not need the mesh of whoever saved.
+            "key_metadata": [{"key": key, "key_type": 2} for key in array.name.split(".")],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for array in arrays
+    }
+    now = time.time_ns()
+    metadata = {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    checkpoint = {
+        "item_handlers": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    return {
+        "_METADATA": json.dumps(metadata),
+        "_CHECKPOINT_METADATA": json.dumps(checkpoint),
+        "commit_success.txt": "ok",
+    }

@@ -1,0 +1,203 @@
+"""The table of a family: which tensors of a Hugging Face checkpoint become which parameters, and how.
+
+A row is data. From it follow the transform and its inverse, the shapes of both sides, the source bytes that feed a
+slice of a parameter, what happens to block scales, the sharding of the parameter, and a line of `tpuconv families NAME
+--table`.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+
+from tpuconv.errors import LayoutError
+from tpuconv.layout import Layout, Shape, format_axes
+
+INDEX = re.compile(r"\{(\w)\}")
+LAYERS = "L"
+
+
+class HasAxes(Protocol):
+    """What a table asks of a family's config, besides the properties that its rows name in `when`."""
+
+    @property
+    def axes(self) -> Mapping[str, int | range]:
+        """The size of every letter of the table; for a letter that is an index in names, the range of its values."""
+
+
+@dataclass(frozen=True)
+class Map:
+    """One row. `{X}` in the names is an index: in both names a loop; in the HF names only, an axis X of the parameter,
+    on which the named tensors are stacked, outermost on the HF side. `when` names a property of the config that must
+    hold for the row to exist."""
+
+    hf: str | tuple[str, ...]
+    jax: str | tuple[str, ...]
+    layout: str
+    when: str | None = None
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def jax_names(self) -> tuple[str, ...]:
+        return (self.jax,) if isinstance(self.jax, str) else self.jax
+
+
+def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
+    """The rows with a prefix before the names of each side."""
+    return tuple(
+        replace(
+            row,
+            hf=tuple(f"{hf}.{name}" for name in row.hf_names),
+            jax=tuple(f"{jax}.{name}" for name in row.jax_names),
+        )
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor of a layout's side, made of the named tensors stacked on its `depth` leading axes (one name and depth
+    0 where nothing is stacked)."""
+
+    names: tuple[str, ...]
+    depth: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A row for one config and one value of its loop indices."""
+
+    row: Map
+    layout: Layout
+    sizes: Mapping[str, int]
+    src: tuple[Stack, ...]
+    dst: tuple[Stack, ...]
+
+    @property
+    def inverse(self) -> "Binding":
+        """From parameters back to the tensors of the checkpoint."""
+        return replace(self, layout=self.layout.inverse, src=self.dst, dst=self.src)
+
+    def src_shapes(self) -> dict[str, Shape]:
+        """The shape of every single source tensor."""
+        shapes = self.layout.src_shapes(self.sizes)
+        return {name: s[stack.depth :] for s, stack in zip(shapes, self.src, strict=True) for name in stack.names}
+
+    def dst_shapes(self) -> dict[str, Shape]:
+        return self.inverse.src_shapes()
+
+    def dst_axes(self) -> dict[str, str]:
+        """The axes of every target in letters: `D N H`."""
+        return {
+            name: format_axes(axes[stack.depth :])
+            for axes, stack in zip(self.layout.dst, self.dst, strict=True)
+            for name in stack.names
+        }
+
+    def __call__(self, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        """All targets by name, given a function that reads a source tensor. Holds the whole row in memory."""
+        sources = []
+        for stack, shape in zip(self.src, self.layout.src_shapes(self.sizes), strict=True):
+            arrays = [read(name) for name in stack.names]
+            sources.append(np.stack(arrays).reshape(shape) if stack.depth else arrays[0])
+        targets: dict[str, np.ndarray] = {}
+        for stack, target in zip(self.dst, self.layout(sources, self.sizes), strict=True):
+            parts = target.reshape(len(stack.names), *target.shape[stack.depth :]) if stack.depth else [target]
+            targets |= zip(stack.names, parts, strict=True)
+        return targets
+
+
+@dataclass(frozen=True)
+class MappingTable:
+    """The rows of a family. `ignore` names source tensors that are not converted, each with the reason; `{X}` stands
+    for a number and `*` for anything. `copies` names source tensors that may be on disk as copies of another one: they
+    are skipped too, once the two are found equal."""
+
+    rows: tuple[Map, ...]
+    ignore: Mapping[str, str]
+    copies: Mapping[str, str]
+
+    def __init__(
+        self, rows: Sequence[Map], *, ignore: Mapping[str, str] | None = None, copies: Mapping[str, str] | None = None
+    ):
+        object.__setattr__(self, "rows", tuple(rows))
+        object.__setattr__(self, "ignore", dict(ignore or {}))
+        object.__setattr__(self, "copies", dict(copies or {}))
+        for row in self.rows:
+            _row_layout(row)
+
+    def bind(self, config: HasAxes) -> list[Binding]:
+        """Every row that the config has, once for each value of its loop indices."""
+        values = {x: value if isinstance(value, range) else range(value) for x, value in config.axes.items()}
+        sizes = {x: len(value) for x, value in values.items()}
+        bindings = []
+        for row in self.rows:
+            if row.when is not None and not getattr(config, row.when):
+                continue
+            loop, stack = _indices(row)
+            layout = _row_layout(row)
+            for at in product(*(values[x] for x in loop)):
+                known = dict(zip(loop, at, strict=True))
+                steps = [known | dict(zip(stack, s, strict=True)) for s in product(*(values[x] for x in stack))]
+                src = tuple(Stack(tuple(_fill(name, step) for step in steps), len(stack)) for name in row.hf_names)
+                dst = tuple(Stack((_fill(name, known),), 0) for name in row.jax_names)
+                bindings.append(Binding(row, layout, sizes, src, dst))
+        return bindings
+
+    def stack_layers(self) -> "MappingTable":
+        """The table whose parameters hold all layers in one array with a leading axis L."""
+        rows = []
+        for row in self.rows:
+            if LAYERS in _indices(row)[0]:
+                src, _, dst = row.layout.partition("->")
+                stacked = ", ".join(f"{LAYERS} {tensor.strip()}" for tensor in (dst or src).split(","))
+                names = tuple(name.replace(f"{{{LAYERS}}}.", "") for name in row.jax_names)
+                row = replace(row, jax=names, layout=f"{src.strip()} -> {stacked}")
+            rows.append(row)
+        return MappingTable(rows, ignore=self.ignore, copies=self.copies)
+
+    def why_ignored(self, name: str) -> str | None:
+        """The reason why a source tensor is not converted; None where the table does not ignore it."""
+        return next((why for pattern, why in self.ignore.items() if _pattern(pattern).fullmatch(name)), None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a row does: a conversion is resumed only with the table that began it."""
+        text = "\n".join(f"{r.hf_names} {r.jax_names} {r.layout} {r.when}" for r in self.rows)
+        return hashlib.sha256(f"{text}\n{self.ignore}\n{self.copies}".encode()).hexdigest()[:16]
+
+    def __iter__(self) -> Iterator[Map]:
+        return iter(self.rows)
+
+
+def _indices(row: Map) -> tuple[list[str], list[str]]:
+    """The letters that a row loops over, and those on which it stacks."""
+    hf, jax = ({tuple(INDEX.findall(name)) for name in names} for names in (row.hf_names, row.jax_names))
+    if len(hf) != 1 or len(jax) != 1:
+        raise LayoutError(f"the names of one side of {row} differ in their indices")
+    (in_hf,), (in_jax,) = hf, jax
+    if not set(in_jax) <= set(in_hf):
+        raise LayoutError(f"{row} has an index in its JAX names alone")
+    return list(in_jax), [x for x in in_hf if x not in in_jax]
+
+
+def _row_layout(row: Map) -> Layout:
+    layout = Layout.parse(row.layout, "".join(_indices(row)[1]))
+    if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
+        raise LayoutError(f"'{row.layout}' has not as many tensors as {row} has names")
+    return layout
+
+
+def _fill(name: str, indices: Mapping[str, Any]) -> str:
+    return INDEX.sub(lambda m: str(indices[m[1]]), name)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(text)).replace(r"\*", ".*"))

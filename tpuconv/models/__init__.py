@@ -1,0 +1,1 @@
+"""The families: config, table and Flax NNX modules of each, and the leaves they share."""

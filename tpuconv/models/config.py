@@ -1,0 +1,219 @@
+"""config.json read strictly: every key is a field of the family's Config, known to be without effect, or refused.
+
+A key that is skipped in silence may be one that changes the mathematics: the conversion would succeed and the model be
+wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.models.rope import ROPE_KEYS, Rope
+
+NO_EFFECT = frozenset(
+    {
+        # what the file describes, and who wrote it
+        *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
+        *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        # training
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
+        *("id2label", "label2id", "num_labels", "problem_type"),
+        # generation, and how a forward pass is run
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
+        *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
+        *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+    }
+)
+"""Keys that do not change the logits of a forward pass."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+"""Keys of which these values alone are implemented, in every family; without the key all is well."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
+    with its defaults, which are those of transformers.
+
+    `only` adds to `ONLY`; `least` holds the smallest values of integers that may be less than 1.
+    """
+
+    family: ClassVar[str]
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    least: ClassVar[Mapping[str, int]] = {}
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """The config that a parsed config.json describes."""
+        _refuse_encodings(raw)
+        hints = {field.name: hint for field, hint in _hints(cls) if field.name != "rope"}
+        _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, family=cls.family)
+        wrong = [f"{k}={raw[k]!r} is no {_spelt(hints[k])}" for k in hints if k in raw and not _fits(raw[k], hints[k])]
+        if wrong:
+            raise ConfigError("config.json has values of the wrong type", details=wrong)
+        values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
+        config = cls(**values)
+        return replace(config, rope=Rope.from_hf(raw, cls.family, config.max_position_embeddings))
+
+    def __post_init__(self) -> None:
+        faults = []
+        for field, hint in _hints(type(self)):
+            value, least = getattr(self, field.name), self.least.get(field.name, 1)
+            if int in (hint, *get_args(hint)) and value is not None and value < least:
+                faults.append(f"{field.name}={value} is less than {least}")
+        if faults := faults or list(self.contradictions()):  # these divide by what was checked first
+            raise ConfigError("config.json contradicts itself", details=faults)
+
+    def contradictions(self) -> Iterator[str]:
+        """What cannot be true at once, in words."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % kv_heads:
+            yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        if self.head_dim is None and self.hidden_size % heads:
+            yield f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}, without a head_dim"
+        elif self.axes["H"] % 2:
+            yield f"head_dim={self.axes['H']} is odd: rotary positions need pairs"
+        if self.rms_norm_eps < 0:
+            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of every letter (`tpuconv.layout.LETTERS`)."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        return {
+            "D": self.hidden_size,
+            "N": heads,
+            "K": kv_heads,
+            "G": heads // kv_heads,
+            "H": self.head_dim or self.hidden_size // heads,
+            "F": self.intermediate_size,
+            "V": self.vocab_size,
+            "L": self.num_hidden_layers,
+        }
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the logits have a matrix of their own; otherwise the embedding is used."""
+        return not self.tie_word_embeddings
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For every layer, how many of the newest tokens a token sees, itself included; None where it sees all."""
+        return (None,) * self.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class WindowedConfig(DecoderConfig):
+    """A decoder of which some layers look through a sliding window: those that `layer_types` names, or without it those
+    from `max_window_layers` on."""
+
+    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
+
+    use_sliding_window: bool
+    sliding_window: int | None
+    max_window_layers: int
+    layer_types: tuple[str, ...] | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.layer_types and self._window is None:
+            yield (
+                f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
+                f"sliding_window={self.sliding_window}"
+            )
+
+    @property
+    def _window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        if self.layer_types is not None:
+            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+
+
+def _refuse_encodings(raw: Mapping[str, Any]) -> None:
+    """The one place that knows that quantized checkpoints cannot be read yet."""
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key) is not None:
+            method = raw[key].get("quant_method", "unnamed") if isinstance(raw[key], Mapping) else raw[key]
+            raise UnsupportedConfig(
+                f"the checkpoint is quantized ({key} of config.json, method {method}): no encoding is implemented yet",
+                hint="convert the unquantized release of this model",
+            )
+
+
+def _refuse_unknown(
+    raw: Mapping[str, Any], known: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], family: str
+) -> None:
+    faults = []
+    for key, value in raw.items():
+        if key in only:
+            if value not in only[key]:
+                allowed = " or ".join(map(repr, only[key]))
+                faults.append(f"{key}={_short(value)} is not implemented for {family}, only {allowed}")
+        # A null is an absent key; a False may well mean something.
+        elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
+            near = get_close_matches(key, [*known, *only, *ROPE_KEYS], n=1)
+            faults.append(f"{key}={_short(value)}" + (f" (near: {near[0]})" if near else ""))
+    if faults:
+        raise UnsupportedConfig(
+            f"config.json asks for what {family} does not know",
+            details=faults,
+            hint="a key that does not change the logits belongs in NO_EFFECT of tpuconv/models/config.py",
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:
+    hints = get_type_hints(cls)
+    return ((field, hints[field.name]) for field in fields(cls))
+
+
+def _spelt(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (UnionType, Union):
+        return any(_fits(value, arm) for arm in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(part, get_args(hint)[0]) for part in value)
+    if hint is float:  # 1000000 is a float of JSON too; NaN and infinity compare false
+        return type(value) in (int, float) and -1e300 < value < 1e300
+    return value is None if hint is NoneType else type(value) is hint

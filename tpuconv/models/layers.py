@@ -1,0 +1,102 @@
+"""Leaves that the families share, each with one mathematical meaning. Names end in the letters of their axes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.rope import Rope
+
+HIDDEN = -1e38
+"""The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+
+
+class Einsum(nnx.Module):
+    """`Einsum("BTD,DNH->BTNH", sizes)`: the kernel is the second operand. A bias has the output's letters that the
+    first operand lacks; they stand last."""
+
+    def __init__(
+        self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        operands, output = equation.split("->")
+        x, kernel = operands.split(",")
+        self.equation = equation
+        self.kernel = _normal(rngs, tuple(sizes[letter] for letter in kernel), dtype)
+        bias_shape = tuple(sizes[letter] for letter in output if letter not in x)
+        self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum(self.equation, x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embed(nnx.Module):
+    """The vector of every token; `attend` is the head of a model whose logits share the matrix."""
+
+    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.embedding = _normal(rngs, (sizes["V"], sizes["D"]), dtype)
+
+    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        # An id outside the vocabulary gives NaN, not another token's vector.
+        return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
+
+    def attend(self, x_BTD: jax.Array) -> jax.Array:
+        return jnp.einsum("BTD,VD->BTV", x_BTD, self.embedding[...])
+
+
+def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
+    """Divides by the root of the mean square over the last `axes` axes; in float32."""
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-axes, 0)), keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv:1910.07467) over the axes of `letters`: rounded first, then scaled."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(tuple(sizes[letter] for letter in letters), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return normalize(x, scale.ndim, self.eps).astype(x.dtype) * scale
+
+
+def rope_turns(rope: Rope, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, each [B, T, 1, H/2] in float32, of every pair's angle at every position."""
+    rates, factor = rope.inverse_frequencies(head_dim)
+    angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x_BTNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pairs (i, i + H/2) of every head, in the precision that `turns` brings; the result has that of `x`."""
+    cos, sin = turns
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) -> jax.Array:
+    """Which keys each token sees, [B, T, S]: none after it, none that is `window` or more before, no padding (-1)."""
+    before_BTS = pos_BT[:, :, None] - pos_BS[:, None, :]
+    seen_BTS: jax.Array = (pos_BS[:, None, :] >= 0) & (before_BTS >= 0) & (before_BTS < window)
+    return seen_BTS
+
+
+def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+    """Softmax attention [B, T, N, H]; G = N/K query heads share a key-value head, which is not repeated in memory."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * H**-0.5
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS.astype(jnp.float32), HIDDEN)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -1,0 +1,61 @@
+"""Llama and Mistral (arXiv:2302.13971, arXiv:2310.06825), read from top to bottom."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.cache import KV, remember
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.layers import Einsum, RMSNorm, apply_rope, attention
+from tpuconv.models.llama.family import Config
+
+
+class Attention(nnx.Module):
+    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes, bias = config.axes, config.attention_bias
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        turns = step.turns_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), turns)
+        kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes, bias = config.axes, config.mlp_bias
+        self.gate = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind its norm and added to what came in."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

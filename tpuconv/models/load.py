@@ -1,0 +1,114 @@
+"""From a converted checkpoint to a Flax NNX model with its weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from tpuconv.convert.manifest import Manifest, read_manifest
+from tpuconv.convert.source import read_json
+from tpuconv.errors import ConfigError, CorruptOutput, UsageError
+from tpuconv.models.registry import get_family
+from tpuconv.sharding import partition
+
+
+def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
+    """The model of a checkpoint made by `tpuconv convert`; `model(ids_BT)` gives its logits [B, T, V] in float32.
+
+    Args:
+        ckpt: the folder that `tpuconv convert` wrote.
+        dtype: of parameters and activations; the checkpoint's own where None.
+        mesh: devices with axes of the names in `tpuconv.sharding.MESH_AXES`, over which the parameters are divided:
+        each
+            device reads its part only. One device holds all where None.
+
+    Raises:
+        UsageError: the folder is no such checkpoint, or only a part of a model.
+        CorruptOutput: its arrays are not those of the model, or a checksum does not hold.
+    """
+    manifest = read_manifest(Path(ckpt))
+    if manifest.layers is not None:
+        raise UsageError(
+            f"{ckpt} holds only layers {manifest.layers[0]} to {manifest.layers[1]}, a trial and no model",
+            hint="convert without --layers",
+        )
+    graphdef, state = nnx.split(abstract_model(manifest, dtype))
+    flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
+    _check_arrays(manifest, flat)
+    targets = {name: _target(value, _sharding(manifest, name, mesh)) for name, value in flat.items()}
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(manifest.params.absolute(), _nest(targets))
+    except ValueError as e:
+        raise CorruptOutput(
+            f"{ckpt} cannot be restored: {e}", hint=f"`tpuconv verify {ckpt}` names the damaged arrays"
+        ) from e
+    arrays = dict(_flatten(restored))
+    model: nnx.Module = nnx.merge(
+        graphdef, nnx.from_flat_state([(p, v.replace(arrays[_name(p)])) for p, v in nnx.to_flat_state(state)])
+    )
+    return model
+
+
+def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
+    """The model with shapes instead of arrays."""
+    family = get_family(manifest.family)
+    config = family.config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
+    stored = {jnp.dtype(array.dtype) for array in manifest.arrays.values()}
+    own = jnp.dtype(dtype) if dtype is not None else jnp.result_type(*stored)
+    return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
+
+
+def _target(value: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def _sharding(manifest: Manifest, name: str, mesh: Mesh | None) -> jax.sharding.Sharding:
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    array = manifest.arrays[name]
+    return NamedSharding(mesh, PartitionSpec(*partition(array.axes, array.shape, dict(mesh.shape))))  # type: ignore[no-untyped-call]
+
+
+def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
+    have = {name: array.shape for name, array in manifest.arrays.items()}
+    want = {name: tuple(value.shape) for name, value in model.items()}
+    faults = [
+        f"{name}: {have.get(name)} stored, {want.get(name)} in the model"
+        for name in sorted(have | want)
+        if have.get(name) != want.get(name)
+    ]
+    if faults:
+        raise CorruptOutput(
+            f"the arrays of {manifest.folder} are not those of a {manifest.family} model",
+            details=faults[:10],
+            hint="it was made by another version of tpuconv: convert it again",
+        )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[leaf] = value
+    return tree
+
+
+def _flatten(tree: Mapping[str, Any], front: str = "") -> list[tuple[str, Any]]:
+    out = []
+    for key, value in tree.items():
+        out += _flatten(value, f"{front}{key}.") if isinstance(value, dict) else [(front + key, value)]
+    return out

@@ -1,0 +1,74 @@
+"""OLMo 2 (arXiv:2501.00656), read from top to bottom."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models import layers
+from tpuconv.models.cache import KV, remember
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.layers import Einsum, apply_rope, attention, normalize
+from tpuconv.models.olmo2.family import Config
+
+
+class RMSNorm(layers.RMSNorm):
+    """Scaled first, then rounded."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Queries and keys are normed,
+    all heads together, and turned in float32."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes, bias = config.axes, config.attention_bias
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm("NH", sizes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm("KH", sizes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), step.turns)
+        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), step.turns)
+        kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes = config.axes
+        self.gate = Einsum("BTD,DF->BTF", sizes, dtype=dtype, rngs=rngs)
+        self.up = Einsum("BTD,DF->BTF", sizes, dtype=dtype, rngs=rngs)
+        self.down = Einsum("BTF,FD->BTD", sizes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nnx.Module):
+    """One layer: the outputs of attention and of feed-forward are normed, then added to what came in."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.post_mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(x_BTD, step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        return x_BTD + self.post_mlp_norm(self.mlp(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = RMSNorm

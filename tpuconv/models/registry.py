@@ -1,0 +1,105 @@
+"""Which family reads a config.json. Families are imported when they are asked for, and import no jax to be planned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from tpuconv.convert.table import MappingTable
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.models.config import DecoderConfig
+
+FAMILIES: Mapping[str, str] = {
+    "llama": "tpuconv.models.llama.family:FAMILY",
+    "qwen2": "tpuconv.models.qwen2.family:FAMILY",
+    "qwen3": "tpuconv.models.qwen3.family:FAMILY",
+    "olmo2": "tpuconv.models.olmo2.family:FAMILY",
+}
+"""The families of this package. Those of others register by an entry point, name to `Family`, in `GROUP`."""
+
+GROUP = "tpuconv.families"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `tpuconv families` shows (`summary`), reads (`config`), maps (`table`) and loads (`model`, "module:Class").
+    `architectures` maps the architectures of config.json to the model_type of each."""
+
+    name: str
+    summary: str
+    config: type[DecoderConfig]
+    table: MappingTable
+    model: str
+    architectures: Mapping[str, str]
+
+    @property
+    def model_class(self) -> Any:
+        """The class of the Flax NNX model, to call with (config, scan_layers=, dtype=, rngs=). Imports jax."""
+        return _resolve(self.model)
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in FAMILIES}
+
+
+def family_names() -> list[str]:
+    """All families, those of this package first."""
+    return [*FAMILIES, *_plugins()]
+
+
+def get_family(name: str) -> Family:
+    """The family of that name."""
+    if name not in family_names():
+        raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
+    if name in FAMILIES:
+        family = _resolve(FAMILIES[name])
+    else:
+        point = _plugins()[name]
+        try:
+            family = point.load()
+        except Exception as error:
+            raise UsageError(f"the family '{name}' cannot be imported from {point.value}: {error!r}") from error
+    if not isinstance(family, Family):
+        raise UsageError(f"the family '{name}' is no tpuconv.models.registry.Family")
+    return family
+
+
+def all_families() -> list[Family]:
+    """Every family, imported."""
+    return [get_family(name) for name in family_names()]
+
+
+def find_family(hf_config: Mapping[str, Any]) -> Family:
+    """The family that reads a parsed config.json: the one of its model_type, if it has all of its architectures too."""
+    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
+    if not isinstance(model_type, str) or not isinstance(architectures, list):
+        raise ConfigError(f"config.json: model_type={model_type!r} and architectures={architectures!r} name no model")
+    known: dict[str, str] = {}
+    for family in map(get_family, family_names()):  # ours first: for what they read, no plugin is imported
+        known |= family.architectures
+        if model_type in family.architectures.values():
+            other = [name for name in architectures if family.architectures.get(name) != model_type]
+            if not other:
+                return family
+            raise UnsupportedConfig(
+                f"{family.name} reads model_type '{model_type}', but not its architecture {', '.join(map(str, other))}",
+                hint=_suggestion(str(other[0]), list(known)),
+            )
+    raise UnsupportedConfig(
+        f"no family reads model_type '{model_type}' (architectures {architectures})",
+        hint=_suggestion(model_type, sorted(set(known.values()))),
+    )
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"known are {', '.join(known)}" + (f"; the nearest is {near[0]}" if near else "")

@@ -1,0 +1,165 @@
+"""Rotary positions (arXiv:2104.09864): how fast each pair of a head's dimensions turns, and how that is stretched for
+contexts longer than those of training."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+"""The keys of config.json that `Rope.from_hf` reads."""
+
+REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+OPTIONAL = {
+    "default": (),
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": (
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+"""What each implemented type takes, besides the type and `rope_theta`."""
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """`type` and `theta`, and the parameters that the type has, by their names in config.json."""
+
+    type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], family: str, max_position_embeddings: int) -> Self:
+        """Reads either form: `rope_theta` beside `rope_scaling`, or `rope_parameters`, which holds both."""
+        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        given = raw.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"config.json: {key}={given!r} is no object")
+        if key == "rope_scaling" and raw.get("rope_parameters") and raw["rope_parameters"] != given:
+            raise ConfigError("config.json has both rope_scaling and rope_parameters, and they differ")
+
+        # "type" is the older name of "rope_type"; null is as good as absent.
+        values = {name: value for name, value in given.items() if value is not None}
+        kinds = {values.pop(name) for name in ("type", "rope_type") if isinstance(values.get(name), str)}
+        if len(kinds) > 1:
+            raise ConfigError(f"config.json: {key}={given!r} has two types")
+        kind = kinds.pop() if kinds else "default"
+        theta = values.pop("rope_theta", raw.get("rope_theta"))
+        if raw.get("rope_theta") not in (None, theta):
+            raise ConfigError(f"config.json: rope_theta={raw['rope_theta']!r} outside {key}, {theta!r} inside")
+        if values.get("partial_rotary_factor") == 1:
+            del values["partial_rotary_factor"]
+        if kind not in REQUIRED or set(values) - {*REQUIRED[kind], *OPTIONAL[kind]}:
+            raise UnsupportedConfig(
+                f"{key}={given!r} is not implemented for {family}",
+                details=[f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED],
+                hint="these types are implemented, with these parameters",
+            )
+        if missing := [name for name in REQUIRED[kind] if name not in values]:
+            raise ConfigError(f"config.json: {key}={given!r} lacks {', '.join(missing)}")
+        if "original_max_position_embeddings" in OPTIONAL[kind]:
+            values.setdefault("original_max_position_embeddings", max_position_embeddings)
+        # Zero stands for the default in these, as in transformers.
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if values.get(name) == 0:
+                del values[name]
+        if theta is not None:
+            values["theta"] = theta
+        for name, value in values.items():
+            number = type(value) in (int, float) and 0 <= value < 1e300 and (value > 0 or name == "attention_factor")
+            if not (type(value) is bool if name == "truncate" else number):
+                raise ConfigError(f"config.json: {name}={value!r} of the rotary positions is no positive number")
+        rope = cls(kind, **values)
+        if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor):
+            raise ConfigError(f"config.json: rotary positions cannot be made of theta={rope.theta}, {key}={given!r}")
+        return rope
+
+    def inverse_frequencies(self, head_dim: int) -> tuple[Array, float]:
+        """Radians per position of each pair [H/2], and the factor of cosine and sine. In float32, bit for bit what
+        transformers has: at position 100 000 the last bit of a rate is a visible angle."""
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        # Powers are taken in double and rounded: numpy's own in float32 are off by a bit where torch's are not.
+        periods = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        rates: Array = np.float32(1) / periods
+        match self.type:
+            case "linear":
+                return rates / np.float32(self.factor), 1.0
+            case "llama3":
+                return self._llama3(rates), 1.0
+            case "yarn":
+                return self._yarn(periods), self._yarn_attention_factor()
+        return rates, 1.0
+
+    def _llama3(self, rates: Array) -> Array:
+        """Keeps rates that turn often within the original context, divides those that hardly turn, blends between."""
+        wavelengths = np.float32(2 * math.pi) / rates
+        original = self.original_max_position_embeddings
+        turns = np.float32(original) / wavelengths
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = (1 - blend) * rates / self.factor + blend * rates
+        slow = wavelengths > original / self.low_freq_factor
+        fast = wavelengths < original / self.high_freq_factor
+        return np.select([slow, fast], [rates / self.factor, rates], blended).astype(np.float32)
+
+    def _yarn(self, periods: Array) -> Array:
+        """Goes from kept to divided rates linearly over the pairs between two numbers of turns (arXiv:2309.00071)."""
+        pairs = len(periods)
+
+        def pair_of(turns: float) -> float:
+            """The pair that makes so many turns within the original context."""
+            context = self.original_max_position_embeddings
+            return pairs * math.log(context / (turns * 2 * math.pi)) / math.log(self.theta)
+
+        first, last = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # The upper limit is a head dimension, not a pair: so it is in transformers.
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        width = last - first or 0.001
+        divided = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
+        kept = 1 - divided
+        rates = 1 / (np.float32(self.factor) * periods) * (1 - kept) + 1 / periods * kept
+        return np.asarray(rates, np.float32)
+
+    def _yarn_attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def scale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+
+PLAIN_ROPE = Rope()
+"""What a config.json without any of `ROPE_KEYS` means."""

@@ -1,0 +1,181 @@
+"""Does the converted model compute what the original does? Logits of both on the same tokens, side by side.
+
+The reference is transformers on the source checkpoint, without remote code. Divergences are KL(reference || ours) in
+nats, per predicted token.
+"""
+
+import contextlib
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuconv.convert.source import INDEX_FILE, open_source
+from tpuconv.errors import UsageError
+
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
+    "In the beginning there was a small town by the river. Every morning the baker opened his shop before sunrise,",
+    "def fibonacci(n: int) -> int:\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\nprint(",
+    "Q: What is the capital of France?\nA: The capital of France is Paris.\nQ: And of Japan?\nA:",
+    "3.14159 + 2.71828 = 5.85987, and the square root of 144 is 12. Therefore 12 * 12 =",
+    "Die Würde des Menschen ist unantastbar. Sie zu achten und zu schützen ist",
+    "机器学习是人工智能的一个分支，它使计算机能够从数据中学习。",
+    '{"name": "tpuconv", "inputs": ["model-00001-of-00002.safetensors"], "layers": 32, "tied": false, "next":',
+)
+"""What is compared where the user gives no prompts: prose, code, dialogue, numbers, other languages."""
+
+ID_PROMPTS, ID_LENGTH = 4, 32
+
+Gates = Mapping[str, float]
+GATES: Mapping[str, Gates] = {
+    "float32": {"relative_difference": 1e-4, "mean_kl": 1e-6, "top1": 0.999},
+    "bfloat16": {"mean_kl": 1e-3, "top1": 0.99},
+    "float16": {"mean_kl": 1e-3, "top1": 0.99},
+}
+"""Largest difference by the largest logit, largest mean divergence, least agreement of the most likely token. Float32
+compares the mathematics; in the shorter types both sides round, and differently."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures over all predicted tokens of all prompts."""
+
+    dtype: str
+    prompts: int
+    tokens: int
+    max_abs_difference: float
+    mean_abs_difference: float
+    max_abs_logit: float
+    mean_kl: float
+    p999_kl: float
+    top1: float
+    perplexity_hf: float
+    perplexity_jax: float
+    gates: Gates
+
+    @property
+    def relative_difference(self) -> float:
+        return self.max_abs_difference / self.max_abs_logit
+
+    def failures(self) -> list[str]:
+        """The gates that do not hold, in words."""
+        out = []
+        for name, gate in self.gates.items():
+            value = float(getattr(self, name))
+            if not (value >= gate if name == "top1" else value <= gate):  # a NaN fails too
+                out.append(f"{name} is {value:.3g}, the gate is {gate:g}")
+        return out
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures()
+
+    def to_json(self) -> dict[str, Any]:
+        facts = asdict(self)
+        facts["perplexity"] = {"hf": facts.pop("perplexity_hf"), "jax": facts.pop("perplexity_jax")}
+        return {"passed": self.passed, **facts, "failures": self.failures()}
+
+
+def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list[int]]:
+    """Token ids of the prompts, or fixed pseudo-random ids where the source has no tokenizer and no prompts are given.
+
+    Raises:
+        UsageError: prompts without a tokenizer, or prompts that are too short to predict anything.
+    """
+    if not any(source.glob("tokenizer*")) and not (source / "vocab.json").exists():
+        if prompts:
+            raise UsageError(
+                f"{source} has no tokenizer for the prompts", hint="leave --prompts away to compare on token ids"
+            )
+        rng = np.random.default_rng(0)
+        return [list(map(int, row)) for row in rng.integers(0, vocab_size, (ID_PROMPTS, ID_LENGTH))]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts or PROMPTS]
+    ids = [own for own in ids if len(own) > 1]
+    if not ids:
+        raise UsageError("the prompts are shorter than two tokens", hint="give longer ones")
+    return ids
+
+
+def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+    """Transformers' logits [T, V] in float32 of each prompt."""
+    if (source / INDEX_FILE).exists():
+        open_source(source)  # transformers follows `../` in an index
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+    ).eval()
+    with torch.no_grad():
+        out = [model(torch.tensor([list(ids)])).logits[0].float().numpy() for ids in prompts]
+    del model
+    gc.collect()
+    return out
+
+
+def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+    """Our logits [T, V] in float32 of each prompt. Prompts are padded to one length on the right: one compilation."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from tpuconv.models.load import load
+
+    model = load(ckpt, dtype)
+    length = max(map(len, prompts))
+    forward = nnx.jit(lambda model, ids_BT, mask_BT: model(ids_BT, mask_BT))
+    # A TPU multiplies float32 in bfloat16 unless told otherwise.
+    precise = jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    out = []
+    with precise:
+        for ids in prompts:
+            ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
+            mask_BT = jnp.arange(length)[None] < len(ids)
+            out.append(np.asarray(forward(model, ids_BT, mask_BT))[0, : len(ids)])
+    return out
+
+
+def compare(
+    prompts: Sequence[Sequence[int]], hf: Sequence[np.ndarray], ours: Sequence[np.ndarray], dtype: str, gates: Gates
+) -> Comparison:
+    """The figures of two models' logits [T, V] on the same prompts."""
+    difference = np.concatenate([np.abs(a - b).max(-1) for a, b in zip(hf, ours, strict=True)])
+    mean = float(np.mean([np.abs(a - b).mean() for a, b in zip(hf, ours, strict=True)]))
+    logp, logq = ([_log_softmax(x) for x in side] for side in (hf, ours))
+    kl = np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)])
+    agree = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in zip(logp, logq, strict=True)])
+    return Comparison(
+        dtype=dtype,
+        prompts=len(prompts),
+        tokens=len(kl),
+        max_abs_difference=float(difference.max()),
+        mean_abs_difference=mean,
+        max_abs_logit=float(max(np.abs(x).max() for x in hf)),
+        mean_kl=float(kl.mean()),
+        p999_kl=float(np.quantile(kl, 0.999)),
+        top1=float(agree.mean()),
+        perplexity_hf=_perplexity(prompts, logp),
+        perplexity_jax=_perplexity(prompts, logq),
+        gates=gates,
+    )
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
+
+
+def _perplexity(prompts: Sequence[Sequence[int]], logp: Sequence[np.ndarray]) -> float:
+    """exp of the mean negative log-likelihood of every token after the first."""
+    nll = [-p[np.arange(len(ids) - 1), list(ids)[1:]] for ids, p in zip(prompts, logp, strict=True)]
+    return float(np.exp(np.concatenate(nll).mean()))
