@@ -155,6 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     cdn: bool
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -174,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if path.startswith("/api/"):
+        if path.startswith("/api/models/"):
             self._log("api")
             if self._fault("api"):
                 return
@@ -182,6 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):
             self._file(*match.groups())
         else:
+            self._log("other")  # the client asks for more than models, for itself
             self._refuse(404, "")
 
     def _api(self, path: str) -> None:

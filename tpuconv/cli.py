@@ -112,9 +112,10 @@ def main() -> None:
         if verbose:
             traceback.print_exc()
         _fail(e, as_json)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as e:
         click.echo("\nInterrupted. What is done is kept: the same command goes on from there.", err=True)
-        sys.exit(INTERRUPTED)
+        # click makes an Abort of every KeyboardInterrupt
+        sys.exit(TERMINATED if isinstance(e.__context__ or e, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
     except Exception as e:  # a bug: say so in one line, and all of it on request
@@ -124,8 +125,12 @@ def main() -> None:
         _fail(TpuconvError(f"{type(e).__name__}: {e}", hint=hint), as_json)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: the work stops as for Ctrl-C."""
+
+
 def _terminate(*_: object) -> None:
-    raise SystemExit(TERMINATED)
+    raise _Terminated
 
 
 def _help_hint(error: click.ClickException) -> str:
@@ -171,7 +176,12 @@ def _size(nbytes: float) -> str:
 
 
 def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes of this process in memory at most so far. Linux's getrusage would count those of the parent before exec."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

@@ -383,7 +383,7 @@ class _Hub:
             at = min(out.seek(0, os.SEEK_END), file.size)
             out.seek(at)
             self.meter.set(file.name, at)
-            for chunk in _chunks(self._url(commit, file), at, file.size):
+            for chunk in _chunks(self._url(commit, file), at, file.size, self.meter.stopped):
                 out.write(chunk)
                 at += len(chunk)
                 self.meter.set(file.name, at)
@@ -399,10 +399,10 @@ class _Hub:
             (folder / file.name).symlink_to(self.snapshot(commit) / file.name)
             return
         url = self._url(commit, file)
-        head = bytearray().join(_chunks(url, 0, min(HEADER_PEEK, file.size)))
+        head = bytearray().join(_chunks(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
         end = 8 + int.from_bytes(head[:8], "little")
         if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is no header: the reader of headers says what it is
-            for chunk in _chunks(url, len(head), end):
+            for chunk in _chunks(url, len(head), end, self.meter.stopped):
                 self.meter.check()
                 head += chunk
             del head[end:]
@@ -488,7 +488,7 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def _chunks(url: str, at: int, end: int) -> Iterator[bytes]:
+def _chunks(url: str, at: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
     """The bytes of a file from `at` to `end`. What breaks off is taken up where it broke."""
     from huggingface_hub import constants, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
@@ -522,7 +522,8 @@ def _chunks(url: str, at: int, end: int) -> Iterator[bytes]:
             failures += 1
             if failures > RETRIES:
                 raise
-            time.sleep(BACKOFF_SECONDS * 2 ** (failures - 1))
+            if stopped.wait(BACKOFF_SECONDS * 2 ** (failures - 1)):
+                raise _Stopped from None
 
 
 def _lock(fd: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import DTYPES, Source, TensorInfo, shorten
-from tpuconv.convert.table import LAYERS, Binding, HasAxes, MappingTable
+from tpuconv.convert.table import EXPERTS, LAYERS, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
 from tpuconv.sharding import MESH_AXES
@@ -28,7 +28,7 @@ FORMAT = 1
 
 MIB = 1 << 20
 CHUNK_BYTES = 2 * MIB
-"""Chunks are what a device reads: larger ones are cut further, so that a device reads little that it does not need."""
+"""Chunks are what a device reads: larger ones are cut further, so that it reads little that it does not need."""
 PIECE_BYTES = 32 * MIB
 UNIT_BYTES = 256 * MIB
 BASE_MEMORY = 128 * MIB
@@ -410,21 +410,19 @@ def _cut(source: Source, binding: Binding, dtype: str) -> tuple[list[Array], lis
 
 
 def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
-    """The shape in which an array is stored: stacked axes are cut first, then those that a mesh divides."""
+    """The shape in which an array is stored and read: stacked axes are cut first, then those that a mesh divides, eight
+    ways where it does not make crumbs, then whatever is left until a chunk is small enough."""
+    ranks = {letter: 2 if axis == "tensor" else 3 for letter, axis in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
+    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
     counts = [1] * len(shape)
-    order = sorted(
-        (i for i, letter in enumerate(leads) if letter in letters and (letter in MESH_AXES or letter == LAYERS)),
-        key=lambda i: (leads[i] not in (LAYERS, "E"), MESH_AXES.get(leads[i]) != "tensor", i),
-    )
-    order += [i for i, letter in enumerate(leads) if letter in letters and i not in order]
 
-    def too_large() -> bool:
-        return prod(-(-n // c) for n, c in zip(shape, counts, strict=True)) * itemsize > CHUNK_BYTES
+    def nbytes() -> int:
+        return prod(-(-n // c) for n, c in zip(shape, counts, strict=True)) * itemsize
 
-    for goal in (8, 64, 1 << 40):
+    for goal, enough in ((8, CHUNK_BYTES // 4), (64, CHUNK_BYTES), (max(shape, default=1), CHUNK_BYTES)):
         for i in order:
-            limit = shape[i] if leads[i] in (LAYERS, "E") else min(goal, shape[i])
-            while counts[i] < limit and too_large():
+            limit = shape[i] if leads[i] in (LAYERS, EXPERTS) else min(goal, shape[i])
+            while counts[i] < limit and nbytes() > enough:
                 counts[i] = _divisor(shape[i], 2 * counts[i])
     return tuple(-(-n // c) for n, c in zip(shape, counts, strict=True))
 

@@ -18,7 +18,7 @@ from tpuconv.errors import LayoutError
 from tpuconv.layout import Layout, Shape, format_axes
 
 INDEX = re.compile(r"\{(\w)\}")
-LAYERS = "L"
+LAYERS, EXPERTS = "L", "E"
 
 
 class HasAxes(Protocol):

@@ -50,7 +50,7 @@ class DecoderConfig:
     `only` adds to `ONLY`; `least` holds the smallest values of integers that may be less than 1.
     """
 
-    family: ClassVar[str]
+    model_type: ClassVar[str]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
 
@@ -71,13 +71,13 @@ class DecoderConfig:
         """The config that a parsed config.json describes."""
         _refuse_encodings(raw)
         hints = {field.name: hint for field, hint in _hints(cls) if field.name != "rope"}
-        _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, family=cls.family)
+        _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
         wrong = [f"{k}={raw[k]!r} is no {_spelt(hints[k])}" for k in hints if k in raw and not _fits(raw[k], hints[k])]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
         values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
         config = cls(**values)
-        return replace(config, rope=Rope.from_hf(raw, cls.family, config.max_position_embeddings))
+        return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
 
     def __post_init__(self) -> None:
         faults = []
@@ -175,21 +175,21 @@ def _refuse_encodings(raw: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(
-    raw: Mapping[str, Any], known: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], family: str
+    raw: Mapping[str, Any], known: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], model_type: str
 ) -> None:
     faults = []
     for key, value in raw.items():
         if key in only:
             if value not in only[key]:
                 allowed = " or ".join(map(repr, only[key]))
-                faults.append(f"{key}={_short(value)} is not implemented for {family}, only {allowed}")
+                faults.append(f"{key}={_short(value)} is not implemented for {model_type}, only {allowed}")
         # A null is an absent key; a False may well mean something.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
             near = get_close_matches(key, [*known, *only, *ROPE_KEYS], n=1)
             faults.append(f"{key}={_short(value)}" + (f" (near: {near[0]})" if near else ""))
     if faults:
         raise UnsupportedConfig(
-            f"config.json asks for what {family} does not know",
+            f"config.json asks for what {model_type} does not know",
             details=faults,
             hint="a key that does not change the logits belongs in NO_EFFECT of tpuconv/models/config.py",
         )

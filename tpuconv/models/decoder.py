@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.cache import KV, Cache, init_cache
 from tpuconv.models.config import DecoderConfig
-from tpuconv.models.layers import Einsum, Embed, RMSNorm, is_visible, rope_turns
+from tpuconv.models.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_turns
 
 EVERYTHING = 2**31 - 1
-"""The window of a layer that has none."""
+"""The window of a layer that has none, and the largest that positions in int32 can tell apart."""
 
 
 class Step(NamedTuple):
@@ -50,7 +50,7 @@ class Decoder(nnx.Module):
     runs slower on TPU. `dtype` is that of the parameters and of the activations.
     """
 
-    block: ClassVar[Callable[..., Any]]
+    block: ClassVar[Callable[..., Block]]
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
 
     def __init__(
@@ -61,20 +61,18 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        rngs = rngs or nnx.Rngs(0)
-        L = config.num_hidden_layers
+        keys = Keys((rngs or nnx.Rngs(0)).params())
+        block_keys = jax.random.split(keys(), config.num_hidden_layers)
 
-        def new_block(rngs: nnx.Rngs) -> Any:
-            return self.block(config, dtype=dtype, rngs=rngs)
+        def new_block(key: jax.Array) -> Any:
+            return self.block(config, dtype=dtype, keys=Keys(key))
 
         self.config = config
         self.scan_layers = scan_layers
-        self.embed = Embed(config.axes, dtype=dtype, rngs=rngs)
-        self.layers = (
-            nnx.vmap(new_block)(rngs.split(L)) if scan_layers else nnx.List([new_block(rngs) for _ in range(L)])
-        )
+        self.embed = Embed(config.axes, dtype=dtype, keys=keys)
+        self.layers = nnx.vmap(new_block)(block_keys) if scan_layers else nnx.List(map(new_block, block_keys))
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, rngs=rngs) if config.has_lm_head else None
+        self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for this model, of `length` tokens, padding included."""
@@ -114,11 +112,11 @@ class Decoder(nnx.Module):
 
     def _run(self, x_BTD: jax.Array, step: Step, kvs: Any) -> tuple[jax.Array, Any]:
         """All blocks. `kvs` and the result are the `layers` of a cache, or None."""
-        windows = [EVERYTHING if window is None else window for window in self.config.windows]
+        windows = [min(window or EVERYTHING, EVERYTHING) for window in self.config.windows]
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x_BTD, kv = block(x_BTD, step, window, kvs and kvs[i])
+                x_BTD, kv = block(x_BTD, step, window, None if kvs is None else kvs[i])
                 new_kvs.append(kv)
             return x_BTD, tuple(new_kvs)
 

@@ -1,6 +1,7 @@
 """Leaves that the families share, each with one mathematical meaning. Names end in the letters of their axes."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +14,31 @@ HIDDEN = -1e38
 """The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+class Keys:
+    """A stream of random keys. `nnx.Rngs` searches, at every key, all that was traced before: 4 s for 80 layers."""
+
+    def __init__(self, key: jax.Array):
+        self.key, self.drawn = key, 0
+
+    def __call__(self) -> jax.Array:
+        self.drawn += 1
+        return jax.random.fold_in(self.key, self.drawn)
+
+
+@partial(jax.jit, static_argnums=(1, 2))  # traced once for each shape, not for each of 80 layers
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 class Einsum(nnx.Module):
     """`Einsum("BTD,DNH->BTNH", sizes)`: the kernel is the second operand. A bias has the output's letters that the
     first operand lacks; they stand last."""
 
-    def __init__(
-        self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, dtype: DTypeLike, keys: Keys):
         operands, output = equation.split("->")
         x, kernel = operands.split(",")
         self.equation = equation
-        self.kernel = _normal(rngs, tuple(sizes[letter] for letter in kernel), dtype)
+        self.kernel = nnx.Param(_normal(keys(), tuple(sizes[letter] for letter in kernel), dtype))
         bias_shape = tuple(sizes[letter] for letter in output if letter not in x)
         self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if bias else None
 
@@ -39,11 +50,11 @@ class Einsum(nnx.Module):
 class Embed(nnx.Module):
     """The vector of every token; `attend` is the head of a model whose logits share the matrix."""
 
-    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.embedding = _normal(rngs, (sizes["V"], sizes["D"]), dtype)
+    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
+        self.embedding = nnx.Param(_normal(keys(), (sizes["V"], sizes["D"]), dtype))
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        # An id outside the vocabulary gives NaN, not another token's vector.
+        # An id beyond the vocabulary gives NaN, not another token's vector.
         return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
 
     def attend(self, x_BTD: jax.Array) -> jax.Array:
@@ -95,8 +106,9 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_B
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * H**-0.5
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS.astype(jnp.float32), HIDDEN)
+    # Scores stay in float32, where the product has them anyway: rounded, they would be the coarsest numbers here.
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
     y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -45,9 +45,10 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(manifest.params.absolute(), _nest(targets))
-    except ValueError as e:
+    except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
         raise CorruptOutput(
-            f"{ckpt} cannot be restored: {e}", hint=f"`tpuconv verify {ckpt}` names the damaged arrays"
+            f"{ckpt} cannot be restored: {str(e).partition(chr(10))[0][:200]}",
+            hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
     arrays = dict(_flatten(restored))
     model: nnx.Module = nnx.merge(

@@ -58,19 +58,19 @@ def family_names() -> list[str]:
 
 def get_family(name: str) -> Family:
     """The family of that name."""
-    if name not in family_names():
-        raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
     if name in FAMILIES:
-        family = _resolve(FAMILIES[name])
-    else:
-        point = _plugins()[name]
-        try:
-            family = point.load()
-        except Exception as error:
-            raise UsageError(f"the family '{name}' cannot be imported from {point.value}: {error!r}") from error
-    if not isinstance(family, Family):
-        raise UsageError(f"the family '{name}' is no tpuconv.models.registry.Family")
-    return family
+        family: Family = _resolve(FAMILIES[name])
+        return family
+    if name not in _plugins():
+        raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
+    point = _plugins()[name]
+    try:
+        plugin = point.load()
+    except Exception as error:
+        raise UsageError(f"the family '{name}' cannot be imported from {point.value}: {error!r}") from error
+    if not isinstance(plugin, Family):
+        raise UsageError(f"the family '{name}', {point.value}, is no tpuconv.models.registry.Family")
+    return plugin
 
 
 def all_families() -> list[Family]:
@@ -81,7 +81,8 @@ def all_families() -> list[Family]:
 def find_family(hf_config: Mapping[str, Any]) -> Family:
     """The family that reads a parsed config.json: the one of its model_type, if it has all of its architectures too."""
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
-    if not isinstance(model_type, str) or not isinstance(architectures, list):
+    names = [model_type, *architectures] if isinstance(architectures, list) else [None]
+    if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"config.json: model_type={model_type!r} and architectures={architectures!r} name no model")
     known: dict[str, str] = {}
     for family in map(get_family, family_names()):  # ours first: for what they read, no plugin is imported
@@ -91,8 +92,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             if not other:
                 return family
             raise UnsupportedConfig(
-                f"{family.name} reads model_type '{model_type}', but not its architecture {', '.join(map(str, other))}",
-                hint=_suggestion(str(other[0]), list(known)),
+                f"{family.name} reads model_type '{model_type}', but not its architecture {', '.join(other)}",
+                hint=_suggestion(other[0], list(family.architectures)),
             )
     raise UnsupportedConfig(
         f"no family reads model_type '{model_type}' (architectures {architectures})",
@@ -101,5 +102,5 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"known are {', '.join(known)}" + (f"; the nearest is {near[0]}" if near else "")

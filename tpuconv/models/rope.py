@@ -57,7 +57,7 @@ class Rope:
     mscale_all_dim: float | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], family: str, max_position_embeddings: int) -> Self:
+    def from_hf(cls, raw: Mapping[str, Any], model_type: str, max_position_embeddings: int) -> Self:
         """Reads either form: `rope_theta` beside `rope_scaling`, or `rope_parameters`, which holds both."""
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         given = raw.get(key) or {}
@@ -72,14 +72,15 @@ class Rope:
         if len(kinds) > 1:
             raise ConfigError(f"config.json: {key}={given!r} has two types")
         kind = kinds.pop() if kinds else "default"
-        theta = values.pop("rope_theta", raw.get("rope_theta"))
-        if raw.get("rope_theta") not in (None, theta):
-            raise ConfigError(f"config.json: rope_theta={raw['rope_theta']!r} outside {key}, {theta!r} inside")
+        outside = raw.get("rope_theta")
+        theta = values.pop("rope_theta", cls.theta if outside is None else outside)
+        if outside not in (None, theta):
+            raise ConfigError(f"config.json: rope_theta={outside!r} outside {key}, {theta!r} inside")
         if values.get("partial_rotary_factor") == 1:
             del values["partial_rotary_factor"]
         if kind not in REQUIRED or set(values) - {*REQUIRED[kind], *OPTIONAL[kind]}:
             raise UnsupportedConfig(
-                f"{key}={given!r} is not implemented for {family}",
+                f"{key}={given!r} is not implemented for {model_type}",
                 details=[f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED],
                 hint="these types are implemented, with these parameters",
             )
@@ -87,26 +88,20 @@ class Rope:
             raise ConfigError(f"config.json: {key}={given!r} lacks {', '.join(missing)}")
         if "original_max_position_embeddings" in OPTIONAL[kind]:
             values.setdefault("original_max_position_embeddings", max_position_embeddings)
-        # Zero stands for the default in these, as in transformers.
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            if values.get(name) == 0:
+            if values.get(name) == 0:  # stands for the default, as in transformers
                 del values[name]
-        if theta is not None:
-            values["theta"] = theta
-        for name, value in values.items():
-            number = type(value) in (int, float) and 0 <= value < 1e300 and (value > 0 or name == "attention_factor")
-            if not (type(value) is bool if name == "truncate" else number):
-                raise ConfigError(f"config.json: {name}={value!r} of the rotary positions is no positive number")
-        rope = cls(kind, **values)
+        _check_numbers(values | {"rope_theta": theta})
+        rope = cls(kind, theta, **values)
         if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor):
-            raise ConfigError(f"config.json: rotary positions cannot be made of theta={rope.theta}, {key}={given!r}")
+            raise ConfigError(f"config.json: rotary positions cannot be made of rope_theta={theta}, {key}={given!r}")
         return rope
 
     def inverse_frequencies(self, head_dim: int) -> tuple[Array, float]:
-        """Radians per position of each pair [H/2], and the factor of cosine and sine. In float32, bit for bit what
-        transformers has: at position 100 000 the last bit of a rate is a visible angle."""
+        """Radians per position of each pair [H/2], and the factor of cosine and sine. In float32, step by step as
+        transformers does: at position 100 000 the last bit of a rate is an angle that shows."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        # Powers are taken in double and rounded: numpy's own in float32 are off by a bit where torch's are not.
+        # Powers are taken in double and rounded: numpy's own in float32 are often a bit off where torch's are not.
         periods = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         rates: Array = np.float32(1) / periods
         match self.type:
@@ -159,6 +154,15 @@ class Rope:
         if self.mscale and self.mscale_all_dim:
             return scale(self.mscale) / scale(self.mscale_all_dim)
         return scale(1.0)
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if name == "truncate":
+            if type(value) is not bool:
+                raise ConfigError(f"config.json: truncate={value!r} of the rotary positions is no bool")
+        elif type(value) not in (int, float) or not 0 < value < 1e300:
+            raise ConfigError(f"config.json: {name}={value!r} of the rotary positions is no positive number")
 
 
 PLAIN_ROPE = Rope()

@@ -12,9 +12,9 @@ from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """model_type `llama`."""
+    """What config.json says."""
 
-    family: ClassVar[str] = "llama"
+    model_type: ClassVar[str] = "llama"
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -39,8 +39,9 @@ class Config(DecoderConfig):
 
 @dataclass(frozen=True)
 class MistralConfig(Config):
-    """model_type `mistral`: no biases, other defaults, and every layer looks through the window."""
+    """Mistral: no biases, other defaults, and every layer looks through the window."""
 
+    model_type: ClassVar[str] = "mistral"
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 
     intermediate_size: int = 14336

@@ -6,19 +6,19 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.cache import KV, remember
 from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, RMSNorm, apply_rope, attention
+from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.llama.family import Config
 
 
 class Attention(nnx.Module):
     """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
-        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         turns = step.turns_in(x_BTD.dtype)
@@ -30,11 +30,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.mlp_bias
-        self.gate = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.up = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
@@ -43,11 +43,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind its norm and added to what came in."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)

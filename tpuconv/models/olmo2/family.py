@@ -11,9 +11,9 @@ from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """model_type `olmo2`."""
+    """What config.json says."""
 
-    family: ClassVar[str] = "olmo2"
+    model_type: ClassVar[str] = "olmo2"
 
     vocab_size: int = 50304
     hidden_size: int = 4096

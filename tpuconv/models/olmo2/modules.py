@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from tpuconv.models import layers
 from tpuconv.models.cache import KV, remember
 from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, apply_rope, attention, normalize
+from tpuconv.models.layers import Einsum, Keys, apply_rope, attention, normalize
 from tpuconv.models.olmo2.family import Config
 
 
@@ -23,12 +23,12 @@ class Attention(nnx.Module):
     """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Queries and keys are normed,
     all heads together, and turned in float32."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
-        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, rngs=rngs)
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
         self.q_norm = RMSNorm("NH", sizes, config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm("KH", sizes, config.rms_norm_eps, dtype=dtype)
 
@@ -42,11 +42,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
-        self.gate = Einsum("BTD,DF->BTF", sizes, dtype=dtype, rngs=rngs)
-        self.up = Einsum("BTD,DF->BTF", sizes, dtype=dtype, rngs=rngs)
-        self.down = Einsum("BTF,FD->BTD", sizes, dtype=dtype, rngs=rngs)
+        self.gate = Einsum("BTD,DF->BTF", sizes, dtype=dtype, keys=keys)
+        self.up = Einsum("BTD,DF->BTF", sizes, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
@@ -55,10 +55,10 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: the outputs of attention and of feed-forward are normed, then added to what came in."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        self.attn = Attention(config, dtype=dtype, keys=keys)
         self.post_attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, keys=keys)
         self.post_mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:

@@ -11,9 +11,9 @@ from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 @dataclass(frozen=True)
 class Config(WindowedConfig):
-    """model_type `qwen3`."""
+    """What config.json says."""
 
-    family: ClassVar[str] = "qwen3"
+    model_type: ClassVar[str] = "qwen3"
 
     vocab_size: int = 151936
     hidden_size: int = 4096

@@ -1,0 +1,207 @@
+"""How fast is `tpuconv convert`, beside copying the same bytes and beside the script that a user would write?
+
+    python benchmarks/convert.py [--folder DIR] [--pairs N] [--naive N]
+
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), then runs in turn, the page cache emptied before each
+(as root; warm otherwise, and said so):
+
+    copy      cp -r, then sync
+    convert   tpuconv convert, checksums and all
+    naive     transformers, a transpose of each tensor, orbax.checkpoint.StandardCheckpointer
+
+and prints wall time as a ratio to the copy of the same pair, processor time, and peak memory. Memory is sampled from
+/proc/PID/smaps_rollup: private is what the process alone has.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+SHARD_BYTES = 2 * 10**9
+
+# What a user writes who has no converter: everything in memory, then saved.
+NAIVE = """
+import sys, numpy as np, torch, ml_dtypes, orbax.checkpoint as ocp
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+tree = {}
+for name, tensor in model.named_parameters():
+    array = tensor.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    tree[name] = np.ascontiguousarray(array.T) if array.ndim == 2 else array
+with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(sys.argv[2], tree)
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds, and bytes at most."""
+
+    wall: float
+    user: float
+    system: float
+    private: int
+    resident: int
+
+    @property
+    def cpu(self) -> float:
+        return self.user + self.system
+
+
+def make_checkpoint(folder: Path) -> int:
+    """Random finite bfloat16 in the shards of a real checkpoint. Gives the number of bytes."""
+    from tpuconv.models.registry import find_family
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    family = find_family(CONFIG)
+    bindings = family.table.bind(family.config.from_hf(CONFIG))
+    shapes = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in shapes.items():
+        if sum(2 * int(np.prod(s)) for s in shards[-1].values()) + 2 * int(np.prod(shape)) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = shape
+    rng, weight_map, total = np.random.default_rng(0), {}, 0
+    for i, tensors in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        header, at = {}, 0
+        for name, shape in tensors.items():
+            nbytes = 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
+            weight_map[name], at = file, at + nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file, "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for shape in tensors.values():
+                bits = rng.integers(0, 1 << 16, int(np.prod(shape)), dtype=np.uint16)
+                out.write((bits & 0xBFFF).data)  # exponents below that of infinity
+        total += at
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return total
+
+
+def empty_page_cache() -> bool:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def measure(command: list[str]) -> Run:
+    """Runs a command to its end, then waits until what it wrote is on the disk."""
+    peaks = {"private": 0, "resident": 0}
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def sample() -> None:
+        while process.poll() is None:
+            try:
+                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+            except OSError:
+                return
+            facts = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":", 1) for line in lines)}
+            private = facts["Private_Clean"] + facts["Private_Dirty"]
+            peaks["private"] = max(peaks["private"], private)
+            peaks["resident"] = max(peaks["resident"], facts["Rss"])
+            time.sleep(0.05)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    sampler.join()
+    assert process.stderr is not None
+    error = process.stderr.read().decode()
+    if process.returncode:
+        raise SystemExit(f"{command[0]} failed:\n{error}")
+    os.sync()
+    return Run(time.monotonic() - began, usage.ru_utime, usage.ru_stime, peaks["private"], peaks["resident"])
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to work; three times the checkpoint must fit")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--naive", type=int, default=2, help="runs of the naive script")
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        total = make_checkpoint(work / "hf")
+        tpuconv = [sys.executable, "-m", "tpuconv", "convert", str(work / "hf"), str(work / "out")]
+        commands = {
+            "copy": ["cp", "-r", str(work / "hf"), str(work / "out")],
+            "convert": tpuconv,
+            "naive": [sys.executable, "-c", NAIVE, str(work / "hf"), str(work / "out")],
+        }
+        rounds = ["copy", "convert"] * args.pairs + ["naive"] * args.naive
+        runs: dict[str, list[Run]] = {name: [] for name in commands}
+        cold = True
+        for name in rounds:
+            cold = empty_page_cache() and cold
+            runs[name].append(measure(commands[name]))
+            shutil.rmtree(work / "out")
+            print(f"  {name}: {runs[name][-1].wall:.2f} s", file=sys.stderr)
+    finally:
+        shutil.rmtree(work)
+    report(runs, total, cold)
+
+
+def report(runs: dict[str, list[Run]], total: int, cold: bool) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
+    print(f"{total / 1e9:.2f} GB, {'cold' if cold else 'warm'}; {cpu.partition(': ')[2]}, {os.cpu_count()} processors,")
+    print(f"Python {platform.python_version()}, commit {commit.stdout.strip()}")
+    print()
+    print("| what | wall s | wall / copy | cpu s | cpu / naive | private MB | resident MB |")
+    print("|---|---|---|---|---|---|---|")
+    copies = [run.wall for run in runs["copy"]]
+    naive = statistics.median(run.cpu for run in runs["naive"]) if runs["naive"] else None
+    for name, own in runs.items():
+        if not own:
+            continue
+        # Paired where there are pairs: the machine's speed drifts.
+        base = copies if len(copies) == len(own) else [statistics.median(copies)] * len(own)
+        ratios = [run.wall / copy for run, copy in zip(own, base, strict=True)]
+        cpus = [run.cpu for run in own]
+        against = f"{statistics.median(cpus) / naive:.2f}" if naive else ""
+        private, resident = (max(getattr(run, x) for run in own) / 1e6 for x in ("private", "resident"))
+        walls = spread([run.wall for run in own])
+        print(f"| {name} | {walls} | {spread(ratios)} | {spread(cpus)} | {against} | {private:.0f} | {resident:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The command as a person meets it: help, mistakes, JSON, exit codes, the whole way on the example."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
+SAMPLE = EXAMPLE.parent / "sample.txt"
+COMMANDS = ("convert", "verify", "inspect", "families")
+
+
+def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the command; its exit code must be `code`, and it never shows a traceback."""
+    command = [sys.executable, "-m", "tpuconv", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """A folder with the example's checkpoint in it, made by the command as the README has it."""
+    folder = tmp_path_factory.mktemp("example")
+    tpuconv("convert", EXAMPLE, cwd=folder)
+    return folder
+
+
+# -- the whole way -----------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_work_one_after_the_other_as_they_stand(converted):
+    assert sorted(os.listdir(converted)) == ["tiny-qwen3-orbax"]
+    assert "tiny-qwen3-orbax, the newest checkpoint here" in tpuconv("verify", cwd=converted).stdout
+    compared = tpuconv("verify", "--compare-hf", cwd=converted).stdout
+    assert "tiny-qwen3-orbax, the newest checkpoint here" in compared
+    assert "failed" not in compared
+
+
+def test_the_trained_example_in_bfloat16_agrees_with_transformers(converted):
+    out = tpuconv("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", SAMPLE, "--json", cwd=converted).stdout
+    facts = json.loads(out)
+    assert set(facts) >= {
+        "passed", "max_abs_difference", "max_abs_logit", "mean_kl", "p999_kl", "top1", "perplexity",
+    }  # fmt: skip
+    assert facts["passed"] is True
+    assert facts["dtype"] == "bfloat16"
+    assert facts["top1"] >= 0.99
+    assert facts["mean_kl"] <= 1e-3
+    assert facts["perplexity"]["hf"] == pytest.approx(facts["perplexity"]["jax"], rel=2e-3)
+    assert facts["perplexity"]["hf"] < 4  # bytes; 256 would be chance
+
+
+def test_the_trained_example_in_float32_is_the_same_mathematics(converted):
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", SAMPLE, "--json")
+    facts = json.loads(tpuconv(*args, cwd=converted).stdout)
+    assert facts["max_abs_difference"] <= 2e-5 * facts["max_abs_logit"]
+    assert facts["top1"] == 1.0
+
+
+def test_a_wrong_model_fails_the_gates(tmp_path):
+    """One norm's scales lost: the conversion is whole, but it is not the source's."""
+    tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
+    tensors["model.layers.0.self_attn.q_norm.weight"][:] = 1
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
+    args = ("verify", "--compare-hf", "--source", EXAMPLE, "--prompts", SAMPLE)
+    done = tpuconv(*args, cwd=tmp_path, code=3)
+    assert "GateError" in done.stderr
+    assert "failed" in done.stdout
+    facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
+    assert facts["passed"] is False
+    assert len(facts["failures"]) == 2
+
+
+def test_without_a_tokenizer_token_ids_are_compared(tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    tpuconv("convert", "hf", cwd=tmp_path)
+    facts = json.loads(tpuconv("verify", "--compare-hf", "--json", cwd=tmp_path).stdout)
+    assert (facts["passed"], facts["tokens"], facts["dtype"]) == (True, 128, "float32")
+    assert "no tokenizer" in tpuconv("verify", "--compare-hf", "--prompts", SAMPLE, cwd=tmp_path, code=2).stderr
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config())
+    tpuconv("convert", "hf", "out", cwd=tmp_path)
+    shard = next((tmp_path / "out/params/layers.1.mlp.up.kernel").glob("c.*"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    done = tpuconv("verify", "out", cwd=tmp_path, code=10)
+    assert "layers.1.mlp.up.kernel" in done.stderr
+    facts = json.loads(tpuconv("verify", "out", "--json", cwd=tmp_path, code=10).stdout)
+    assert facts["passed"] is False
+    assert [fault["name"] for fault in facts["faults"]] == ["layers.1.mlp.up.kernel"]
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
+    config = qwen3_config(tie_word_embeddings=True)
+    folder = random_checkpoint(tmp_path / "hf", config)
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_checkpoint(folder, config, tensors)
+    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path).stdout)
+    assert facts["family"] == "qwen3"
+    assert facts["source"]["tensors"] == len(tensors)
+    assert facts["source"]["bytes"] == sum(x.nbytes for x in tensors.values())
+    assert facts["mapped"] == len(tensors) - 1
+    assert facts["skipped"] == [
+        {"pattern": "lm_head.weight", "count": 1, "reason": "a copy of model.embed_tokens.weight"}
+    ]
+    assert facts["unmapped"] == []
+    assert facts["parameters"] == sum(x.size for n, x in tensors.items() if n != "lm_head.weight")
+    assert facts["output_bytes"] == 2 * facts["parameters"]
+    assert 0 < facts["peak_memory_bytes"] < 2**30
+    table = tpuconv("convert", "hf", "--dry-run", cwd=tmp_path).stdout
+    assert re.search(
+        r"model\.layers\.\{0\.\.\.2\}\.mlp\.up_proj\.weight +layers\.\{0\.\.\.2\}\.mlp\.up\.kernel +D F", table
+    )
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):
+    tensors = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config()))
+    write_checkpoint(tmp_path / "hf", qwen3_config(), tensors | {"model.mtp.weight": np.zeros(3, "f4")})
+    done = tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path, code=5)
+    facts, end = json.JSONDecoder().raw_decode(done.stdout)
+    assert facts["unmapped"] == ["model.mtp.weight"]
+    assert json.loads(done.stdout[end:])["error"]["exit_code"] == 5
+    assert "model.mtp.weight" in tpuconv("convert", "hf", cwd=tmp_path, code=5).stderr
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+LISTINGS = json.loads((Path(__file__).parent / "listings.json").read_text())
+
+
+@pytest.mark.parametrize("model", LISTINGS)
+def test_real_models_are_planned_whole(model, tmp_path):
+    """Names, shapes and configs of real checkpoints: nothing unmapped, the published number of parameters."""
+    listing = LISTINGS[model]
+    tensors = {
+        name.replace("{}", str(i)): (dtype, tuple(shape))
+        for name, dtype, shape in listing["tensors"]
+        for i in range(listing["config"]["num_hidden_layers"] if "{}" in name else 1)
+    }
+    write_checkpoint(tmp_path / "hf", listing["config"], tensors, shards=7)
+    began = time.monotonic()
+    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path).stdout)
+    assert time.monotonic() - began < 3
+    assert facts["unmapped"] == []
+    assert facts["parameters"] == listing["parameters"]
+    assert facts["mapped"] + sum(skip["count"] for skip in facts["skipped"]) == len(tensors)
+
+
+# -- inspect, families -------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_both_kinds(converted):
+    ours = json.loads(tpuconv("inspect", "tiny-qwen3-orbax", "--json", cwd=converted).stdout)
+    theirs = json.loads(tpuconv("inspect", EXAMPLE, "--json").stdout)
+    file = json.loads(tpuconv("inspect", EXAMPLE / "model.safetensors", "--json").stdout)
+    assert (ours["format"], theirs["format"]) == ("tpuconv", "safetensors")
+    assert theirs == file
+    assert ours["tensors"] == theirs["tensors"] == 57
+    assert ours["bytes"] == theirs["bytes"]
+    q = next(p for p in ours["patterns"] if p["pattern"] == "layers.{0...4}.attn.q.kernel")
+    assert (q["count"], q["axes"], q["shape"], q["dtype"]) == (5, "D N H", [160, 6, 32], "bfloat16")
+    assert "layers.{0...4}.attn.q.kernel" in tpuconv("inspect", "tiny-qwen3-orbax", cwd=converted).stdout
+
+
+def test_families_are_listed_with_their_tables():
+    listed = json.loads(tpuconv("families", "--json").stdout)["families"]
+    assert {"llama", "qwen2", "qwen3", "olmo2"} <= {family["name"] for family in listed}
+    table = tpuconv("families", "llama", "--table").stdout
+    assert "(N H) D -> D N H" in table
+    assert "H head dimension" in table
+    assert "the nearest is llama" in tpuconv("families", "lama", code=2).stderr
+
+
+# -- help and mistakes -------------------------------------------------------------------------------------------------
+
+
+def test_help_is_fast():
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        tpuconv("--help")
+        times.append(time.monotonic() - began)
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_ends_with_examples(command):
+    text = tpuconv(command, "--help").stdout
+    assert f"  tpuconv {command}" in text.partition("Examples:")[2]
+
+
+def test_every_command_is_known_here():
+    listed = tpuconv("--help").stdout.partition("Commands:")[2]
+    assert {line.split()[0] for line in listed.splitlines() if line.strip()} == set(COMMANDS)
+
+
+MISTAKES = {
+    "a command": (("convrt", "x"), 2, "Did you mean 'convert'"),
+    "an option": (("convert", "x", "--drry-run"), 2, "--dry-run"),
+    "a folder": (("convert", "./nowhere"), 2, "nowhere"),
+    "a dtype": (("convert", "x", "--dtype", "float3"), 2, "float32"),
+    "a size": (("convert", "x", "--max-memory", "lots"), 2, "is no size"),
+    "layers": (("convert", "x", "--layers", "5-3"), 2, "is no range of layers"),
+    "an option that does not go alone": (("verify", EXAMPLE, "--source", "x"), 2, "no checkpoint made by tpuconv"),
+    "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
+    "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_an_answer_that_helps(mistake, tmp_path):
+    args, code, answer = MISTAKES[mistake]
+    assert answer in tpuconv(*args, cwd=tmp_path, code=code).stderr
+
+
+CONFIGS = {
+    "unknown architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, 5, "no family reads"),
+    "unknown rope type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 5, "is not implemented for qwen3"),
+    "unknown key": ({"attention_sink_size": 4}, 5, "attention_sink_size"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, 5, "quantized"),
+    "contradiction": ({"num_key_value_heads": 3}, 6, "num_key_value_heads"),
+    "wrong type": ({"hidden_size": "32"}, 6, "hidden_size"),
+    "shape against the config": ({"intermediate_size": 81}, 5, "should be [81, 32] by config.json"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_cannot_be_has_its_error(case, tmp_path):
+    changes, code, message = CONFIGS[case]
+    hollow_checkpoint(tmp_path / "hf", qwen3_config())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(qwen3_config(**changes)))
+    done = tpuconv("convert", "hf", "--json", cwd=tmp_path, code=code)
+    assert message in done.stderr
+    assert json.loads(done.stdout)["error"]["exit_code"] == code
+    assert os.listdir(tmp_path) == ["hf"]

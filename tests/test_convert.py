@@ -1,0 +1,480 @@
+"""Conversions of real checkpoints, read back by unmodified Orbax and by nothing of ours."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xxhash
+from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from families import CASES, save
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tpuconv.convert import plan as plan_module
+from tpuconv.convert import run as run_module
+from tpuconv.convert.journal import Journal
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.run import Limits, all_finite, copy_strided, run
+from tpuconv.convert.source import Shard, Source, TensorInfo, open_source
+from tpuconv.convert.table import Map, MappingTable
+from tpuconv.errors import MappingError, OutputError, ResourceError, SourceError, UsageError
+from tpuconv.models.registry import find_family
+from tpuconv.verify.weights import check
+
+FLOATS = ("float32", "float16", "bfloat16")
+LIMITS = Limits(jobs=2, max_memory=2**30)
+PLAIN = Options()
+
+
+def plan_for(folder: Path, options: Options = PLAIN):
+    source = open_source(folder)
+    family = find_family(source.config)
+    return make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
+
+
+def convert(folder: Path, out: Path, options: Options = PLAIN, **kwargs):
+    plan = plan_for(folder, options)
+    for _ in run(plan, out, kwargs.pop("limits", LIMITS), **kwargs):
+        pass
+    return plan
+
+
+def flatten(tree, front=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{front}{key}.")
+        else:
+            yield front + key, np.asarray(value)
+
+
+def restore(out: Path) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return dict(flatten(checkpointer.restore((out / "params").absolute())))
+
+
+def expected(folder: Path, options: Options) -> dict[str, np.ndarray]:
+    """The table applied to whole tensors in memory."""
+    tensors = read_tensors(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    family = find_family(raw)
+    table = family.table.stack_layers() if options.scan_layers else family.table
+    out = {}
+    for binding in table.bind(family.config.from_hf(raw)):
+        out |= binding(tensors.__getitem__)
+    return out if options.dtype == "auto" else {n: x.astype(np.dtype(options.dtype)) for n, x in out.items()}
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    bits = f"u{a.dtype.itemsize}"
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and np.array_equal(
+        np.ascontiguousarray(a).view(bits), np.ascontiguousarray(b).view(bits)
+    )
+
+
+def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert set(have) == set(want)
+    assert not [name for name in want if not same_bits(have[name], want[name])]
+
+
+@pytest.fixture
+def small_cuts(monkeypatch):
+    """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 96)
+    monkeypatch.setattr(plan_module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 5000)
+
+
+# -- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["layers", "scan"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, tmp_path, small_cuts):
+    folder = save(case, tmp_path / "hf", "bfloat16")
+    options = Options(scan_layers=scan_layers)
+    plan = convert(folder, tmp_path / "out", options)
+    assert len(plan.units) > 1
+    assert_same(restore(tmp_path / "out"), expected(folder, options))
+    assert [array.fault for array in check(read_manifest(tmp_path / "out"))] == [None] * len(plan.arrays)
+
+
+def test_both_apis_of_orbax_restore_it(tmp_path):
+    from orbax.checkpoint import v1
+
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    convert(folder, tmp_path / "out")
+    want = expected(folder, Options())
+    assert_same(restore(tmp_path / "out"), want)
+    assert_same(dict(flatten(v1.load(tmp_path / "out" / "params"))), want)
+
+
+SIZES = {
+    "hidden_size": st.sampled_from([4, 6, 12, 34]),
+    "head_dim": st.sampled_from([2, 6, 10]),
+    "intermediate_size": st.integers(1, 50),
+    "vocab_size": st.integers(1, 70),
+    "num_hidden_layers": st.integers(1, 3),
+    "tie_word_embeddings": st.booleans(),
+}
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2)])
+ARCHITECTURES = {
+    "LlamaForCausalLM": {"attention_bias": st.booleans(), "mlp_bias": st.booleans()},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"attention_bias": st.booleans()},
+    "Olmo2ForCausalLM": {"attention_bias": st.booleans()},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(data=st.data())
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_the_inverse_table_gives_the_bytes_of_the_source(architecture, data, tmp_path_factory, small_cuts):
+    config = data.draw(st.fixed_dictionaries(SIZES | ARCHITECTURES[architecture]))
+    heads, kv_heads = data.draw(HEADS)
+    config |= {
+        "architectures": [architecture],
+        "model_type": find_model_type(architecture),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    if architecture in ("Qwen2ForCausalLM", "Olmo2ForCausalLM"):  # their heads divide the width
+        config["hidden_size"] = heads * config.pop("head_dim")
+    folder = tmp_path_factory.mktemp("inverse")
+    dtype = data.draw(st.sampled_from(FLOATS))
+    random_checkpoint(folder / "hf", config, dtype, shards=data.draw(st.integers(1, 2)))
+    options = Options(scan_layers=data.draw(st.booleans()))
+    convert(folder / "hf", folder / "out", options)
+    arrays = restore(folder / "out")
+    family = find_family(config)
+    table = family.table.stack_layers() if options.scan_layers else family.table
+    back = {}
+    for binding in table.bind(family.config.from_hf(config)):
+        back |= binding.inverse(arrays.__getitem__)
+    assert_same(back, read_tensors(folder / "hf"))
+
+
+def find_model_type(architecture: str) -> str:
+    return {"MistralForCausalLM": "mistral"}.get(architecture, architecture.removesuffix("ForCausalLM").lower())
+
+
+@pytest.mark.parametrize("stored", FLOATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dtypes_are_converted_by_rounding_to_nearest(stored, dtype, tmp_path, small_cuts):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(), stored)
+    convert(folder, tmp_path / "out", Options(dtype=dtype))
+    assert_same(restore(tmp_path / "out"), expected(folder, Options(dtype=dtype)))
+
+
+def test_the_manifest_tells_where_everything_comes_from(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(), shards=2)
+    for name in ("tokenizer.json", "LICENSE", "generation_config.json", "chat_template.jinja", "modeling_x.py"):
+        (folder / name).write_text("{}")
+    (folder / "README.md").write_text("the original's card")
+    plan = convert(folder, tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    for name, facts in manifest.raw["source"]["shards"].items():
+        assert facts["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    arrays = restore(tmp_path / "out")
+    assert set(manifest.arrays) == set(arrays)
+    for name, array in manifest.arrays.items():
+        assert (array.shape, array.dtype) == (arrays[name].shape, arrays[name].dtype.name)
+        assert array.xxh3 == xxhash.xxh3_64_hexdigest(arrays[name].tobytes())  # one chunk each at this size
+    assert manifest.arrays["layers.1.attn.q.kernel"].axes == "D N H"
+    assert manifest.arrays["layers.1.attn.q.kernel"].sources == ("model.layers.1.self_attn.q_proj.weight",)
+    assert manifest.raw["fingerprint"] == plan.fingerprint
+    copied = {p.name for p in (tmp_path / "out").iterdir() if p.is_file()}
+    assert copied == {
+        "README.md", "README.source.md", "tpuconv.json", "config.json", "tokenizer.json", "LICENSE",
+        "generation_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert (tmp_path / "out" / "README.source.md").read_text() == "the original's card"
+    assert "qwen3" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_part_of_the_layers(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    plan = convert(folder, tmp_path / "out", Options(layers=range(1, 3)))
+    whole = expected(folder, Options())
+    assert_same(restore(tmp_path / "out"), {n: x for n, x in whole.items() if not n.startswith("layers.0.")})
+    assert {skip.reason for skip in plan.skipped} == {"outside --layers 1-2"}
+    assert not plan.unmapped
+    with pytest.raises(UsageError, match="no part of the model's layers 0-2"):
+        plan_for(folder, Options(layers=range(1, 4)))
+
+
+def test_a_tied_head_on_disk_is_compared_and_dropped(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(tie_word_embeddings=True))
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    write_checkpoint(folder, qwen3_config(tie_word_embeddings=True), tensors)
+    plan = convert(folder, tmp_path / "out")
+    assert [(s.pattern, s.reason) for s in plan.skipped] == [("lm_head.weight", "a copy of model.embed_tokens.weight")]
+    assert plan.parameters == sum(x.size for n, x in tensors.items() if n != "lm_head.weight")
+
+    tensors["lm_head.weight"][5, 3] = -tensors["lm_head.weight"][5, 3]
+    write_checkpoint(folder, qwen3_config(tie_word_embeddings=True), tensors)
+    with pytest.raises(SourceError, match="tied by config"):
+        convert(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][1:]
+    write_checkpoint(folder, qwen3_config(tie_word_embeddings=True), tensors)
+    with pytest.raises(MappingError, match="another shape or dtype"):
+        plan_for(folder).check()
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(1, 70), min_size=1, max_size=3), order=st.permutations(range(3)), reverse=st.booleans()
+)
+def test_strided_copies_are_copies(shape, order, reverse):
+    x = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape).transpose([i for i in order if i < len(shape)])
+    view = x[..., ::-1] if reverse else x
+    out = np.empty(view.shape, np.uint16)
+    copy_strided(out, view)
+    np.testing.assert_array_equal(out, view)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
+@given(data=st.data())
+def test_what_is_not_finite_is_found_wherever_it_is(dtype, data):
+    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    bits = np.dtype(f"u{dtype.itemsize}")
+    x = np.array(data.draw(st.lists(st.integers(0, 2 ** (8 * dtype.itemsize) - 1), max_size=20)), bits)
+    assert all_finite(x, dtype) == bool(np.isfinite(x.view(dtype).astype(np.float64)).all())
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("V D", {"V": 151_936, "D": 4096}),
+        ("V D -> D V", {"V": 50_257, "D": 768}),  # a prime factor that is too large: uneven chunks
+        ("F D -> D F", {"F": 28_672, "D": 8192}),
+        ("(N H) D -> D N H", {"N": 28, "H": 128, "D": 3584}),
+        ("D (N H) -> N H D", {"N": 64, "H": 128, "D": 8192}),
+        ("((N H) + (K H) + (K H)) D -> D N H, D K H, D K H", {"N": 40, "K": 10, "H": 128, "D": 5120}),
+    ],
+)
+def test_full_size_tensors_are_cut_in_pieces_that_cover_them_once(layout, sizes):
+    table = MappingTable((Map("w", tuple("abc"[: layout.count(",") + 1]), layout),))
+    (binding,) = table.bind(SimpleNamespace(axes=sizes))
+    (shape,) = binding.src_shapes().values()
+    info = TensorInfo("w", "BF16", shape, "shard", 0, 2 * prod(shape))
+    source = Source(Path(), {}, {"w": info}, (Shard("shard", 0, 0),))
+    plan = make_plan(source, "test", table, SimpleNamespace(axes=sizes), Options())
+    plan.check()
+    pieces = [piece for unit in plan.units for piece in unit.pieces]
+    assert max(plan.piece_bytes(piece)[0] for piece in pieces) <= plan_module.PIECE_BYTES
+    for i, array in enumerate(plan.arrays.values()):
+        assert all(s % c == 0 for s, c in zip(array.shards, array.chunks, strict=True))
+        assert prod(array.chunks) * 2 <= plan_module.CHUNK_BYTES
+        shards = [tuple(s.start // n for s, n in zip(piece.boxes()[i], array.shards, strict=True)) for piece in pieces]
+        assert sorted(shards) == list(np.ndindex(array.grid))
+        assert sum(prod(s.stop - s.start for s in piece.boxes()[i]) for piece in pieces) == prod(array.shape)
+
+
+def test_memory_stays_within_the_budget_for_a_tensor_larger_than_it(tmp_path):
+    """1 GB of embedding in 300 MB, interpreter and all; in a process of its own, whose peak the system tells."""
+    config = qwen3_config(vocab_size=256_000, hidden_size=2048, tie_word_embeddings=True, num_hidden_layers=1)
+    folder = hollow_checkpoint(tmp_path / "hf", config)
+    command = [sys.executable, "-m", "tpuconv", "convert", str(folder), str(tmp_path / "out"), "--json"]
+    done = subprocess.run([*command, "--max-memory", "300MB"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["output_bytes"] > 1e9
+    assert facts["peak_memory_bytes"] < 300e6
+    refused = subprocess.run(
+        [*command, "--max-memory", "100MB", "--overwrite"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 8
+    assert "--max-memory must be at least" in json.loads(refused.stdout)["error"]["hint"]
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_mapping_faults_are_named_at_once_and_nothing_is_written(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    tensors = read_tensors(folder)
+    for i in range(3):
+        tensors[f"model.layers.{i}.mlp.extra.weight"] = tensors["model.norm.weight"]
+        tensors.pop(f"model.layers.{i}.self_attn.q_norm.weight")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].view(np.int16)
+    write_checkpoint(folder, qwen3_config(), tensors)
+    with pytest.raises(MappingError) as info:
+        convert(folder, tmp_path / "out")
+    text = str(info.value)
+    for part in (
+        "model.layers.{0...2}.mlp.extra.weight  BF16 [32] (3 tensors) has no row",
+        "model.layers.{0...2}.self_attn.q_norm.weight  is missing (3 tensors)",
+        "model.norm.weight  BF16 [31] (1 tensor) should be [32] by config.json",
+        "lm_head.weight  I16 [96, 32] (1 tensor) is no plain float",
+        "->",
+    ):
+        assert part in text
+    assert info.value.exit_code == 5
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_stop_the_conversion(value, tmp_path, small_cuts):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    tensors = {name: x.copy() for name, x in read_tensors(folder).items()}
+    tensors["model.layers.2.mlp.up_proj.weight"][7, 9] = value
+    write_checkpoint(folder, qwen3_config(), tensors)
+    with pytest.raises(SourceError, match=r"layers\.2\.mlp\.up\.kernel is not finite") as info:
+        convert(folder, tmp_path / "out")
+    assert info.value.exit_code == 4
+    assert "model.layers.2.mlp.up_proj.weight" in str(info.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    plan = plan_for(folder)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    with pytest.raises(SourceError, match="changed while"):
+        for _ in run(plan, tmp_path / "out", LIMITS):
+            pass
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_bytes_of_the_right_size_are_found_by_their_hash(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    promised = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    source = open_source(folder, repo="org/name", commit="c" * 40, sha256={"model.safetensors": promised})
+    family = find_family(source.config)
+    plan = make_plan(source, family.name, family.table, family.config.from_hf(source.config), Options())
+    with pytest.raises(SourceError, match="safetensors"):
+        for _ in run(plan, tmp_path / "out", LIMITS):
+            pass
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_converter_per_output(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    with (
+        Journal(tmp_path / "out", "of another process"),
+        pytest.raises(OutputError, match="written by another") as info,
+    ):
+        convert(folder, tmp_path / "out")
+    assert info.value.exit_code == 9
+
+
+def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    out = tmp_path / "out"
+    convert(folder, out)
+    inode = out.stat().st_ino
+    convert(folder, out)  # of this very plan: nothing to do
+    assert out.stat().st_ino == inode
+    with pytest.raises(OutputError, match="exists already"):
+        convert(folder, out, Options(dtype="float32"))
+    assert_same(restore(out), expected(folder, Options()))
+    convert(folder, out, Options(dtype="float32"), overwrite=True)
+    assert_same(restore(out), expected(folder, Options(dtype="float32")))
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(OutputError, match="not made by tpuconv"):
+        convert(folder, theirs, overwrite=True)
+    assert (theirs / "thesis.txt").read_text() == "ten years of work"
+    with pytest.raises(UsageError, match="source folder"):
+        convert(folder, folder / "out")
+
+
+def test_an_unfinished_conversion_of_another_plan_is_kept(tmp_path, small_cuts):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    out = tmp_path / "out"
+    began = run(plan_for(folder), out, LIMITS)
+    assert [next(began).stage for _ in range(3)][-1] == "convert"
+    began.close()
+    with pytest.raises(OutputError, match="unfinished conversion"):
+        convert(folder, out, Options(dtype="float32"))
+    convert(folder, out)
+    assert_same(restore(out), expected(folder, Options()))
+    assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(tmp_path, monkeypatch):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ResourceError, match="the conversion needs") as info:
+        convert(folder, tmp_path / "out")
+    assert info.value.exit_code == 8
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):
+    """Every write fails once in turn, as on a full disk; the rerun after each goes on to the same result."""
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=1))
+    out, real, calls = tmp_path / "out", os.write, [0]
+
+    def write(fd, data):
+        calls[0] += 1
+        if calls[0] == failing:
+            real(fd, bytes(data[: len(data) // 2]))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    failing, failed = 1, 0
+    while not out.exists():
+        calls[0] = 0
+        try:
+            convert(folder, out, limits=Limits(1, 2**30))
+        except ResourceError:
+            assert not out.exists()
+            failed += 1
+        failing = failing % 17 + 4
+    assert failed > 10
+    assert_same(restore(out), expected(folder, Options()))
+
+
+# -- corrupt outputs ---------------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """By Orbax itself when it restores, and by `verify`, which names the array."""
+    from tpuconv import load
+    from tpuconv.errors import CorruptOutput
+
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=1))
+    convert(folder, tmp_path / "out")
+    rng = np.random.default_rng(0)
+    shards = sorted((tmp_path / "out" / "params").glob("*/c.*"))
+    for i in range(24):
+        path = shards[i % len(shards)]
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bad)
+        assert path.parent.name in {a.name for a in check(read_manifest(tmp_path / "out")) if a.fault}
+        if i % 8 == 0:
+            with pytest.raises(CorruptOutput):
+                load(tmp_path / "out")
+        path.write_bytes(good)
+    shards[0].unlink()
+    assert [a.name for a in check(read_manifest(tmp_path / "out")) if a.fault] == [shards[0].parent.name]

@@ -1,0 +1,85 @@
+"""The house stands as it is drawn: imports point one way, one place prints, tools agree."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tpuconv"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# What a room may import, beside itself. `layout <- convert <- models <- verify <- cli`.
+ROOMS = {
+    "tpuconv.errors": set(),
+    "tpuconv.layout": {"tpuconv.errors"},
+    "tpuconv.sharding": {"tpuconv.layout"},
+    "tpuconv.convert": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding"},
+    "tpuconv.models": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert"},
+    "tpuconv.verify": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert", "tpuconv.models"},
+}
+HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
+
+
+def imports(path: Path, everywhere: bool) -> set[str]:
+    """The modules that a file imports; at its top level alone, or in its functions too."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    out = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            out.add(node.module or "")
+    return out
+
+
+def room(module: str) -> str:
+    return next((name for name in ROOMS if module == name or module.startswith(f"{name}.")), module)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ROOMS])
+def test_imports_point_one_way(module):
+    mine = room(module)
+    others = {room(name) for name in imports(MODULES[module], everywhere=True) if name.startswith("tpuconv")}
+    assert others - {mine} <= ROOMS[mine]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("tpuconv.models.")])
+def test_what_converts_needs_no_jax(module):
+    top = {name.partition(".")[0] for name in imports(MODULES[module], everywhere=False)}
+    assert not top & HEAVY
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "tpuconv.cli"])
+def test_only_the_command_line_prints_and_exits(module):
+    calls = [node.func for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    names = {call.id for call in calls if isinstance(call, ast.Name)}
+    assert not names & {"print", "exit", "input"}
+    assert not imports(MODULES[module], everywhere=True) & {"click", "rich"}
+
+
+def test_the_readme_knows_every_option_of_the_commands():
+    """An option that is not in the README is not there for a reader."""
+    readme = (ROOT / "README.md").read_text()
+    options = set(re.findall(r'@click\.option\(\s*"(--[\w-]+)"', (PACKAGE / "cli.py").read_text()))
+    assert options
+    assert not {option for option in options if option not in readme}
+
+
+def test_the_readme_knows_every_family():
+    from tpuconv.models.registry import FAMILIES
+
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"| `{name}` |" in readme for name in FAMILIES)
+
+
+def test_every_exit_code_is_documented():
+    from tpuconv import errors
+
+    documented = set(re.findall(r"^\| (\d+)", (ROOT / "docs" / "exit-codes.md").read_text(), re.MULTILINE))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "exit_code")]
+    assert {str(kind.exit_code) for kind in kinds} <= documented

@@ -1,0 +1,137 @@
+"""`tpuconv.load`: the model with its weights, on one device and on a mesh."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from test_convert import convert
+
+import tpuconv
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.convert.plan import Options
+from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.sharding import partition
+
+# On several devices, in a process of its own: their number is fixed when jax starts.
+ON_A_MESH = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np, tensorstore as ts, tpuconv
+from tpuconv.convert.manifest import read_manifest
+
+def bytes_read():
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+out, ids = sys.argv[1], np.array([[3, 1, 4, 1, 5]])
+whole = np.asarray(tpuconv.load(out)(ids))
+facts = []
+for shape, axes in (
+    ((8,), ("tensor",)), ((2, 4), ("data", "tensor")), ((8,), ("data",)), ((4, 2), ("tensor", "other"))
+):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), axes)
+    before = bytes_read()
+    model = tpuconv.load(out, mesh=mesh)
+    read = (bytes_read() - before) / read_manifest(Path(out)).raw["bytes"]
+    gate = model.layers[0].mlp.gate.kernel[...]
+    difference = float(np.abs(np.asarray(model(ids)) - whole).max() / np.abs(whole).max())
+    facts.append([read, [str(axis) for axis in gate.sharding.spec], gate.addressable_shards[0].data.shape, difference])
+print(json.dumps(facts))
+"""
+
+
+def test_a_model_is_loaded_onto_any_mesh(tmp_path):
+    config = qwen3_config(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
+    convert(random_checkpoint(tmp_path / "hf", config, "float32"), tmp_path / "out")
+    code = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n" + ON_A_MESH
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert [spec for _, spec, _, _ in facts] == [
+        ["None", "tensor"],
+        ["data", "tensor"],
+        ["data", "None"],
+        ["None", "tensor"],
+    ]
+    assert [shape for _, _, shape, _ in facts] == [[1024, 512], [512, 1024], [128, 4096], [1024, 1024]]
+    # All devices are on this host: together they read the whole once. If each read all, it would be 8 times.
+    assert max(read for read, _, _, _ in facts) < 1.1
+    assert max(difference for _, _, _, difference in facts) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def full_size_layer(tmp_path_factory) -> Path:
+    """One layer of the shape of Llama 3.1 8B."""
+    folder = tmp_path_factory.mktemp("layer")
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = qwen3_config(**shape, head_dim=128, num_hidden_layers=1)
+    convert(hollow_checkpoint(folder / "hf", config), folder / "out")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 8}, {"data": 8}, {"data": 2, "tensor": 4}], ids=str)
+def test_a_device_reads_little_more_than_its_part(mesh, full_size_layer):
+    """Bytes that TensorStore reads for one device's part of every array that is larger than a chunk, by its count."""
+    read = need = 0
+    for array in read_manifest(full_size_layer).arrays.values():
+        if array.chunks == array.shape:
+            continue
+        part = partition(array.axes, array.shape, mesh)
+        shape = [n // mesh[axis] if axis else n for n, axis in zip(array.shape, part, strict=True)]
+        path = str(full_size_layer / "params" / array.name)
+        stored = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+        before = bytes_read()
+        need += stored[tuple(map(slice, shape))].read().result().nbytes
+        read += bytes_read() - before
+    assert need > 5e7
+    assert read / need < 1.15
+
+
+def bytes_read() -> int:
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_the_dtype_is_that_of_the_checkpoint_or_the_one_asked_for(scan_layers, tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out", Options(scan_layers=scan_layers))
+    ids = np.array([[3, 1, 4]])
+    for dtype, stored in ((None, jnp.bfloat16), ("float32", jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
+        model = tpuconv.load(tmp_path / "out", dtype)
+        assert model.norm.scale.dtype == stored
+        logits = model(ids)
+        assert (logits.shape, logits.dtype) == ((1, 3, 96), jnp.float32)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    convert(folder, tmp_path / "part", Options(layers=range(1, 2)))
+    with pytest.raises(UsageError, match="only layers 1 to 1"):
+        tpuconv.load(tmp_path / "part")
+    with pytest.raises(UsageError, match="no checkpoint made by tpuconv"):
+        tpuconv.load(folder)
+    convert(folder, tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 97}))
+    with pytest.raises(CorruptOutput, match=r"not those of a qwen3 model"):
+        tpuconv.load(str(tmp_path / "out"))
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import sys, tpuconv, tpuconv.cli, tpuconv.convert.run, tpuconv.models.registry; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_package_has_no_other_attributes():
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        tpuconv.lode  # noqa: B018
+    assert Path(tpuconv.__file__).name == "__init__.py"

@@ -1,0 +1,525 @@
+"""The families against transformers: logits, cache, padding, names and shapes of parameters, reading config.json."""
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.metadata import EntryPoint
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, save
+from flax import nnx
+from safetensors.numpy import load_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tpuconv.convert.table import MappingTable
+from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.models import registry
+from tpuconv.models.config import DecoderConfig
+from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
+from tpuconv.models.rope import Rope
+
+META = Path(__file__).parents[2] / "shared" / "meta"
+OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2"}
+LIMIT = 2e-5  # of the largest logit
+FORMS = pytest.mark.parametrize("scan", [False, True], ids=["per-layer", "scanned"])
+BY_ID = {case.id: case for case in CASES}
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@dataclass
+class Built:
+    """A case on disk, and both sides of it in memory."""
+
+    hf: Any
+    family: Family
+    config: DecoderConfig
+    tensors: dict[str, np.ndarray]
+
+    def table(self, scan: bool) -> MappingTable:
+        return self.family.table.stack_layers() if scan else self.family.table
+
+    def abstract(self, scan: bool, dtype: Any = jnp.float32) -> Any:
+        return nnx.eval_shape(lambda: self.family.model_class(self.config, scan_layers=scan, dtype=dtype))
+
+    def model(self, scan: bool, dtype: Any = jnp.float32) -> Any:
+        arrays: dict[str, np.ndarray] = {}
+        for binding in self.table(scan).bind(self.config):
+            arrays |= binding(self.tensors.__getitem__)
+        graph, state = nnx.split(self.abstract(scan, dtype))
+        flat = nnx.to_flat_state(state)
+        filled = [(path, v.replace(jnp.asarray(arrays[".".join(map(str, path))], dtype))) for path, v in flat]
+        return nnx.merge(graph, nnx.from_flat_state(filled))
+
+    def reference(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        mask = np.ones_like(ids) if mask is None else mask.astype(np.int64)
+        positions = np.maximum(mask.cumsum(1) - 1, 0)
+        with torch.no_grad():
+            arguments = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+            return self.hf(torch.tensor(ids), **arguments).logits.numpy()
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def build(case: Case) -> Built:
+        folder = save(case, tmp_path_factory.mktemp("model"))
+        raw = json.loads((folder / "config.json").read_text())
+        family = find_family(raw)
+        return Built(hf_model(case), family, family.config.from_hf(raw), load_file(folder / "model.safetensors"))
+
+    return build
+
+
+@nnx.jit
+def forward(model: Any, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    return model(ids_BT, mask_BT)
+
+
+def _extend(model: Any, ids_BT: jax.Array, mask_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    return model(ids_BT, mask_BT, cache=cache)
+
+
+extend = nnx.jit(_extend, donate_argnums=3)  # warns, and so fails, where a part of the cache is not written in place
+
+
+def tokens(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 101, shape)
+
+
+def assert_same_logits(ours: Any, theirs: np.ndarray) -> None:
+    ours = np.asarray(ours)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == np.float32
+    assert np.abs(ours - theirs).max() <= LIMIT * np.abs(theirs).max()
+    assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+# -- against transformers ---------------------------------------------------------------------------------------------
+
+
+@FORMS
+@EVERY_CASE
+def test_every_parameter_is_one_target_of_the_table(case: Case, scan: bool, build: Any) -> None:
+    built = build(case)
+    targets = [shape for binding in built.table(scan).bind(built.config) for shape in binding.dst_shapes().items()]
+    state = nnx.to_flat_state(nnx.state(built.abstract(scan)))
+    assert sorted(targets) == sorted((".".join(map(str, path)), value.shape) for path, value in state)
+
+
+@EVERY_CASE
+def test_every_tensor_is_one_source_of_the_table(case: Case, build: Any) -> None:
+    built = build(case)
+    sources = [shape for binding in built.family.table.bind(built.config) for shape in binding.src_shapes().items()]
+    assert sorted(sources) == sorted((name, tensor.shape) for name, tensor in built.tensors.items())
+
+
+@FORMS
+@EVERY_CASE
+def test_logits_of_a_sequence(case: Case, scan: bool, build: Any) -> None:
+    built = build(case)
+    ids = tokens(2, 40)
+    assert_same_logits(forward(built.model(scan), ids, np.ones(ids.shape, bool)), built.reference(ids))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@EVERY_CASE
+def test_logits_of_a_padded_batch(case: Case, side: str, build: Any) -> None:
+    built = build(case)
+    ids = tokens(2, 40)
+    real = np.arange(40) < np.array([[27], [40]])
+    mask = real[:, ::-1] if side == "left" else real
+    logits = np.asarray(forward(built.model(False), ids, mask))
+    assert np.isfinite(logits).all()
+    assert_same_logits(logits[mask], built.reference(ids, mask)[mask])
+
+
+# Scanned, the cache differs by its layout and the windows alone: a case of each is enough, and a compilation is slow.
+CACHED = [(case, False) for case in CASES] + [
+    (BY_ID[name], True) for name in ("qwen2-windows", "llama-mistral", "olmo2-biases")
+]
+
+
+@pytest.mark.parametrize(("case", "scan"), CACHED, ids=str)
+def test_prefill_and_decode(case: Case, scan: bool, build: Any) -> None:
+    """Prompts of different lengths, padded on either side, then tokens one at a time: as each sequence at once."""
+    built = build(case)
+    model = built.model(scan)
+    lengths, width, more = (14, 9), 14, 3
+    sequences = [tokens(1, length + more, seed=length) for length in lengths]
+    whole = [built.reference(ids)[0] for ids in sequences]
+    for side in ("left", "right"):
+        ids = np.zeros((2, width), np.int64)
+        mask = np.zeros((2, width), bool)
+        for row, length in enumerate(lengths):
+            at = slice(width - length, width) if side == "left" else slice(length)
+            ids[row, at], mask[row, at] = sequences[row][0, :length], True
+        logits, cache = extend(model, ids, mask, model.init_cache(2, width + more))
+        for row, length in enumerate(lengths):
+            assert_same_logits(np.asarray(logits)[row][mask[row]], whole[row][:length])
+        for step in range(more):
+            ids = np.array([[sequence[0, length + step]] for sequence, length in zip(sequences, lengths, strict=True)])
+            logits, cache = extend(model, ids, np.ones((2, 1), bool), cache)
+            for row, length in enumerate(lengths):
+                assert_same_logits(np.asarray(logits)[row], whole[row][length + step : length + step + 1])
+        assert int(cache.used) == width + more
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"), [("llama-mistral", False), ("qwen3-layer-types", True), ("olmo2-plain", False)]
+)
+def test_bfloat16_errs_no_more_than_transformers_does(name: str, scan: bool, build: Any) -> None:
+    built = build(BY_ID[name])
+    rounded = replace(
+        built, tensors={k: np.asarray(jnp.asarray(v, jnp.bfloat16), np.float32) for k, v in built.tensors.items()}
+    )
+    ids = tokens(4, 40)
+    model = rounded.model(scan, jnp.bfloat16)
+    assert {v.dtype for v in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    assert {v.dtype for v in jax.tree.leaves(model.init_cache(1, 2).layers)} == {jnp.dtype(jnp.bfloat16)}
+    ours = np.asarray(forward(model, ids, np.ones(ids.shape, bool)))
+    exact = np.asarray(forward(rounded.model(scan), ids, np.ones(ids.shape, bool)))
+    with torch.no_grad():
+        hf = hf_model(BY_ID[name]).to(torch.bfloat16)
+        theirs = hf(torch.tensor(ids)).logits.float().numpy()
+    assert ours.dtype == np.float32
+    assert np.abs(ours - exact).mean() <= 1.1 * np.abs(theirs - exact).mean()
+
+
+# -- the model on its own ---------------------------------------------------------------------------------------------
+
+
+def tiny(**changes: Any) -> Any:
+    raw = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    family = get_family("llama")
+    return family.model_class(family.config.from_hf(raw | {"num_attention_heads": 2} | changes), dtype=jnp.float32)
+
+
+def test_a_full_cache_is_refused_or_shows() -> None:
+    model = tiny()
+    ids = np.ones((1, 3), int)
+    with pytest.raises(UsageError, match="2 slots, of which 0 are used: 3 tokens"):
+        model(ids, cache=model.init_cache(1, 2))
+    _, cache = extend(model, ids, np.ones((1, 3), bool), model.init_cache(1, 4))
+    with pytest.raises(UsageError, match="4 slots, of which 3 are used: 3 tokens"):
+        model(ids, cache=cache)
+    logits, _ = extend(model, ids, np.ones((1, 3), bool), cache)  # `used` is traced: known only when it runs
+    assert np.isnan(logits).all()
+
+
+def test_wrong_input_is_refused_or_shows() -> None:
+    model = tiny()
+    with pytest.raises(UsageError, match="the mask is that of this call's tokens"):
+        model(np.ones((1, 3), int), np.ones((1, 4), bool))
+    padding = np.zeros((1, 1), bool)
+    assert np.isfinite(forward(model, np.array([[10]]), padding)).all()
+    assert np.isnan(forward(model, np.array([[11]]), padding)).all()
+
+
+def test_a_new_model_is_random_and_reproducible() -> None:
+    ids, mask = np.arange(5)[None], np.ones((1, 5), bool)
+    logits = np.asarray(forward(tiny(), ids, mask))
+    assert (logits == forward(tiny(), ids, mask)).all()
+    assert logits.std() > 0
+
+
+# -- rotary positions -------------------------------------------------------------------------------------------------
+
+ROPES = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    LINEAR,
+    LLAMA3,
+    LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    YARN,
+    YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32768, "beta_fast": 24, "beta_slow": 2},
+    YARN | {"truncate": False},
+    YARN | {"mscale": 1.5, "mscale_all_dim": 0.5},
+    YARN | {"mscale": 1.5},
+    YARN | {"attention_factor": 0.7},
+    YARN | {"original_max_position_embeddings": 3},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4},
+]
+
+
+@pytest.mark.parametrize("head_dim", [10, 80, 128])
+@pytest.mark.parametrize("parameters", ROPES, ids=str)
+def test_rope_rates(parameters: dict[str, Any], head_dim: int) -> None:
+    hf = AutoConfig.for_model("llama", head_dim=head_dim, max_position_embeddings=64, rope_parameters=dict(parameters))
+    if parameters["rope_type"] == "default":
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        theirs, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+    else:
+        theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf)
+    rope = Rope.from_hf({"rope_parameters": parameters}, "llama", 64)
+    ours, our_factor = rope.inverse_frequencies(head_dim)
+    assert ours.dtype == np.float32
+    np.testing.assert_array_max_ulp(ours, theirs.numpy(), 4)
+    assert (ours != theirs.numpy()).mean() <= 0.05  # torch's powers are not always the nearest number
+    assert our_factor == factor
+    # The older form says the same.
+    old = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")} | {
+        "type": parameters["rope_type"]
+    }
+    assert Rope.from_hf({"rope_theta": parameters["rope_theta"], "rope_scaling": old}, "llama", 64) == rope
+
+
+def test_rope_without_keys_is_plain() -> None:
+    for raw in ({}, {"rope_scaling": None}, {"rope_scaling": {}, "rope_parameters": None, "rope_theta": None}):
+        assert Rope.from_hf(raw, "llama", 64) == Rope()
+
+
+# -- config.json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", sorted(OURS))
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    hf = AutoConfig.for_model(model_type)
+    read = find_family({"model_type": model_type}).config.from_hf
+    config = read({"model_type": model_type})
+    assert config.axes["K"] == hf.num_key_value_heads
+    assert config.axes["H"] == getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    assert config.windows == (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers
+    assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
+    derived = {"rope", "num_key_value_heads", "head_dim", "sliding_window", "layer_types"}
+    stated = {field.name for field in fields(config)} - derived
+    if model_type == "mistral":
+        stated -= {"attention_bias", "mlp_bias"}  # transformers has none
+        assert not config.attention_bias
+        assert not config.mlp_bias
+    assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
+
+
+@EVERY_CASE
+def test_windows_are_those_of_transformers(case: Case) -> None:
+    hf = case.hf_config()
+    config = find_family(hf.to_dict()).config.from_hf(hf.to_diff_dict())
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if case.model_type == "mistral" else ""] * 9
+    windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert list(config.windows) == windows[: hf.num_hidden_layers]
+
+
+def metas() -> list[Any]:
+    found = []
+    for folder in sorted(META.glob("*")) if META.is_dir() else []:
+        if folder.is_dir() and json.loads((folder / "config.json").read_text())["model_type"] in OURS:
+            found.append(pytest.param(folder, id=folder.name))
+    return found or [pytest.param(None, marks=pytest.mark.skip(reason="no ../shared/meta"))]
+
+
+@pytest.mark.parametrize("folder", metas())
+def test_released_models_map_to_their_parameter_count(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    family = find_family(raw)
+    bindings = family.table.bind(family.config.from_hf(raw))
+    shapes = [shape for binding in bindings for shape in binding.dst_shapes().values()]
+    assert sum(map(prod, shapes)) == json.loads((META / "parameters.json").read_text())[folder.name]
+    with gzip.open(folder / "tensors.json.gz") as file:
+        listed = {name: tuple(shape) for name, (_, shape) in json.load(file)["tensors"].items()}
+    sources = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
+    unread = [name for name in listed.keys() - sources.keys() if not family.table.why_ignored(name)]
+    assert set(unread) <= family.table.copies.keys()
+    assert sources.items() <= listed.items()
+
+
+def test_a_file_of_an_older_transformers_reads() -> None:
+    raw = {
+        "_name_or_path": "/data/checkpoint",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+        "vocab_size": 49152,
+    }
+    config = find_family(raw).config.from_hf(raw)
+    assert config.axes == {"D": 576, "N": 9, "K": 3, "G": 3, "H": 64, "F": 1536, "V": 49152, "L": 30}
+    assert config.rope == Rope(theta=100000)
+    assert not config.has_lm_head
+    assert hash(config) == hash(find_family(raw).config.from_hf(raw))
+
+
+UNSUPPORTED = {
+    "unknown key": ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
+    "unknown key, false": ("llama", {"use_rope": False}, "use_rope=False"),
+    "all at once": (
+        "llama",
+        {"residual_scale": 2, "tie_word_embedings": True},
+        r"(?s)residual_scale=2.*near: tie_word_emb",
+    ),
+    "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented for llama, only 'silu'"),
+    "bidirectional": ("qwen3", {"is_causal": False}, "is_causal=False"),
+    "window of llama": ("llama", {"sliding_window": 5}, "sliding_window=5"),
+    "bias of mistral": (
+        "mistral",
+        {"attention_bias": True},
+        "attention_bias=True is not implemented for mistral, only False",
+    ),
+    "dual chunks": ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 4}}, "dual_chunk_attention_config"),
+    "mrope": ("qwen2", {"use_mrope": True}, "use_mrope=True"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+    "rope type": (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling={'type': 'dynamic', 'factor': 2.0} is not implemented for llama",
+    ),
+    "rope type, new": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters=.*longrope.*for qwen3",
+    ),
+    "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
+    "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
+    "fp8": ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "is quantized .*method fp8"),
+}
+
+INVALID = {
+    "string for int": ("llama", {"hidden_size": "8"}, "hidden_size='8' is no int"),
+    "bool for int": ("llama", {"hidden_size": True}, "hidden_size=True is no int"),
+    "float for int": ("llama", {"num_hidden_layers": 2.0}, r"num_hidden_layers=2\.0 is no int"),
+    "int for bool": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is no bool"),
+    "null for int": ("llama", {"vocab_size": None}, "vocab_size=None is no int"),
+    "null head": ("qwen3", {"head_dim": None}, "head_dim=None is no int"),
+    "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is no float"),
+    "huge": ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=.* is no float"),
+    "layer types": ("qwen3", {"layer_types": "full_attention"}, "layer_types='full_attention' is no tuple"),
+    "zero": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 is less than 1"),
+    "negative": ("mistral", {"sliding_window": -1}, "sliding_window=-1 is less than 1"),
+    "no kv heads": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    "heads": ("llama", {"num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
+    "width": ("llama", {"hidden_size": 33}, "hidden_size=33 is no multiple of num_attention_heads=32"),
+    "odd head": ("llama", {"head_dim": 7}, "head_dim=7 is odd"),
+    "eps": ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps=-1\.0 is negative"),
+    "too few layer types": (
+        "qwen2",
+        {"layer_types": ["full_attention"]},
+        "layer_types has 1 entries for num_hidden_layers=32",
+    ),
+    "unknown layer type": ("qwen3", {"layer_types": ["linear"] * 32}, "layer_types has the unknown 'linear'"),
+    "no window": (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 32},
+        "'sliding_attention' with use_sliding_window=False",
+    ),
+    "rope twice": ("llama", {"rope_scaling": LINEAR, "rope_parameters": YARN}, "both rope_scaling and rope_parameters"),
+    "theta twice": ("llama", {"rope_theta": 7.0, "rope_parameters": LINEAR}, r"rope_theta=7\.0 outside"),
+    "two types": ("llama", {"rope_scaling": LINEAR | {"type": "yarn"}}, "has two types"),
+    "no factor": ("llama", {"rope_scaling": {"type": "linear"}}, "lacks factor"),
+    "factor": ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2'"),
+    "zero factor": ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0"),
+    "theta": ("llama", {"rope_theta": "big"}, "rope_theta='big'"),
+    "theta of 0": ("llama", {"rope_theta": 0}, "rope_theta=0 of the rotary positions is no positive number"),
+    "theta of 1": ("llama", {"rope_theta": 1}, "rope_theta=1"),
+    "frequency factors": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "cannot be made"),
+    "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "model_type", "changes", "message"),
+    [pytest.param(UnsupportedConfig, *row, id=name) for name, row in UNSUPPORTED.items()]
+    + [pytest.param(ConfigError, *row, id=name) for name, row in INVALID.items()],
+)
+def test_what_cannot_be_read_is_refused(
+    error: type[TpuconvError], model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    raw = {"model_type": model_type, **changes}
+    with pytest.raises(error, match=message):
+        find_family(raw).config.from_hf(raw)
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+
+
+def test_the_family_of_a_config() -> None:
+    for family in all_families():
+        for architecture, model_type in family.architectures.items():
+            assert find_family({"model_type": model_type, "architectures": [architecture]}) is family
+            assert find_family({"model_type": model_type}) is family
+    assert {case.family for case in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "message"),
+    [
+        ({"model_type": "llama4"}, UnsupportedConfig, "(?s)no family reads model_type 'llama4'.*nearest is llama"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            UnsupportedConfig,
+            "(?s)llama reads model_type 'llama', but not its architecture LlamaForSeq.*nearest is LlamaForCausalLM",
+        ),
+        ({"model_type": "llama", "architectures": ["MistralForCausalLM"]}, UnsupportedConfig, "MistralForCausalLM"),
+        ({}, ConfigError, "model_type=None"),
+        ({"model_type": "llama", "architectures": "LlamaForCausalLM"}, ConfigError, "name no model"),
+        ({"model_type": "llama", "architectures": [{}]}, ConfigError, "name no model"),
+    ],
+    ids=str,
+)
+def test_no_family_for_a_config(raw: dict[str, Any], error: type[TpuconvError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        find_family(raw)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"(?s)no family 'lama'.*nearest is llama"):
+        get_family("lama")
+
+
+OUTSIDE = replace(get_family("llama"), name="outside", architectures={"OutsideForCausalLM": "outside"})
+
+
+def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("outside", f"{__name__}:OUTSIDE", registry.GROUP),
+        EntryPoint("llama", f"{__name__}:OUTSIDE", registry.GROUP),
+        EntryPoint("broken", "no_such_module:FAMILY", registry.GROUP),
+        EntryPoint("wrong", "math:pi", registry.GROUP),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
+    registry._plugins.cache_clear()
+    try:
+        assert find_family({"model_type": "outside"}) is OUTSIDE
+        assert get_family("llama").name == "llama"
+        with pytest.raises(UsageError, match="'broken' cannot be imported from no_such_module:FAMILY"):
+            get_family("broken")
+        with pytest.raises(UsageError, match="'wrong', math:pi, is no"):
+            get_family("wrong")
+    finally:
+        registry._plugins.cache_clear()
+
+
+def test_planning_imports_no_jax() -> None:
+    script = (
+        "import sys; from tpuconv.models import registry; "
+        "assert not [m for m in sys.modules if m.startswith('tpuconv.models.') and m.endswith('.family')]; "
+        "[f.config.from_hf({'model_type': t}) for f in registry.all_families() for t in f.architectures.values()]; "
+        "assert not {'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
