@@ -17,7 +17,7 @@ demo: $(INSTALLED)  ## Convert and verify the example, in a folder of its own.
 	  run tpuconv convert ../../examples/tiny-qwen3 --dry-run; \
 	  run tpuconv convert ../../examples/tiny-qwen3; \
 	  run tpuconv verify; \
-	  run tpuconv verify --compare-hf --prompts ../../examples/sample.txt'
+	  run tpuconv verify --compare-hf'
 
 test: lint  ## Lint, types and the fast tests, on two processors.
 	$(BIN)/python -m pytest -n 2 -q

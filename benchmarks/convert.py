@@ -2,8 +2,8 @@
 
     python benchmarks/convert.py [--folder DIR] [--pairs N] [--naive N]
 
-Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), then runs in turn, the page cache emptied before each
-(as root; warm otherwise, and said so):
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), then runs in turn, the page cache emptied before
+each (as root; warm otherwise, and said so):
 
     copy      cp -r, then sync
     convert   tpuconv convert, checksums and all

@@ -458,9 +458,6 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):
 
 def test_every_flipped_bit_is_found(tmp_path):
     """By Orbax itself when it restores, and by `verify`, which names the array."""
-    from tpuconv import load
-    from tpuconv.errors import CorruptOutput
-
     folder = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=1))
     convert(folder, tmp_path / "out")
     rng = np.random.default_rng(0)
@@ -472,9 +469,11 @@ def test_every_flipped_bit_is_found(tmp_path):
         bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
         path.write_bytes(bad)
         assert path.parent.name in {a.name for a in check(read_manifest(tmp_path / "out")) if a.fault}
-        if i % 8 == 0:
-            with pytest.raises(CorruptOutput):
-                load(tmp_path / "out")
+        if i % 12 == 0:  # in a process of its own: what Orbax leaves behind when it fails makes noise later
+            code = "import sys, tpuconv; tpuconv.load(sys.argv[1])"
+            command = [sys.executable, "-c", code, str(tmp_path / "out")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert "tpuconv.errors.CorruptOutput" in done.stderr
         path.write_bytes(good)
     shards[0].unlink()
     assert [a.name for a in check(read_manifest(tmp_path / "out")) if a.fault] == [shards[0].parent.name]

@@ -216,8 +216,8 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         Memory(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(what, total=None, visible=False)  # a local source is not downloaded
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
