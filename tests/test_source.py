@@ -1,12 +1,16 @@
 """Headers are read strictly: what the library lets pass and a converter must not, each with its error."""
 
+import hashlib
 import json
 import os
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tpuconv.convert.source import MAX_HEADER_BYTES, Reader, open_source, read_header
@@ -58,7 +62,7 @@ def test_headers_and_values_are_those_of_the_library(folder):
         "b.weight": ("F32", (3, 5)),
     }
     out = bytearray(40)
-    with Reader(source) as reader:
+    with closing(Reader(source)) as reader:
         reader.read(source.tensors["b.weight"], 20, memoryview(out))
     expected = np.random.default_rng(0)
     expected.normal(size=(4, 6))
@@ -176,9 +180,24 @@ def test_all_faults_are_named_at_once(folder):
 def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):
     source = open_source(folder)
     path = folder / "model-00001-of-00002.safetensors"
-    with Reader(source) as reader:
+    with closing(Reader(source)) as reader:
         os.truncate(path, source.shards[0].size - 60)
         with pytest.raises(SourceError, match="shorter"):
             reader.read(source.tensors["a.weight"], 0, memoryview(bytearray(96)))
         with pytest.raises(SourceError, match="changed"):
             reader.check_unchanged()
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
+    source = open_source(folder)
+    with closing(Reader(source)) as reader:
+        for info in data.draw(st.lists(st.sampled_from(list(source.tensors.values())), max_size=6)):
+            start = data.draw(st.integers(0, info.nbytes))
+            out = bytearray(data.draw(st.integers(0, info.nbytes - start)))
+            reader.read(info, start, memoryview(out))
+            whole = (folder / info.shard).read_bytes()
+            assert out == whole[info.offset + start :][: len(out)]
+        for shard in source.shards:
+            assert reader.sha256(shard.name) == hashlib.sha256((folder / shard.name).read_bytes()).hexdigest()

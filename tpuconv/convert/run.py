@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ from tpuconv.convert.hub import wrong_hash
 from tpuconv.convert.journal import MANIFEST, Journal, write_durably
 from tpuconv.convert.plan import MIB, Array, Piece, Plan, Unit
 from tpuconv.convert.source import Reader
+from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Shard, Store, page_buffer
 from tpuconv.errors import ResourceError, SourceError, UsageError
 
@@ -86,14 +88,11 @@ def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.staging, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
-    with Reader(plan.source) as reader:
-        if journal.done("metadata") is None:
-            store.write_metadata()
-            journal.record("metadata", {})
-        work = _Workers(plan, journal, store, reader, jobs)
-        for done in work.run(todo):
-            yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
-        reader.check_unchanged()
+    if journal.done("metadata") is None:
+        store.write_metadata()
+        journal.record("metadata", {})
+    for done in _Workers(plan, journal, store, jobs).run(todo):
+        yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
     yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
     store.finish()
     _write_rest(plan, journal)
@@ -104,9 +103,10 @@ class _Cancelled(Exception):
 
 
 class _Workers:
-    def __init__(self, plan: Plan, journal: Journal, store: Store, reader: Reader, jobs: int):
-        self.plan, self.journal, self.store, self.reader, self.jobs = plan, journal, store, reader, jobs
+    def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
+        self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
         self.stop = threading.Event()
+        self.reader = Reader(plan.source, self._check_cancelled)
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
 
@@ -127,37 +127,33 @@ class _Workers:
                 while not self.done.empty():
                     total += self.done.get()
                 yield total
+            self.reader.check_unchanged()
         finally:
             self.stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
+            self.reader.close()
 
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
-        """The hash of each shard beside the units that read it, so that both find it in the page cache."""
-        tasks: list[Callable[[], None]] = []
-        hashed = set()
-        for unit in units:
-            for shard in self._shards(unit):
-                if shard not in hashed:
-                    tasks.append(lambda shard=shard: self._hash(shard))  # type: ignore[misc]
-                    hashed.add(shard)
-            tasks.append(lambda unit=unit: self._unit(unit))  # type: ignore[misc]
-        tasks += [lambda s=shard.name: self._hash(s) for shard in self.plan.source.shards if shard.name not in hashed]  # type: ignore[misc]
-        tasks += [lambda c=copy: self._compare(*c) for copy in self.plan.copies.items()]  # type: ignore[misc]
-        return tasks
+        """Units in the order of the source on disk; the hash of a shard, mostly done by then, after the last that reads it."""
+        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
+        tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
+        for i, unit in enumerate(units):
+            tasks.append(partial(self._unit, unit))
+            tasks += [
+                partial(self._check_hash, shard) for shard in self.plan.source.shards if last.get(shard.name) == i
+            ]
+        return tasks + [partial(self._check_hash, shard) for shard in self.plan.source.shards if shard.name not in last]
 
-    def _shards(self, unit: Unit) -> list[str]:
+    def _shards(self, unit: Unit) -> set[str]:
         tensors = self.plan.source.tensors
-        names = (tensors[n].shard for p in unit.pieces for part in p.reads() for n, _, _ in part)
-        return list(dict.fromkeys(names))
+        return {tensors[name].shard for piece in unit.pieces for part in piece.reads() for name, _, _ in part}
 
-    def _hash(self, name: str) -> None:
-        if self.journal.done(f"sha256-{name}") is not None:
-            return
-        shard = next(s for s in self.plan.source.shards if s.name == name)
-        digest = self.reader.sha256(name, self._check_cancelled)
-        if shard.sha256 is not None and digest != shard.sha256:
-            raise wrong_hash(self.plan.source.folder / name, shard.sha256, digest)
-        self.journal.record(f"sha256-{name}", {"sha256": digest})
+    def _check_hash(self, shard: SourceShard) -> None:
+        if self.journal.done(f"sha256-{shard.name}") is None:
+            digest = self.reader.sha256(shard.name)
+            if shard.sha256 is not None and digest != shard.sha256:
+                raise wrong_hash(self.plan.source.folder / shard.name, shard.sha256, digest)
+            self.journal.record(f"sha256-{shard.name}", {"sha256": digest})
 
     def _compare(self, copy: str, original: str) -> None:
         tensors = self.plan.source.tensors

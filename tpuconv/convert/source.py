@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -279,33 +279,47 @@ def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorIn
 
 
 @dataclass
-class Reader:
-    """Reads weights of a source, from any number of threads. Close it, or use it in a `with`."""
+class _File:
+    """An open shard. `digest` has seen its first `hashed` bytes."""
 
-    source: Source
-    _files: dict[str, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    fd: int
+    size: int
+    digest: Any = field(default_factory=hashlib.sha256)
+    hashed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Reader:
+    """Reads weights of a source from any number of threads, and hashes its shards while it does: each byte is fetched from
+    the disk once. `check_cancelled` raises when the work is to stop."""
+
+    def __init__(self, source: Source, check_cancelled: Callable[[], None] = lambda: None):
+        self.source = source
+        self._check_cancelled = check_cancelled
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from byte `start` of it on."""
-        self._read(info.shard, info.offset + start, out)
+        file, at = self._open(info.shard), info.offset + start
+        with file.lock:
+            first = file.hashed <= at
+            if first:
+                self._hash_to(file, info.shard, at)
+                self._fill(file, info.shard, at, out)
+                file.digest.update(out)
+                file.hashed = at + len(out)
+        if not first:
+            self._fill(file, info.shard, at, out)
+        # It will not be needed again; fresh pages for the cache cost more than the read itself.
+        os.posix_fadvise(file.fd, at, len(out), os.POSIX_FADV_DONTNEED)
 
-    def _blocks(self, shard: str) -> Iterator[memoryview]:
-        """The whole file from the start, in blocks that are valid until the next one."""
-        size = next(s.size for s in self.source.shards if s.name == shard)
-        buffer = memoryview(bytearray(min(HASH_BLOCK, size)))
-        for at in range(0, size, HASH_BLOCK):
-            block = buffer[: min(HASH_BLOCK, size - at)]
-            self._read(shard, at, block)
-            yield block
-
-    def sha256(self, shard: str, check_cancelled: Callable[[], None]) -> str:
-        """The hash of a whole shard. `check_cancelled` raises if the work is to stop."""
-        digest = hashlib.sha256()
-        for block in self._blocks(shard):
-            check_cancelled()
-            digest.update(block)
-        return digest.hexdigest()
+    def sha256(self, shard: str) -> str:
+        """The hash of a whole shard; reads what was not read yet."""
+        file = self._open(shard)
+        with file.lock:
+            self._hash_to(file, shard, file.size)
+            return str(file.digest.hexdigest())
 
     def check_unchanged(self) -> None:
         """Raises SourceError if a shard is not the file any more that was planned from."""
@@ -320,14 +334,22 @@ class Reader:
                     hint="wait until nothing writes to the source, then run again",
                 )
 
-    def _read(self, shard: str, offset: int, out: memoryview) -> None:
-        fd = self._open(shard)
+    def _hash_to(self, file: _File, shard: str, end: int) -> None:
+        buffer = memoryview(bytearray(min(HASH_BLOCK, end - file.hashed)))
+        while file.hashed < end:
+            self._check_cancelled()
+            block = buffer[: end - file.hashed]
+            self._fill(file, shard, file.hashed, block)
+            file.digest.update(block)
+            file.hashed += len(block)
+
+    def _fill(self, file: _File, shard: str, at: int, out: memoryview) -> None:
         while out:
             try:
-                n = os.preadv(fd, [out], offset)
+                n = os.preadv(file.fd, [out], at)
             except OSError as e:
                 raise SourceError(
-                    f"{self.source.folder / shard} cannot be read at byte {offset}: {e.strerror}",
+                    f"{self.source.folder / shard} cannot be read at byte {at}: {e.strerror}",
                     hint="check the disk; a rerun goes on where this one stopped",
                 ) from None
             if n == 0:
@@ -335,18 +357,16 @@ class Reader:
                     f"{self.source.folder / shard} became shorter while it was read",
                     hint="wait until nothing writes to the source, then run again",
                 )
-            out, offset = out[n:], offset + n
+            out, at = out[n:], at + n
 
-    def _open(self, shard: str) -> int:
+    def _open(self, shard: str) -> _File:
         with self._lock:
             if shard not in self._files:
-                self._files[shard] = os.open(self.source.folder / shard, os.O_RDONLY)
+                fd = os.open(self.source.folder / shard, os.O_RDONLY)
+                self._files[shard] = _File(fd, os.fstat(fd).st_size)
             return self._files[shard]
 
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._files.values():
-            os.close(fd)
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file.fd)
         self._files.clear()
