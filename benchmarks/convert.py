@@ -118,12 +118,12 @@ def empty_page_cache() -> bool:
 
 def measure(command: list[str]) -> Run:
     """Runs a command to its end, then waits until what it wrote is on the disk."""
-    peaks = {"private": 0, "resident": 0}
+    peaks, ended = {"private": 0, "resident": 0}, threading.Event()
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def sample() -> None:
-        while process.poll() is None:
+        while not ended.wait(0.05):
             try:
                 lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
             except OSError:
@@ -132,12 +132,12 @@ def measure(command: list[str]) -> Run:
             private = facts["Private_Clean"] + facts["Private_Dirty"]
             peaks["private"] = max(peaks["private"], private)
             peaks["resident"] = max(peaks["resident"], facts["Rss"])
-            time.sleep(0.05)
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    ended.set()
     sampler.join()
     assert process.stderr is not None
     error = process.stderr.read().decode()

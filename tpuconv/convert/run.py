@@ -134,15 +134,14 @@ class _Workers:
             self.reader.close()
 
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
-        """Units in the order of the source on disk; the hash of a shard, mostly done by then, after the last that reads it."""
+        """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
+        shards = self.plan.source.shards
         last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
         tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
             tasks.append(partial(self._unit, unit))
-            tasks += [
-                partial(self._check_hash, shard) for shard in self.plan.source.shards if last.get(shard.name) == i
-            ]
-        return tasks + [partial(self._check_hash, shard) for shard in self.plan.source.shards if shard.name not in last]
+            tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
+        return tasks + [partial(self._check_hash, shard) for shard in shards if shard.name not in last]
 
     def _shards(self, unit: Unit) -> set[str]:
         tensors = self.plan.source.tensors

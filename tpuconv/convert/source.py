@@ -290,8 +290,8 @@ class _File:
 
 
 class Reader:
-    """Reads weights of a source from any number of threads, and hashes its shards while it does: each byte is fetched from
-    the disk once. `check_cancelled` raises when the work is to stop."""
+    """Reads weights of a source from any number of threads, and hashes its shards while it does: each byte is fetched
+    from the disk once. `check_cancelled` raises when the work is to stop."""
 
     def __init__(self, source: Source, check_cancelled: Callable[[], None] = lambda: None):
         self.source = source
