@@ -25,6 +25,8 @@ LAYOUTS = (
     "(N (P + R)) Q -> Q N P, Q N R",
     "(N (P R)) D -> D (N R P)",
     "(K G H) -> K G H",
+    "E (M (1 + 1)) D -> E D M, E D M",
+    "(M (1 + 1)) -> M, M",
 )
 
 sizes_strategy = st.fixed_dictionaries({letter: st.integers(1, 6) for letter in LETTERS})

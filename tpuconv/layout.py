@@ -4,6 +4,7 @@
     (N H) D -> D N H                        a product of axes taken apart: q_proj becomes (D, heads, head)
     (N (P + H)) C -> C N P, C N H           a concatenation split into two parameters
     M D -> E D M                            with E an index in the tensor's name: experts stacked
+    E (M (1 + 1)) D -> E D M, E D M         every second row: two matrices interleaved
 
 A layout is an invertible rearrangement: swapping its sides is the inverse. A letter means one thing everywhere
 (`LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
@@ -32,6 +33,8 @@ LETTERS = {
     "F": "feed-forward width",
     "V": "vocabulary",
     "L": "layers",
+    "I": "layers with one feed-forward network, in a model where others have experts",
+    "J": "layers with experts, in a model where others have one feed-forward network",
     "E": "experts",
     "M": "feed-forward width of one expert",
     "C": "latent width of keys and values (kv_lora_rank)",
@@ -39,6 +42,9 @@ LETTERS = {
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
 }
+
+UNIT = "1"
+"""An axis of one element, which a tensor without it has too."""
 
 Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
@@ -55,7 +61,7 @@ class Axis:
 
     def size(self, sizes: Sizes) -> int:
         if not self.op:
-            return sizes[self.letter]
+            return 1 if self.letter == UNIT else sizes[self.letter]
         part_sizes = (part.size(sizes) for part in self.parts)
         return prod(part_sizes) if self.op == "*" else sum(part_sizes)
 
@@ -148,7 +154,7 @@ def _parse_side(side: str, text: str) -> tuple[Tensor, ...]:
                     raise LayoutError(f"unbalanced brackets in '{text}'")
             elif token == "+":
                 plus += 1
-            elif token in LETTERS:
+            elif token in LETTERS or token == UNIT:
                 parts.append(Axis(token))
             else:
                 raise LayoutError(f"'{token}' in '{text}' is no letter of tpuconv.layout.LETTERS")
@@ -174,7 +180,7 @@ def _atom_letters(axes: Tensor) -> list[tuple[str, ...]]:
     """The letters of each piece without products and concatenations that `_split` makes of a tensor."""
     i = _first_composite(axes)
     if i is None:
-        return [tuple(axis.letter for axis in axes)]
+        return [tuple(axis.letter for axis in axes if axis.letter != UNIT)]
     if axes[i].op == "*":
         return _atom_letters(axes[:i] + axes[i].parts + axes[i + 1 :])
     return [atom for part in axes[i].parts for atom in _atom_letters(axes[:i] + (part,) + axes[i + 1 :])]
@@ -184,7 +190,8 @@ def _split(array: np.ndarray, axes: Tensor, sizes: Sizes) -> list[tuple[str, np.
     """Takes a tensor apart into atoms, its pieces whose axes are plain letters, in reading order. All are views."""
     i = _first_composite(axes)
     if i is None:
-        return [("".join(axis.letter for axis in axes), array)]
+        units = tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT)
+        return [("".join(axis.letter for axis in axes if axis.letter != UNIT), array.squeeze(units))]
     if axes[i].op == "*":
         shape = array.shape[:i] + tuple(part.size(sizes) for part in axes[i].parts) + array.shape[i + 1 :]
         return _split(array.reshape(shape), axes[:i] + axes[i].parts + axes[i + 1 :], sizes)
@@ -201,10 +208,11 @@ def _join(atoms: list[tuple[str, np.ndarray]], axes: Tensor, sizes: Sizes) -> np
     """The inverse of `_split`: takes the atoms that `axes` needs out of the list and builds the tensor."""
     i = _first_composite(axes)
     if i is None:
-        letters = [axis.letter for axis in axes]
+        letters = [axis.letter for axis in axes if axis.letter != UNIT]
         at = next(n for n, (have, _) in enumerate(atoms) if sorted(have) == sorted(letters))
         have, array = atoms.pop(at)
-        return array.transpose([have.index(letter) for letter in letters])
+        array = array.transpose([have.index(letter) for letter in letters])
+        return np.expand_dims(array, tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT))
     if axes[i].op == "*":
         array = _join(atoms, axes[:i] + axes[i].parts + axes[i + 1 :], sizes)
         return array.reshape(array.shape[:i] + (-1,) + array.shape[i + len(axes[i].parts) :])
@@ -249,7 +257,7 @@ def runs(tensor: Tensor, sizes: Sizes, ranges: Ranges) -> list[tuple[int, int]]:
 
 def _axis_runs(axis: Axis, sizes: Sizes, ranges: Ranges) -> tuple[int, list[tuple[int, int]]]:
     if not axis.op:
-        size = sizes[axis.letter]
+        size = axis.size(sizes)
         return size, [ranges.get(axis.letter, (0, size))]
     parts = [_axis_runs(part, sizes, ranges) for part in axis.parts]
     if axis.op == "+":
@@ -339,7 +347,7 @@ def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) 
     def block_of(axis: Axis) -> int:
         """The block that the blocks of an axis' letters amount to."""
         if not axis.op:
-            return letter_blocks.get(axis.letter) or sizes[axis.letter]
+            return letter_blocks.get(axis.letter) or axis.size(sizes)
         blocks = [block_of(part) for part in axis.parts]
         part_sizes = [part.size(sizes) for part in axis.parts]
         if axis.op == "+":

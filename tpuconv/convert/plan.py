@@ -6,7 +6,7 @@ dtypes fit. Faults are collected and raised together before a weight byte is rea
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import DTYPES, Source, TensorInfo, shorten
-from tpuconv.convert.table import EXPERTS, LAYERS, Binding, HasAxes, MappingTable
+from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
 from tpuconv.sharding import MESH_AXES
@@ -326,7 +326,7 @@ class _CutConfig:
     """A config of which only a part of the layers is asked for."""
 
     config: HasAxes
-    axes: Mapping[str, int | range]
+    axes: Mapping[str, int | Sequence[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.config, name)
@@ -335,13 +335,17 @@ class _CutConfig:
 def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
     if layers is None:
         return config
-    have = config.axes[LAYERS]
-    have = have if isinstance(have, range) else range(have)
-    if not layers or layers.start not in have or layers[-1] not in have:
-        raise UsageError(
-            f"--layers {layers.start}-{layers.stop - 1} is no part of the model's layers {have.start}-{have[-1]}"
-        )
-    return _CutConfig(config, {**config.axes, LAYERS: layers})
+    axes = dict(config.axes)
+    have = _values(axes[LAYERS])
+    if not layers or layers[0] not in have or layers[-1] not in have:
+        wanted = f"{layers.start}-{layers.stop - 1}"
+        raise UsageError(f"--layers {wanted} is no part of the model's layers {have[0]}-{have[-1]}")
+    cut = {x: [i for i in _values(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
+    return _CutConfig(config, axes | cut)
+
+
+def _values(axis: int | Sequence[int]) -> Sequence[int]:
+    return range(axis) if isinstance(axis, int) else axis
 
 
 def _kind(info: TensorInfo) -> tuple[str, Shape]:

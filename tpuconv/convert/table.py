@@ -19,14 +19,16 @@ from tpuconv.layout import Layout, Shape, format_axes
 
 INDEX = re.compile(r"\{(\w)\}")
 LAYERS, EXPERTS = "L", "E"
+LAYER_INDICES = "LIJ"
+"""Letters whose values are numbers of layers."""
 
 
 class HasAxes(Protocol):
     """What a table asks of a family's config, besides the properties that its rows name in `when`."""
 
     @property
-    def axes(self) -> Mapping[str, int | range]:
-        """The size of every letter of the table; for a letter that is an index in names, the range of its values."""
+    def axes(self) -> Mapping[str, int | Sequence[int]]:
+        """The size of every letter of the table; of a letter that is an index in names it may be its values."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class MappingTable:
 
     def bind(self, config: HasAxes) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices."""
-        values = {x: value if isinstance(value, range) else range(value) for x, value in config.axes.items()}
+        values = {x: range(value) if isinstance(value, int) else value for x, value in config.axes.items()}
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
         for row in self.rows:
