@@ -433,7 +433,6 @@ UNSUPPORTED = {
     "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
     "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
-    "fp8": ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "is quantized .*method fp8"),
 }
 
 INVALID = {

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ class Manifest:
 
     @property
     def dtype(self) -> str:
-        """The widest dtype of the arrays, in which the model computes."""
-        return max((array.dtype for array in self.arrays.values()), key=lambda name: np.dtype(name).itemsize)
+        """The dtype of most of the bytes, in which the model computes."""
+        total: dict[str, int] = {}
+        for array in self.arrays.values():
+            total[array.dtype] = total.get(array.dtype, 0) + prod(array.shape) * element_bytes(array.dtype)
+        return max(total, key=lambda name: total[name])
 
     @property
     def layers(self) -> list[int] | None:
@@ -115,7 +119,7 @@ def build(plan: Plan, sha256: Mapping[str, str], checksums: Mapping[str, int]) -
                 "dtype": array.dtype.name,
                 "axes": array.axes,
                 "chunks": array.chunks,
-                "sources": array.sources,
+                "sources": [info.name for name in array.sources for info in plan.tensors[name].stored],
                 "xxh3": f"{checksums[array.name]:016x}",
             }
             for array in plan.arrays.values()

@@ -16,8 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.convert.codecs import Tensor, decode_names
 from tpuconv.convert.names import collapse
-from tpuconv.convert.source import DTYPES, Source, TensorInfo, shorten
+from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
@@ -145,6 +146,7 @@ class Plan:
     """See the module. `faults` is empty in a plan that can be run: `check` raises them."""
 
     source: Source
+    tensors: Mapping[str, Tensor]
     family: str
     table: MappingTable
     options: Options
@@ -157,7 +159,9 @@ class Plan:
 
     @property
     def mapped(self) -> int:
-        return len({name for array in self.arrays.values() for name in array.sources})
+        """Tensors of the source that are used."""
+        used = {name for array in self.arrays.values() for name in array.sources}
+        return sum(len(self.tensors[name].stored) for name in used)
 
     @property
     def parameters(self) -> int:
@@ -175,11 +179,12 @@ class Plan:
 
     @cached_property
     def buffers(self) -> tuple[int, int, int]:
-        """Bytes that one job holds at most: of the source as it is, of the source cast, of a shard to be written."""
+        """Bytes that one job holds at most: of values as they are wanted, of values as they are stored where that is
+        not the same, of a shard to be written."""
         pieces = [piece for unit in self.units for piece in unit.pieces]
-        read = max((self.piece_bytes(piece)[0] for piece in pieces), default=0)
-        cast = max((self.piece_bytes(piece)[1] for piece in pieces if self.casts(piece.binding)), default=0)
-        return read, cast, max((array.shard_bytes for array in self.arrays.values()), default=0)
+        values = max((self.piece_bytes(piece)[1] for piece in pieces), default=0)
+        raw = max((self.piece_bytes(piece)[0] for piece in pieces if not self.is_stored_as_wanted(piece)), default=0)
+        return values, raw, max((array.shard_bytes for array in self.arrays.values()), default=0)
 
     def jobs(self, wanted: int, max_memory: int) -> int:
         """As many of the wanted jobs as the memory allows.
@@ -203,18 +208,16 @@ class Plan:
     def target_dtype(self, binding: Binding) -> np.dtype[Any]:
         return self.arrays[binding.dst[0].names[0]].dtype
 
-    def source_dtype(self, binding: Binding) -> np.dtype[Any]:
-        return DTYPES[self.source.tensors[binding.src[0].names[0]].dtype]
-
-    def casts(self, binding: Binding) -> bool:
-        return self.source_dtype(binding) != self.target_dtype(binding)
+    def is_stored_as_wanted(self, piece: Piece) -> bool:
+        """Whether the bytes of the source are those of the values."""
+        tensor = self.tensors[piece.binding.src[0].names[0]]
+        return tensor.scheme is None and tensor.dtype == self.target_dtype(piece.binding)
 
     def piece_bytes(self, piece: Piece) -> tuple[int, int]:
-        """Bytes read and bytes written."""
+        """Bytes read, scales aside, and bytes of the values."""
         elements = sum(map(prod, piece.binding.layout.src_shapes(piece.sizes)))
-        return elements * self.source_dtype(piece.binding).itemsize, elements * self.target_dtype(
-            piece.binding
-        ).itemsize
+        tensor = self.tensors[piece.binding.src[0].names[0]]
+        return tensor.stored_bytes(elements), elements * self.target_dtype(piece.binding).itemsize
 
     @cached_property
     def fingerprint(self) -> str:
@@ -278,9 +281,10 @@ def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes,
     bindings = table.bind(_cut_layers(config, options.layers))
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    tensors, faults = decode_names(source.tensors, source.config.get("quantization_config"))
     skipped: dict[str, list[str]] = {}
     copies, unmapped = {}, []
-    for name in source.tensors:
+    for name, tensor in tensors.items():
         if name in expected:
             continue
         if name in everywhere:
@@ -294,31 +298,34 @@ def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes,
         else:
             unmapped.append(name)
             continue
-        skipped.setdefault(reason, []).append(name)
+        skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
 
-    faults = [_describe(source, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
-    missing = [name for name in expected if name not in source.tensors]
+    faults += [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
+    # What has a fault already is not missing too.
+    missing = [name for name in expected if name not in tensors and name not in source.tensors]
     faults += [f"{pattern}  is missing ({len(names)} tensors)" for pattern, names in collapse(missing).items()]
-    wrong = [n for n, shape in expected.items() if n in source.tensors and source.tensors[n].shape != shape]
+    wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
     for pattern, names in collapse(wrong).items():
-        faults.append(_describe(source, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
+        faults.append(_describe(tensors, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
     for copy, original in copies.items():
-        if original in source.tensors and _kind(source.tensors[copy]) != _kind(source.tensors[original]):
+        if original in tensors and _kind(tensors[copy]) != _kind(tensors[original]):
             faults.append(f"{copy}  is tied to {original} by config.json, but has another shape or dtype")
-    faults += _dtype_faults(source, bindings)
+    faults += _dtype_faults(tensors, bindings)
 
     arrays: dict[str, Array] = {}
     units: tuple[Unit, ...] = ()
     if not faults:
         pieces = []
         for binding in bindings:
-            own, cut = _cut(source, binding, options.dtype)
+            own, cut = _cut(tensors, binding, options.dtype)
             faults += [f"{array.name}  is made by two rows of the table" for array in own if array.name in arrays]
             arrays |= {array.name: array for array in own}
             pieces += cut
-        units = _units(source, pieces)
+        units = _units(source, tensors, pieces)
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
-    return Plan(source, family, table, options, arrays, units, tuple(skips), copies, tuple(unmapped), tuple(faults))
+    return Plan(
+        source, tensors, family, table, options, arrays, units, tuple(skips), copies, tuple(unmapped), tuple(faults)
+    )
 
 
 @dataclass(frozen=True)
@@ -348,25 +355,25 @@ def _values(axis: int | Sequence[int]) -> Sequence[int]:
     return range(axis) if isinstance(axis, int) else axis
 
 
-def _kind(info: TensorInfo) -> tuple[str, Shape]:
-    return info.dtype, info.shape
+def _kind(tensor: Tensor) -> tuple[str, Shape, bool]:
+    return tensor.values.dtype, tensor.shape, tensor.scheme is None
 
 
-def _describe(source: Source, pattern: str, names: list[str], fault: str) -> str:
-    info = source.tensors[names[0]]
+def _describe(tensors: Mapping[str, Tensor], pattern: str, names: list[str], fault: str) -> str:
+    tensor = tensors[names[0]]
     count = f"{len(names)} tensors" if len(names) > 1 else "1 tensor"
-    return f"{pattern}  {info.dtype} {list(info.shape)} ({count}) {fault}"
+    return f"{pattern}  {tensor.values.dtype} {list(tensor.shape)} ({count}) {fault}"
 
 
-def _dtype_faults(source: Source, bindings: list[Binding]) -> list[str]:
+def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> list[str]:
     odd, mixed = [], []
     for binding in bindings:
-        infos = [source.tensors[n] for stack in binding.src for n in stack.names if n in source.tensors]
-        odd += [info.name for info in infos if DTYPES[info.dtype].name not in FLOATS]
-        if len({info.dtype for info in infos}) > 1:
-            mixed.append(infos[0].name)
+        own = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
+        odd += [tensor.name for tensor in own if tensor.dtype.name not in FLOATS]
+        if len({(tensor.values.dtype, tensor.scheme is None) for tensor in own}) > 1:
+            mixed.append(own[0].name)
     return [
-        _describe(source, pattern, names, "is no plain float, and its encoding is not known")
+        _describe(tensors, pattern, names, "is no plain float, and config.json does not say how it is encoded")
         for pattern, names in collapse(odd).items()
     ] + [f"{pattern}  has not the dtype of the tensors it is joined with" for pattern in collapse(mixed)]
 
@@ -374,15 +381,16 @@ def _dtype_faults(source: Source, bindings: list[Binding]) -> list[str]:
 # -- cutting: chunks, pieces, units -----------------------------------------------------------------------------------
 
 
-def _cut(source: Source, binding: Binding, dtype: str) -> tuple[list[Array], list[Piece]]:
+def _cut(tensors: Mapping[str, Tensor], binding: Binding, dtype: str) -> tuple[list[Array], list[Piece]]:
     """The targets of a binding, and the pieces in which it is converted: boxes of at most about PIECE_BYTES, cut along
     letters that are outermost in the source first, so that reading goes on in long runs."""
     layout, sizes = binding.layout, binding.sizes
     letters = list(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
-    stored = DTYPES[source.tensors[binding.src[0].names[0]].dtype]
-    target = stored if dtype == "auto" else FLOATS[dtype]
+    first = tensors[binding.src[0].names[0]]
+    target = first.dtype if dtype == "auto" or binding.row.keeps_dtype else FLOATS[dtype]
+    itemsize = max(target.itemsize, first.dtype.itemsize)
     leads = [[lead(axis) for axis in axes] for axes in layout.dst]
     shapes = layout.dst_shapes(sizes)
     chunks = [_chunks(shape, own, letters, target.itemsize) for shape, own in zip(shapes, leads, strict=True)]
@@ -390,7 +398,7 @@ def _cut(source: Source, binding: Binding, dtype: str) -> tuple[list[Array], lis
     steps: dict[str, int] = {}
 
     def nbytes() -> int:
-        return sum(map(prod, layout.src_shapes({**sizes, **steps}))) * max(stored.itemsize, target.itemsize)
+        return sum(map(prod, layout.src_shapes({**sizes, **steps}))) * itemsize
 
     for letter in letters:
         if nbytes() <= PIECE_BYTES:
@@ -436,22 +444,22 @@ def _divisor(size: int, wanted: int) -> int:
     return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
 
 
-def _units(source: Source, pieces: list[Piece]) -> tuple[Unit, ...]:
+def _units(source: Source, tensors: Mapping[str, Tensor], pieces: list[Piece]) -> tuple[Unit, ...]:
     """Gathers pieces to units, in the order in which the source lies on disk."""
     order = {shard.name: i for i, shard in enumerate(source.shards)}
 
     def place(piece: Piece) -> tuple[int, int]:
         name, start, _ = next(piece.reads())[0]
-        info = source.tensors[name]
-        return order[info.shard], info.offset + start * DTYPES[info.dtype].itemsize
+        tensor = tensors[name]
+        return order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
 
     units: list[Unit] = []
     own: list[Piece] = []
     size = 0
     for piece in sorted(pieces, key=place):
-        dtype = DTYPES[source.tensors[piece.binding.src[0].names[0]].dtype]
         own.append(piece)
-        size += sum(map(prod, piece.binding.layout.src_shapes(piece.sizes))) * dtype.itemsize
+        elements = sum(map(prod, piece.binding.layout.src_shapes(piece.sizes)))
+        size += tensors[piece.binding.src[0].names[0]].stored_bytes(elements)
         if size >= UNIT_BYTES:
             units.append(Unit(f"u{len(units):05d}", tuple(own), size))
             own, size = [], 0

@@ -1,7 +1,8 @@
 """The loop: reads pieces of the source, transforms them, writes chunks, and publishes the output when all is there.
 
 Threads do the work, since reading, copying, hashing and writing all release the interpreter's lock. Each holds memory
-that is allocated once: for what is read, for what is cast, and for the shard that is written.
+that is allocated once: for values, for their bytes where they are stored in another form, and for the shard that is
+written.
 """
 
 import os
@@ -13,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,9 @@ class _Workers:
         return tasks + [partial(self._check_hash, shard) for shard in shards if shard.name not in last]
 
     def _shards(self, unit: Unit) -> set[str]:
-        tensors = self.plan.source.tensors
-        return {tensors[name].shard for piece in unit.pieces for part in piece.reads() for name, _, _ in part}
+        tensors = self.plan.tensors
+        names = (name for piece in unit.pieces for part in piece.reads() for name, _, _ in part)
+        return {info.shard for name in names for info in tensors[name].stored}
 
     def _check_hash(self, shard: SourceShard) -> None:
         if self.journal.done(f"sha256-{shard.name}") is None:
@@ -155,8 +156,7 @@ class _Workers:
             self.journal.record(f"sha256-{shard.name}", {"sha256": digest})
 
     def _compare(self, copy: str, original: str) -> None:
-        tensors = self.plan.source.tensors
-        a, b = tensors[copy], tensors[original]
+        a, b = (self.plan.tensors[name].values for name in (copy, original))
         buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
         for at in range(0, a.nbytes, 4 * MIB):
             self._check_cancelled()
@@ -215,25 +215,19 @@ class _Memory:
     """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
 
     def __init__(self, plan: Plan):
-        self.source, self.cast, self.shard = map(page_buffer, plan.buffers)
+        self.values, self.raw, self.shard = map(page_buffer, plan.buffers)
 
     def read(self, reader: Reader, plan: Plan, piece: Piece) -> list[np.ndarray]:
         """The piece's source tensors, in the dtype of its targets."""
-        source_dtype, dtype = plan.source_dtype(piece.binding), plan.target_dtype(piece.binding)
-        sources, at, cast_at = [], 0, 0
+        dtype = plan.target_dtype(piece.binding)
+        sources, at = [], 0
         for parts, shape in zip(piece.reads(), piece.binding.layout.src_shapes(piece.sizes), strict=True):
             first = at
             for name, start, count in parts:
-                info, end = plan.source.tensors[name], at + count * source_dtype.itemsize
-                reader.read(info, start * source_dtype.itemsize, self.source.data[at:end])
-                at = end
-            array = self.source[first:at].view(source_dtype)
-            if source_dtype != dtype:
-                cast_end = cast_at + prod(shape) * dtype.itemsize
-                cast = self.cast[cast_at:cast_end].view(dtype)
-                np.copyto(cast, array, casting="unsafe")
-                array, cast_at = cast, cast_end
-            sources.append(array.reshape(shape))
+                out = self.values[at : at + count * dtype.itemsize].view(dtype)
+                plan.tensors[name].read(reader, start, self.raw, out)
+                at += out.nbytes
+            sources.append(self.values[first:at].view(dtype).reshape(shape))
         return sources
 
 

@@ -18,6 +18,8 @@ NO_EFFECT = frozenset(
         # what the file describes, and who wrote it
         *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        # how weights are stored, which tpuconv.convert.codecs reads
+        "quantization_config",
         # training
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
         *("id2label", "label2id", "num_labels", "problem_type"),
@@ -69,7 +71,6 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """The config that a parsed config.json describes."""
-        _refuse_encodings(raw)
         hints = {field.name: hint for field, hint in _hints(cls) if field.name != "rope"}
         _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
         wrong = [f"{k}={raw[k]!r} is no {_spelt(hints[k])}" for k in hints if k in raw and not _fits(raw[k], hints[k])]
@@ -95,14 +96,14 @@ class DecoderConfig:
             yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         if self.head_dim is None and self.hidden_size % heads:
             yield f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}, without a head_dim"
-        elif self.axes["H"] % 2:
-            yield f"head_dim={self.axes['H']} is odd: rotary positions need pairs"
+        elif self.rope_dim % 2:
+            yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
 
     @property
-    def axes(self) -> dict[str, int]:
-        """The size of every letter (`tpuconv.layout.LETTERS`)."""
+    def axes(self) -> dict[str, Any]:
+        """The size of every letter (`tpuconv.layout.LETTERS`); of I and J the numbers of the layers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         return {
             "D": self.hidden_size,
@@ -114,6 +115,16 @@ class DecoderConfig:
             "V": self.vocab_size,
             "L": self.num_hidden_layers,
         }
+
+    @property
+    def rope_dim(self) -> int:
+        """How many dimensions of a head have a rotary position."""
+        return int(self.axes["H"])
+
+    @property
+    def unscannable(self) -> str:
+        """Why the layers cannot share one loop, as blocks that differ by more than the window cannot; mostly empty."""
+        return ""
 
     @property
     def has_lm_head(self) -> bool:
@@ -161,17 +172,6 @@ class WindowedConfig(DecoderConfig):
         if self.layer_types is not None:
             return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
         return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
-
-
-def _refuse_encodings(raw: Mapping[str, Any]) -> None:
-    """The one place that knows that quantized checkpoints cannot be read yet."""
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key) is not None:
-            method = raw[key].get("quant_method", "unnamed") if isinstance(raw[key], Mapping) else raw[key]
-            raise UnsupportedConfig(
-                f"the checkpoint is quantized ({key} of config.json, method {method}): no encoding is implemented yet",
-                hint="convert the unquantized release of this model",
-            )
 
 
 def _refuse_unknown(

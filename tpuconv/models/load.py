@@ -61,8 +61,7 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
     """The model with shapes instead of arrays."""
     family = get_family(manifest.family)
     config = family.config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
-    stored = {jnp.dtype(array.dtype) for array in manifest.arrays.values()}
-    own = jnp.dtype(dtype) if dtype is not None else jnp.result_type(*stored)
+    own = jnp.dtype(manifest.dtype if dtype is None else dtype)
     return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
 
 

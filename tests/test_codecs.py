@@ -1,0 +1,263 @@
+"""Encoded tensors against their definitions: every code, every scheme, any part of a tensor, and whole checkpoints."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_convert import assert_same, convert, flatten, plan_for, restore, small_cuts  # noqa: F401
+
+from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.codecs.schemes import schemes
+from tpuconv.convert.plan import Options
+from tpuconv.convert.source import Reader, open_source
+from tpuconv.errors import MappingError, UnsupportedConfig
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def fp8_config(rows: int, columns: int) -> dict:
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
+
+
+def compressed_config(**weights) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+def expand(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+    scales = np.repeat(np.repeat(scales.astype(np.float32), block[0], 0), block[1], 1)
+    return scales[: shape[0], : shape[1]]
+
+
+# Each gives the stored tensors of a weight "w", config.json's description, and the values in float32 by the definition.
+
+
+def fp8_blocks(rng, rows, columns, block=(4, 6), scale_dtype="f4"):
+    codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    scales = (2.0 ** rng.integers(-9, 3, grid)).astype(scale_dtype)
+    if np.dtype(scale_dtype) == np.float32:
+        scales *= rng.uniform(1, 2, grid).astype("f4")
+    # As the official code does it: torch's own cast, a float32 product.
+    values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).to(torch.float32).numpy()
+    stored = {"w.weight": codes.view(FP8), "w.weight_scale_inv": scales}
+    return stored, fp8_config(*block), values * expand(scales, block, values.shape)
+
+
+def fp8_bf16_scales(rng, rows, columns):
+    return fp8_blocks(rng, rows, columns, (3, 5), BF16)
+
+
+def fp8_e8m0_scales(rng, rows, columns):
+    return fp8_blocks(rng, rows, columns, (3, 5), ml_dtypes.float8_e8m0fnu)
+
+
+def fp8_channel(rng, rows, columns):
+    stored, _, _ = fp8_blocks(rng, rows, columns, (1, columns))
+    scales = stored.pop("w.weight_scale_inv").astype(BF16)
+    stored["w.weight_scale"] = scales
+    codes = stored["w.weight"].astype(np.float32)
+    return stored, compressed_config(type="float", num_bits=8, strategy="channel"), codes * scales.astype("f4")
+
+
+def fp8_tensor(rng, rows, columns):
+    stored, _, _ = fp8_blocks(rng, rows, columns)
+    stored.pop("w.weight_scale_inv")
+    stored["w.weight_scale"] = np.array([0.37], "f4")
+    values = stored["w.weight"].astype(np.float32) * np.float32(0.37)
+    return stored, compressed_config(type="float", num_bits=8, strategy="tensor"), values
+
+
+def int4_groups(rng, rows, columns):
+    groups = -(-columns // 32)
+    values = rng.integers(-8, 8, (rows, groups * 32))
+    scales = rng.uniform(0.001, 2, (rows, groups)).astype(BF16)
+    packed = np.zeros((rows, groups * 4), np.uint32)
+    for i in range(8):
+        packed |= (values[:, i::8] + 8).astype(np.uint32) << np.uint32(4 * i)
+    stored = {
+        "w.weight_packed": packed.view(np.int32),
+        "w.weight_scale": scales,
+        "w.weight_shape": np.array(values.shape, np.int32),
+    }
+    config = compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=True)
+    return stored, config, values.astype(np.float32) * np.repeat(scales.astype("f4"), 32, 1)
+
+
+SCHEMES = [fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, int4_groups]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_path):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    rows, columns = data.draw(st.integers(1, 23)), data.draw(st.integers(2, 70))
+    stored, config, values = scheme(rng, rows, columns)
+    source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
+    tensors, faults = decode_names(source.tensors, config)
+    assert not faults
+    (tensor,) = tensors.values()
+    assert (tensor.name, tensor.shape) == ("w.weight", values.shape)
+    rows, columns = values.shape
+    if data.draw(st.booleans()):  # whole rows, or a part of one: what a box of a tensor is made of
+        first, last = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+        start, stop = first * columns, last * columns
+    else:
+        row = data.draw(st.integers(0, rows - 1)) * columns
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, columns // 2), st.integers(0, columns // 2))))
+        start, stop = row + 2 * start, row + 2 * stop
+    for dtype in (BF16, np.dtype("f4")):
+        out = np.empty(stop - start, dtype)
+        with closing(Reader(source)) as reader:
+            tensor.read(reader, start, np.empty(4096, np.uint8), out)
+        want = values.reshape(-1)[start:stop].astype(dtype)
+        np.testing.assert_array_equal(out.view(f"u{dtype.itemsize}"), want.view(f"u{dtype.itemsize}"))
+
+
+def test_every_code_has_its_value():
+    e4m3 = schemes(fp8_config(1, 1))[0].table
+    codes = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(e4m3, codes.view(torch.float8_e4m3fn).to(torch.float32).numpy())
+    int4 = schemes(compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=True))[0].table
+    assert [tuple(pair) for pair in int4] == [((i & 15) - 8, (i >> 4) - 8) for i in range(256)]
+    fp4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX v1.0, table 5
+    fp4 += [-x for x in fp4]
+    assert [tuple(pair) for pair in schemes({"quant_method": "mxfp4"})[0].table] == [
+        (fp4[i & 15], fp4[i >> 4]) for i in range(256)
+    ]
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 10, 2, 16)).astype(np.uint8)
+    scales = rng.integers(100, 150, (3, 10, 2)).astype(np.uint8)
+    config = {"quant_method": "mxfp4"}
+    source = open_source(
+        write_checkpoint(tmp_path, {}, {"experts.gate_up_proj_blocks": blocks, "experts.gate_up_proj_scales": scales})
+    )
+    tensors, faults = decode_names(source.tensors, config)
+    assert not faults
+    tensor = tensors["experts.gate_up_proj"]
+    assert tensor.shape == (3, 10, 64)
+    out = np.empty(tensor.size, BF16)
+    with closing(Reader(source)) as reader:
+        tensor.read(reader, 0, np.empty(4096, np.uint8), out)
+    theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.bfloat16)
+    assert theirs.shape == (3, 64, 10)  # they transpose as well, which is the table's business with us
+    ours = out.reshape(tensor.shape).transpose(0, 2, 1).astype("f4")
+    np.testing.assert_array_equal(ours, theirs.float().numpy())
+
+
+def encode(folder: Path, block: tuple[int, int], shards: int = 1) -> dict[str, np.ndarray]:
+    """Makes an FP8 checkpoint of a plain one; gives the values that it stands for."""
+    rng, tensors, values = np.random.default_rng(1), {}, {}
+    for name, x in read_tensors(folder).items():
+        if name.endswith("_proj.weight"):
+            grid = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+            scales = rng.uniform(0.001, 0.1, grid).astype("f4")
+            every = expand(scales, block, x.shape)
+            codes = (x.astype("f4") / every).clip(-448, 448).astype(FP8)
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            values[name] = (codes.astype("f4") * every).astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": fp8_config(*block)}
+    # Dealt in turn, a weight and its scales lie in different shards.
+    write_checkpoint(folder, config, tensors, shards)
+    return values
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_checkpoint_in_fp8_is_converted_as_its_values_would_be(dtype, scan_layers, tmp_path, small_cuts):  # noqa: F811
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    values = encode(folder, (8, 12), shards=2)
+    write_checkpoint(tmp_path / "plain", qwen3_config(), values)
+    (folder / "model.safetensors").unlink()
+    options = Options(dtype="auto", scan_layers=scan_layers)
+    plan = convert(folder, tmp_path / "out", options)
+    convert(tmp_path / "plain", tmp_path / "reference", options)
+    assert_same(restore(tmp_path / "out"), restore(tmp_path / "reference"))
+    assert plan.mapped == len(plan.source.tensors)
+    if dtype == "float32":
+        convert(folder, tmp_path / "float32", Options(dtype="float32", scan_layers=scan_layers))
+        rounded = {name: x.astype(BF16) for name, x in restore(tmp_path / "float32").items()}
+        assert_same(rounded, restore(tmp_path / "out"))
+
+
+FAULTS = {
+    "a missing scale": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale_inv"), "has no weight_scale_inv"),
+    "an orphan scale": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "has no values that it belongs to"),
+    "a scale of another shape": (
+        lambda t: t.update({"model.layers.1.mlp.up_proj.weight_scale_inv": np.ones((3, 3), "f4")}),
+        "should be [10, 3] by the block size",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_scales_and_values_that_do_not_belong_together_are_named(fault, tmp_path):
+    spoil, message = FAULTS[fault]
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    encode(folder, (8, 12))
+    tensors = read_tensors(folder)
+    spoil(tensors)
+    write_checkpoint(folder, json.loads((folder / "config.json").read_text()), tensors)
+    with pytest.raises(MappingError) as info:
+        plan_for(folder).check()
+    assert message in str(info.value)
+    assert "model.layers.1.mlp.up_proj" in str(info.value)
+
+
+def test_fp8_without_a_description_is_not_cast(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    tensors = read_tensors(folder)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(FP8)
+    write_checkpoint(folder, qwen3_config(), tensors)
+    with pytest.raises(MappingError, match="does not say how it is encoded"):
+        plan_for(folder).check()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8"},
+        {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors"},
+        compressed_config(type="int", num_bits=3, strategy="group", group_size=32, symmetric=True),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        {},
+    ],
+    ids=str,
+)
+def test_unknown_encodings_are_refused(config, tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    (folder / "config.json").write_text(json.dumps(qwen3_config(quantization_config=config)))
+    with pytest.raises(UnsupportedConfig) as info:
+        plan_for(folder)
+    assert info.value.exit_code == 5
+
+
+def test_orbax_still_reads_what_was_decoded(tmp_path):
+    from orbax.checkpoint import v1
+
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    values = encode(folder, (8, 12))
+    convert(folder, tmp_path / "out")
+    arrays = dict(flatten(v1.load(tmp_path / "out" / "params")))
+    np.testing.assert_array_equal(
+        arrays["layers.0.mlp.up.kernel"].astype("f4"), values["model.layers.0.mlp.up_proj.weight"].T.astype("f4")
+    )
