@@ -161,7 +161,10 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    # Wide enough for its title, which would be broken to the table's width.
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, min_width=min(len(title) + 2, 100)
+    )
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
