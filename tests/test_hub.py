@@ -15,6 +15,7 @@ import pytest
 from hub_server import HubServer, commit_of, is_lfs, sha256_of
 from safetensors.numpy import save_file
 
+from tpuconv.convert import download
 from tpuconv.convert import hub as hub_module
 from tpuconv.convert.hub import resolve, wrong_hash
 from tpuconv.convert.source import open_source
@@ -70,7 +71,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
-    monkeypatch.setattr(hub_module, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.01)
     return home / "hub"
 
 
@@ -171,7 +172,7 @@ def test_single_file(
 
 
 def test_progress_runs_to_the_whole(hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(download, "TICK_SECONDS", 0.0)
     total = sum((checkpoint / name).stat().st_size for name in (*SHARDS, INDEX, *COMPANIONS))
     for _ in ("download", "cached"):
         seen: list[tuple[int, int]] = []
@@ -284,7 +285,7 @@ def test_a_dropped_connection_is_resumed(hub: HubServer, checkpoint: Path, reset
 
 
 def test_the_next_call_goes_on(hub: HubServer, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "RETRIES", 0)
+    monkeypatch.setattr(download, "RETRIES", 0)
     monkeypatch.setattr(hub_module, "WORKERS", 1)
     hub.fail(SHARDS[1], break_after=SIZE // 2)
     with pytest.raises(HubError, match="cannot be reached") as error:
@@ -471,7 +472,7 @@ def test_an_empty_cache(hub: HubServer, monkeypatch: pytest.MonkeyPatch, way: st
 
 
 def test_the_server_goes_away_in_between(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "RETRIES", 1)
+    monkeypatch.setattr(download, "RETRIES", 1)
     hub.fail("model-*", status=503)
     with pytest.raises(HubError, match="cannot be reached") as error:
         resolve(REPO)
@@ -591,7 +592,7 @@ def test_the_disk_fills_up(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: object) -> Iterator[bytes]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hub_module, "_chunks", full)
+    monkeypatch.setattr(hub_module, "chunks_of", full)
     with pytest.raises(ResourceError, match="the disk is full") as error:
         resolve(REPO)
     assert error.value.exit_code == 8

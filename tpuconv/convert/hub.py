@@ -5,26 +5,23 @@ throws a partial file away when it is interrupted (2.4.0), and a shard has gigab
 client's blobs until it is whole, and the client then links it into the snapshot.
 """
 
-import difflib
-import errno
 import os
 import re
 import shlex
 import shutil
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
 
-from tpuconv.errors import HubError, ResourceError, SourceError, TpuconvError, UsageError
+from tpuconv.convert.download import TICK_SECONDS, Meter, Progress, chunks_of, lock
+from tpuconv.convert.hub_errors import client_errors, is_unreachable, near_folders, raise_unreachable
+from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 
 COMPANIONS = (
     "config.json",
@@ -50,12 +47,7 @@ COMPANIONS = (
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.onnx", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.pkl")
 
 WORKERS = 8  # files at a time
-RETRIES = 5  # failures in a row that bring nothing
-BACKOFF_SECONDS = 1.0  # before the first retry, then twice that and so on
 HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request is enough
-TICK_SECONDS = 0.1  # between two reports of progress
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ def resolve(
     _check_id(src, folder)
     if revision is not None and (".." in revision or not re.fullmatch(r"[^\s/\\-][^\s\\]*", revision)):
         raise UsageError(f"{revision!r} is no branch, tag or commit")
-    with _client_errors(src, revision or "main"):
+    with client_errors(src, revision or "main"):
         return _Hub(src, revision or "main").resolve(weights, progress)
 
 
@@ -156,7 +148,7 @@ def _check_id(src: str, path: Path) -> None:
     if not src or src.startswith((".", "/", "~")) or src.endswith("/") or src.count("/") > 1 or "\\" in src:
         if path.parent.is_dir():
             raise UsageError(
-                f"there is no folder {src!r}", hint=_near_folders(path) or "give a folder or a Hub id: org/name"
+                f"there is no folder {src!r}", hint=near_folders(path) or "give a folder or a Hub id: org/name"
             )
         raise UsageError(f"there is no folder {src!r}", hint=f"there is no folder {str(path.parent)!r} either")
     from huggingface_hub.errors import HFValidationError
@@ -167,18 +159,8 @@ def _check_id(src: str, path: Path) -> None:
     except HFValidationError:
         raise UsageError(
             f"{src!r} is no folder and no Hub id",
-            hint=_near_folders(path) or "an id is `name` or `org/name`, of letters, digits, '-', '_' and '.'",
+            hint=near_folders(path) or "an id is `name` or `org/name`, of letters, digits, '-', '_' and '.'",
         ) from None
-
-
-def _near_folders(path: Path) -> str | None:
-    """A hint at folders beside `path` that are called almost so."""
-    try:
-        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
-    except OSError:
-        return None
-    near = difflib.get_close_matches(path.name, folders, n=3)
-    return f"did you mean the folder {' or '.join(str(path.parent / name) for name in near)}?" if near else None
 
 
 # --- a repository of the Hub ---------------------------------------------------------------------------------------
@@ -205,7 +187,7 @@ class _Hub:
         self.storage = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(
             repo_id=repo, repo_type="model"
         )
-        self.meter = _Meter(None)
+        self.meter = Meter(None)
 
     def snapshot(self, commit: str) -> Path:
         return self.storage / "snapshots" / commit
@@ -214,7 +196,7 @@ class _Hub:
         try:
             commit, files = self._listing()
         except Exception as error:
-            if _is_unreachable(error):
+            if is_unreachable(error):
                 return self._from_cache(error)
             raise
         from tpuconv.convert.source import INDEX_FILE
@@ -228,7 +210,7 @@ class _Hub:
         shards = self._shards(commit, files)
         snapshot = self.snapshot(commit)
         missing = [f for f in shards if not self._is_cached(commit, f)]
-        self.meter = _Meter(progress)
+        self.meter = Meter(progress)
         for f in [*companions, *shards]:
             self.meter.expect(f.name, f.size if weights or f in companions else min(f.size, HEADER_PEEK))
         promised = {f.name: f.sha256 for f in [*companions, *shards] if f.sha256}
@@ -373,7 +355,7 @@ class _Hub:
         partial.parent.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as out:
-            while not _lock(out.fileno()):  # another process fetches it
+            while not lock(out.fileno()):  # another process fetches it
                 self.meter.check()
                 time.sleep(TICK_SECONDS)
             if target.exists():
@@ -383,7 +365,7 @@ class _Hub:
             at = min(out.seek(0, os.SEEK_END), file.size)
             out.seek(at)
             self.meter.set(file.name, at)
-            for chunk in _chunks(self._url(commit, file), at, file.size, self.meter.stopped):
+            for chunk in chunks_of(self._url(commit, file), at, file.size, self.meter.stopped):
                 out.write(chunk)
                 at += len(chunk)
                 self.meter.set(file.name, at)
@@ -399,10 +381,10 @@ class _Hub:
             (folder / file.name).symlink_to(self.snapshot(commit) / file.name)
             return
         url = self._url(commit, file)
-        head = bytearray().join(_chunks(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
+        head = bytearray().join(chunks_of(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
         end = 8 + int.from_bytes(head[:8], "little")
         if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is no header: the reader of headers says what it is
-            for chunk in _chunks(url, len(head), end, self.meter.stopped):
+            for chunk in chunks_of(url, len(head), end, self.meter.stopped):
                 self.meter.check()
                 head += chunk
             del head[end:]
@@ -432,13 +414,13 @@ class _Hub:
             commit = ref.read_text().strip()
         snapshot = self.snapshot(commit)
         if not commit or not snapshot.is_dir():
-            _raise_unreachable(
+            raise_unreachable(
                 self.repo, cause, f"the cache at {self.storage.parent} has nothing of it at revision {self.revision}"
             )
         needed = self._needed(snapshot)
         if missing := [name for name in needed if not (snapshot / name).exists()]:
             have = f"{len(needed) - len(missing)} of the {len(needed)} files needed"
-            _raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
+            raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
         promised = {}
         for path in snapshot.iterdir():
             blob = _link_targets(path)[0].name  # of a file shared by repositories, the next target has another hash
@@ -483,252 +465,3 @@ def _is_companion(name: str) -> bool:
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
-def _chunks(url: str, at: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
-    """The bytes of a file from `at` to `end`. What breaks off is taken up where it broke."""
-    from huggingface_hub import constants, hf_raise_for_status
-    from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
-
-    failures = 0
-    while at < end:
-        headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={at}-{end - 1}"}
-        try:
-            with http_stream_backoff(
-                "GET",
-                url,
-                headers=headers,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                retry_on_exceptions=(),
-                retry_on_status_codes=(408, 429),  # those say when to come back, and the client heeds it
-            ) as response:
-                hf_raise_for_status(response)
-                skip = at if response.status_code == 200 else 0  # a proxy may ignore the range and send it all
-                for chunk in response.iter_bytes():
-                    chunk, skip = chunk[skip:], max(skip - len(chunk), 0)
-                    if chunk := chunk[: end - at]:
-                        at += len(chunk)
-                        failures = 0
-                        yield chunk
-                    if at == end:
-                        return
-            raise TimeoutError(f"{url} ended {end - at} bytes early")
-        except Exception as error:
-            if not _is_unreachable(error) or _is_offline(error):
-                raise
-            failures += 1
-            if failures > RETRIES:
-                raise
-            if stopped.wait(BACKOFF_SECONDS * 2 ** (failures - 1)):
-                raise _Stopped from None
-
-
-def _lock(fd: int) -> bool:
-    """Takes the lock on an open file if nobody has it. Where the file system knows no locks, everybody gets it: two
-    writers then write the same bytes to the same places."""
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
-
-
-class _Stopped(Exception):
-    """Another file failed, or the user interrupted: this one stops too."""
-
-
-class _Meter:
-    """Bytes there of bytes in all, over the files of a download, reported a few times a second."""
-
-    def __init__(self, progress: Progress | None):
-        self.stopped = threading.Event()
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        self._done: dict[str, int] = {}
-        self._next = 0.0
-
-    def expect(self, name: str, size: int) -> None:
-        self._sizes[name] = size
-
-    def set(self, name: str, done: int) -> None:
-        self.check()
-        with self._lock:
-            self._done[name] = min(done, self._sizes.get(name, 0))
-            if self._progress and time.monotonic() >= self._next:
-                self._progress(sum(self._done.values()), sum(self._sizes.values()))
-                self._next = time.monotonic() + TICK_SECONDS
-
-    def add(self, name: str, n: float) -> None:
-        self.set(name, self._done.get(name, 0) + int(n))
-
-    def complete(self, name: str) -> None:
-        self.set(name, self._sizes.get(name, 0))
-
-    def finish(self) -> None:
-        if self._progress:
-            self._progress(sum(self._sizes.values()), sum(self._sizes.values()))
-
-    def check(self) -> None:
-        if self.stopped.is_set():
-            raise _Stopped
-
-    def bar(self, name: str) -> Any:
-        """What the client takes for a progress bar; it draws nothing and reports to this meter."""
-        meter = self
-
-        class Bar:
-            def __init__(self, *_: object, initial: int = 0, **__: object):
-                meter.set(name, initial)
-
-            def __enter__(self) -> "Bar":
-                return self
-
-            def __exit__(self, *_: object) -> None: ...
-
-            def update(self, n: float | None = 1) -> None:
-                meter.add(name, n or 0)
-
-            def update_transfer(self, n: float | None = 1) -> None:
-                meter.check()
-
-            def set_postfix_str(self, *_: object, **__: object) -> None: ...
-
-            set_transfer_postfix_str = set_postfix_str
-
-            def close(self) -> None: ...
-
-        return Bar
-
-
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _client_errors(repo: str, revision: str) -> Iterator[None]:
-    """Turns whatever the client raises into an error of ours."""
-    try:
-        yield
-    except TpuconvError:
-        raise
-    except Exception as error:
-        raise _translate(error, repo, revision) from error
-
-
-def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
-    from huggingface_hub import constants, errors, get_token
-
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        error = error.__cause__  # the client reports any failure of a request as a file that is not in its cache
-    if _is_unreachable(error):
-        return _unreachable(repo, error)
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    page = f"{constants.ENDPOINT}/{repo}"
-    login = "`hf auth login`, or set HF_TOKEN"
-    if isinstance(error, errors.GatedRepoError):
-        then = "run again" if get_token() else f"log in with {login}"
-        return HubError(f"{repo} is gated: its owner has not granted you access", hint=f"ask at {page}, then {then}")
-    if isinstance(error, errors.DisabledRepoError):
-        return HubError(f"{repo} has been disabled on the Hub", hint=f"see {page}")
-    if isinstance(error, errors.RevisionNotFoundError):
-        near = difflib.get_close_matches(revision, _revisions(repo), n=3, cutoff=0.5)
-        return HubError(
-            f"{repo} has no revision {revision}",
-            hint=f"did you mean {' or '.join(near)}?" if near else f"its branches and tags are at {page}/tree/main",
-        )
-    if isinstance(error, errors.RemoteEntryNotFoundError):
-        name = str(error.response.url.path).rpartition("/")[2]
-        return HubError(f"{repo} at revision {revision} lists {name} but does not serve it", hint="try again later")
-    near_folder = _near_folders(Path(repo))
-    if status == 401:
-        if get_token():
-            return HubError(f"the Hub does not accept your token for {repo}", hint=f"renew it with {login}")
-        return HubError(
-            f"{repo} needs a token, or does not exist: the Hub does not tell which",
-            hint=near_folder or f"check the name; if it is right, log in with {login}",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        return HubError(
-            f"{repo} does not exist on the Hub, or your token may not see it",
-            hint=near_folder or f"check the name at {constants.ENDPOINT}/models?search={repo.rpartition('/')[2]}",
-        )
-    if status == 403:
-        return HubError(
-            f"the Hub denies access to {repo}",
-            hint=f"your token needs the permission to read this repository: see {page}, then {login}",
-        )
-    if status == 429:
-        return HubError(
-            "the Hub limits the rate of your requests",
-            hint=f"wait some minutes and run again, it goes on where it was; log in with {login} for a higher limit",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ResourceError(
-            f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
-            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; a rerun goes on",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return ResourceError(
-            f"the cache at {constants.HF_HUB_CACHE} cannot be used: {error.strerror}: {error.filename}",
-            hint="set HF_HOME to a folder where you may write",
-        )
-    return HubError(
-        f"the download of {repo} failed",
-        details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
-        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); what is downloaded stays and a rerun goes on",
-    )
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Whether nobody answered, or the server is down."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500 or error.response.status_code == 408
-    # The client's HTTP library is httpx or httpx2, by its version; both call the class so.
-    http = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
-    return isinstance(error, http.TransportError | TimeoutError) or _is_offline(error)
-
-
-def _is_offline(error: BaseException) -> bool:
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return isinstance(error, OfflineModeIsEnabled)
-
-
-def _unreachable(repo: str, cause: BaseException, *details: str) -> HubError:
-    from huggingface_hub import constants
-
-    if _is_offline(cause):
-        return HubError(
-            f"{repo} is not complete in the cache, and offline mode is on",
-            details=details,
-            hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE) and run again, or give a folder",
-        )
-    reason = (str(cause) or type(cause).__name__).splitlines()[0]
-    return HubError(
-        f"the Hub at {constants.ENDPOINT} cannot be reached",
-        details=[reason, *details],
-        hint="check the network (and HF_ENDPOINT, proxies); what is downloaded stays and a rerun goes on where it was",
-    )
-
-
-def _raise_unreachable(repo: str, cause: Exception, detail: str) -> NoReturn:
-    raise _unreachable(repo, cause, detail) from cause
-
-
-def _revisions(repo: str) -> list[str]:
-    from huggingface_hub import HfApi
-
-    with suppress(Exception):  # only for a hint
-        refs = HfApi().list_repo_refs(repo)
-        return [ref.name for ref in (*refs.branches, *refs.tags)]
-    return []

@@ -1,0 +1,143 @@
+"""What the Hub's client raises, as errors of ours that say what to do."""
+
+import difflib
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from tpuconv.errors import HubError, ResourceError, TpuconvError
+
+
+def near_folders(path: Path) -> str | None:
+    """A hint at folders beside `path` that are called almost so."""
+    try:
+        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, folders, n=3)
+    return f"did you mean the folder {' or '.join(str(path.parent / name) for name in near)}?" if near else None
+
+
+@contextmanager
+def client_errors(repo: str, revision: str) -> Iterator[None]:
+    """Turns whatever the client raises into an error of ours."""
+    try:
+        yield
+    except TpuconvError:
+        raise
+    except Exception as error:
+        raise _translate(error, repo, revision) from error
+
+
+def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
+    from huggingface_hub import constants, errors, get_token
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+        error = error.__cause__  # the client reports any failure of a request as a file that is not in its cache
+    if is_unreachable(error):
+        return _unreachable(repo, error)
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    page = f"{constants.ENDPOINT}/{repo}"
+    login = "`hf auth login`, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        then = "run again" if get_token() else f"log in with {login}"
+        return HubError(f"{repo} is gated: its owner has not granted you access", hint=f"ask at {page}, then {then}")
+    if isinstance(error, errors.DisabledRepoError):
+        return HubError(f"{repo} has been disabled on the Hub", hint=f"see {page}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        near = difflib.get_close_matches(revision, _revisions(repo), n=3, cutoff=0.5)
+        return HubError(
+            f"{repo} has no revision {revision}",
+            hint=f"did you mean {' or '.join(near)}?" if near else f"its branches and tags are at {page}/tree/main",
+        )
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        name = str(error.response.url.path).rpartition("/")[2]
+        return HubError(f"{repo} at revision {revision} lists {name} but does not serve it", hint="try again later")
+    near_folder = near_folders(Path(repo))
+    if status == 401:
+        if get_token():
+            return HubError(f"the Hub does not accept your token for {repo}", hint=f"renew it with {login}")
+        return HubError(
+            f"{repo} needs a token, or does not exist: the Hub does not tell which",
+            hint=near_folder or f"check the name; if it is right, log in with {login}",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
+        return HubError(
+            f"{repo} does not exist on the Hub, or your token may not see it",
+            hint=near_folder or f"check the name at {constants.ENDPOINT}/models?search={repo.rpartition('/')[2]}",
+        )
+    if status == 403:
+        return HubError(
+            f"the Hub denies access to {repo}",
+            hint=f"your token needs the permission to read this repository: see {page}, then {login}",
+        )
+    if status == 429:
+        return HubError(
+            "the Hub limits the rate of your requests",
+            hint=f"wait some minutes and run again, it goes on where it was; log in with {login} for a higher limit",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ResourceError(
+            f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
+            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; a rerun goes on",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return ResourceError(
+            f"the cache at {constants.HF_HUB_CACHE} cannot be used: {error.strerror}: {error.filename}",
+            hint="set HF_HOME to a folder where you may write",
+        )
+    return HubError(
+        f"the download of {repo} failed",
+        details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
+        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); what is downloaded stays and a rerun goes on",
+    )
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether nobody answered, or the server is down."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 408
+    # The client's HTTP library is httpx or httpx2, by its version; both call the class so.
+    http = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+    return isinstance(error, http.TransportError | TimeoutError) or is_offline(error)
+
+
+def is_offline(error: BaseException) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return isinstance(error, OfflineModeIsEnabled)
+
+
+def _unreachable(repo: str, cause: BaseException, *details: str) -> HubError:
+    from huggingface_hub import constants
+
+    if is_offline(cause):
+        return HubError(
+            f"{repo} is not complete in the cache, and offline mode is on",
+            details=details,
+            hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE) and run again, or give a folder",
+        )
+    reason = (str(cause) or type(cause).__name__).splitlines()[0]
+    return HubError(
+        f"the Hub at {constants.ENDPOINT} cannot be reached",
+        details=[reason, *details],
+        hint="check the network (and HF_ENDPOINT, proxies); what is downloaded stays and a rerun goes on where it was",
+    )
+
+
+def raise_unreachable(repo: str, cause: Exception, detail: str) -> NoReturn:
+    raise _unreachable(repo, cause, detail) from cause
+
+
+def _revisions(repo: str) -> list[str]:
+    from huggingface_hub import HfApi
+
+    with suppress(Exception):  # only for a hint
+        refs = HfApi().list_repo_refs(repo)
+        return [ref.name for ref in (*refs.branches, *refs.tags)]
+    return []
