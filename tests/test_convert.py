@@ -477,3 +477,28 @@ def test_every_flipped_bit_is_found(tmp_path):
         path.write_bytes(good)
     shards[0].unlink()
     assert [a.name for a in check(read_manifest(tmp_path / "out")) if a.fault] == [shards[0].parent.name]
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_without_direct_writes_gets_ordinary_ones(refused, tmp_path, monkeypatch):
+    """As tmpfs refuses O_DIRECT when a file is opened, and others when it is written."""
+    folder = hollow_checkpoint(tmp_path / "hf", qwen3_config(vocab_size=2000, hidden_size=1024))
+    real_open, real_write, direct, refusals = os.open, os.write, set(), []
+
+    def refuse():
+        refusals.append(refused)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    def open_(path, flags, mode=0o777):
+        if flags & os.O_DIRECT and refused == "open":
+            refuse()
+        fd = real_open(path, flags, mode)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "write", lambda fd, data: refuse() if fd in direct else real_write(fd, data))
+    convert(folder, tmp_path / "out", limits=Limits(1, 2**30))
+    monkeypatch.undo()
+    assert refusals
+    assert not [array.name for array in check(read_manifest(tmp_path / "out")) if array.fault]

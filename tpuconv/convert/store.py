@@ -162,35 +162,30 @@ def _write_text(path: Path, text: str) -> None:
 def _write_file(path: Path, data: np.ndarray) -> None:
     """Writes a whole file and flushes it to the disk. An array of DIRECT_BYTES or more must start at a page, with room
     to the end of its last one."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    fd = -1
-    if data.nbytes >= DIRECT_BYTES:
+    if data.nbytes >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
         try:
-            fd = os.open(path, flags | os.O_DIRECT, 0o644)
+            return _write_through(path, _whole_pages(data), data.nbytes, os.O_DIRECT)
         except OSError as e:
-            if e.errno != errno.EINVAL:  # the file system has no O_DIRECT: tmpfs, for one
+            if e.errno != errno.EINVAL:  # the file system has no O_DIRECT, or none for pages: tmpfs, for one
                 raise
+    return _write_through(path, data, data.nbytes, 0)
+
+
+def _write_through(path: Path, data: np.ndarray, size: int, flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o644)
     try:
-        if fd >= 0:
-            _write_all(fd, _whole_pages(data).data)
-            os.ftruncate(fd, data.nbytes)
-        else:
-            fd = os.open(path, flags, 0o644)
-            _write_all(fd, data.data)
+        rest = data.data
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.ftruncate(fd, size)
         os.fsync(fd)
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 def _whole_pages(data: np.ndarray) -> np.ndarray:
     pages = -(-data.nbytes // mmap.PAGESIZE)
     return np.lib.stride_tricks.as_strided(data, (pages * mmap.PAGESIZE,), (1,))
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _zarr_metadata(array: Array) -> dict[str, Any]:
