@@ -212,6 +212,8 @@ def test_a_part_of_the_layers(tmp_path):
     whole = expected(folder, Options())
     assert_same(restore(tmp_path / "out"), {n: x for n, x in whole.items() if not n.startswith("layers.0.")})
     assert {skip.reason for skip in plan.skipped} == {"outside --layers 1-2"}
+    shards = read_manifest(tmp_path / "out").raw["source"]["shards"]
+    assert [shard["sha256"] for shard in shards.values()] == [None]  # not read as a whole
     assert not plan.unmapped
     with pytest.raises(UsageError, match="no part of the model's layers 0-2"):
         plan_for(folder, Options(layers=range(1, 4)))

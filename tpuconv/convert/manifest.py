@@ -91,8 +91,9 @@ def element_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def build(plan: Plan, sha256: Mapping[str, str], checksums: Mapping[str, int]) -> str:
-    """The manifest's text. `checksums` holds the sum over the chunks of each array."""
+def build(plan: Plan, sha256: Mapping[str, str | None], checksums: Mapping[str, int]) -> str:
+    """The manifest's text. `sha256` is None for shards of which only a part was read; `checksums`
+    holds the sum over the chunks of each array."""
     source = plan.source
     manifest = {
         "format": FORMAT,

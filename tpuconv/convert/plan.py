@@ -64,6 +64,7 @@ class Array:
     shards: Shape
     chunks: Shape
     sources: tuple[str, ...]
+    buffer: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -165,8 +166,8 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Elements of the model; tied ones count once."""
-        return sum(prod(array.shape) for array in self.arrays.values())
+        """Elements that are trained; tied ones count once."""
+        return sum(prod(array.shape) for array in self.arrays.values() if not array.buffer)
 
     @property
     def output_bytes(self) -> int:
@@ -185,6 +186,11 @@ class Plan:
         values = max((self.piece_bytes(piece)[1] for piece in pieces), default=0)
         raw = max((self.piece_bytes(piece)[0] for piece in pieces if not self.is_stored_as_wanted(piece)), default=0)
         return values, raw, max((array.shard_bytes for array in self.arrays.values()), default=0)
+
+    @property
+    def hashes_shards(self) -> bool:
+        """Whether whole shards are read, and so hashed. A trial on some layers would read all others for their hash."""
+        return self.options.layers is None
 
     def jobs(self, wanted: int, max_memory: int) -> int:
         """As many of the wanted jobs as the memory allows.
@@ -389,7 +395,7 @@ def _cut(tensors: Mapping[str, Tensor], binding: Binding, dtype: str) -> tuple[l
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    target = first.dtype if dtype == "auto" or binding.row.keeps_dtype else FLOATS[dtype]
+    target = first.dtype if dtype == "auto" or binding.row.buffer else FLOATS[dtype]
     itemsize = max(target.itemsize, first.dtype.itemsize)
     leads = [[lead(axis) for axis in axes] for axes in layout.dst]
     shapes = layout.dst_shapes(sizes)
@@ -410,13 +416,14 @@ def _cut(tensors: Mapping[str, Tensor], binding: Binding, dtype: str) -> tuple[l
         steps[letter] = min(-(-sizes[letter] // least), max(1, PIECE_BYTES // nbytes())) * least
 
     sources = tuple(name for stack in binding.src for name in stack.names)
+    buffer = binding.row.buffer
     arrays = []
     for axes, shape, own, chunk_shape, stack in zip(layout.dst, shapes, leads, chunks, binding.dst, strict=True):
         shard = tuple(
             -(-(n // sizes[x] * steps[x] if x in steps else n) // c) * c
             for x, n, c in zip(own, shape, chunk_shape, strict=True)
         )
-        arrays.append(Array(stack.names[0], shape, target, format_axes(axes), shard, chunk_shape, sources))
+        arrays.append(Array(stack.names[0], shape, target, format_axes(axes), shard, chunk_shape, sources, buffer))
     ranges = [[(x, (a, min(a + step, sizes[x]))) for a in range(0, sizes[x], step)] for x, step in steps.items()]
     return arrays, [Piece(binding, dict(box)) for box in product(*ranges)]
 

@@ -106,7 +106,7 @@ class _Workers:
     def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
         self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
         self.stop = threading.Event()
-        self.reader = Reader(plan.source, self._check_cancelled)
+        self.reader = Reader(plan.source, self._check_cancelled, hashes=plan.hashes_shards)
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
 
@@ -135,7 +135,7 @@ class _Workers:
 
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
-        shards = self.plan.source.shards
+        shards = self.plan.source.shards if self.plan.hashes_shards else ()
         last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
         tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
@@ -284,7 +284,7 @@ def _write_rest(plan: Plan, journal: Journal) -> None:
     for unit in plan.units:
         for name, part in (journal.done(unit.uid) or {}).items():
             checksums[name] = manifest.add_checksums((checksums.get(name, 0), int(part, 16)))
-    sha256 = {s.name: (journal.done(f"sha256-{s.name}") or {})["sha256"] for s in plan.source.shards}
+    sha256 = {s.name: (journal.done(f"sha256-{s.name}") or {"sha256": None})["sha256"] for s in plan.source.shards}
     for pattern in COPIED:
         for path in sorted(plan.source.folder.glob(pattern)):
             shutil.copyfile(path, journal.staging / path.name)

@@ -291,10 +291,11 @@ class _File:
 
 class Reader:
     """Reads weights of a source from any number of threads, and hashes its shards while it does: each byte is fetched
-    from the disk once. `check_cancelled` raises when the work is to stop."""
+    from the disk once. `check_cancelled` raises when the work is to stop; `hashes` is False for a part of a checkpoint."""
 
-    def __init__(self, source: Source, check_cancelled: Callable[[], None] = lambda: None):
+    def __init__(self, source: Source, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True):
         self.source = source
+        self.hashes = hashes
         self._check_cancelled = check_cancelled
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
@@ -303,7 +304,7 @@ class Reader:
         """Fills `out` with the bytes of a tensor from byte `start` of it on."""
         file, at = self._open(info.shard), info.offset + start
         with file.lock:
-            first = file.hashed <= at
+            first = self.hashes and file.hashed <= at
             if first:
                 self._hash_to(file, info.shard, at)
                 self._fill(file, info.shard, at, out)

@@ -35,13 +35,13 @@ class HasAxes(Protocol):
 class Map:
     """One row. `{X}` in the names is an index: in both names a loop; in the HF names only, an axis X of the parameter,
     on which the named tensors are stacked, outermost on the HF side. `when` names a property of the config that must
-    hold for the row to exist. A row that `keeps_dtype` is never cast."""
+    hold for the row to exist. A `buffer` is not trained: it is never cast, and counts as no parameter."""
 
     hf: str | tuple[str, ...]
     jax: str | tuple[str, ...]
     layout: str
     when: str | None = None
-    keeps_dtype: bool = False
+    buffer: bool = False
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ class MappingTable:
     @property
     def fingerprint(self) -> str:
         """Changes whenever a row does: a conversion is resumed only with the table that began it."""
-        text = "\n".join(f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.keeps_dtype}" for r in self.rows)
+        text = "\n".join(f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}" for r in self.rows)
         return hashlib.sha256(f"{text}\n{self.ignore}\n{self.copies}".encode()).hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Map]:
