@@ -4,6 +4,8 @@ Every parametrised test of the models and of the conversion runs over `CASES`. t
 needed.
 """
 
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,17 +41,27 @@ MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_atten
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model: `id` names it in test ids, `model_type` and `config` make its transformers config."""
+    """One tiny model: `id` names it in test ids, `model_type` and `config` make its transformers config. `no_scan` says
+    why its layers cannot be scanned; `written_as` is the model_type on disk of a family that transformers reads as
+    another."""
 
     id: str
     family: str
     model_type: str
     config: Mapping[str, Any] = field(hash=False)
+    no_scan: str = ""
+    written_as: str = ""
 
     def hf_config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(self.model_type, **SIZES | dict(self.config))
+        sizes = SIZES | dict(self.config)
+        if self.family == "llama4":
+            tied = sizes.get("tie_word_embeddings", False)
+            return AutoConfig.for_model(
+                "llama4", text_config=sizes, vision_config=dict(LLAMA4_VISION), tie_word_embeddings=tied
+            )
+        return AutoConfig.for_model(self.model_type, **sizes)
 
     def __str__(self) -> str:
         return self.id
@@ -57,7 +69,55 @@ class Case:
 
 def _case(name: str, model_type: str = "", /, **config: Any) -> Case:
     family = name.partition("-")[0]
-    return Case(name, family, model_type or family, config)
+    hf_type = model_type or {"kimi_k2": "deepseek_v3"}.get(family, family)
+    return Case(
+        name,
+        family,
+        hf_type,
+        config,
+        NO_SCAN.get(name) or NO_SCAN.get(family, ""),
+        "kimi_k2" if family == "kimi_k2" else "",
+    )
+
+
+NO_SCAN = {
+    "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
+    "deepseek_v3": "dense layers and those with experts have different parameters",
+    "kimi_k2": "as deepseek_v3",
+    "llama4": "layers differ in rotary positions, in chunks and in having experts",
+}
+LLAMA4 = {
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 56,
+    "head_dim": 8,
+    "attention_chunk_size": 6,
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "num_local_experts": 5,
+}
+LLAMA4_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vision_output_dim": 8,
+    "image_size": 28,
+    "projector_input_dim": 8,
+    "projector_output_dim": 8,
+}
+DEEPSEEK = {
+    "num_key_value_heads": None,
+    "moe_intermediate_size": 20,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+}
 
 
 CASES: list[Case] = [
@@ -88,8 +148,115 @@ CASES: list[Case] = [
         num_hidden_layers=4,
     ),
     _case("qwen3-yarn", head_dim=16, rope_parameters=YARN | {"truncate": False, "mscale": 1.5, "mscale_all_dim": 0.5}),
+    _case("qwen3_moe-few-experts", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True),
+    _case(
+        "qwen3_moe-many-experts",  # more than tokens
+        num_experts=96,
+        num_experts_per_tok=5,
+        moe_intermediate_size=12,
+        head_dim=10,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "qwen3_moe-dense-layers",
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        num_hidden_layers=6,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        rope_parameters=YARN,
+    ),
+    _case("mixtral-plain", num_local_experts=5),
+    _case(
+        "mixtral-window",
+        num_local_experts=90,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        head_dim=14,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+        rope_parameters=LLAMA3,
+    ),
+    _case("gpt_oss-plain", num_local_experts=5, num_experts_per_tok=2, sliding_window=6, head_dim=12, swiglu_limit=1.5),
+    _case(
+        "gpt_oss-many-experts",  # more than tokens; square matrices, which show no transpose by their shape
+        num_local_experts=88,
+        num_experts_per_tok=4,
+        intermediate_size=48,
+        sliding_window=4,
+        head_dim=10,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        swiglu_limit=0.7,
+        swiglu_alpha=1.3,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"truncate": False},
+    ),
     _case("olmo2-plain", num_key_value_heads=None),
     _case("olmo2-biases", attention_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    _case("deepseek_v3-groups", **DEEPSEEK, num_hidden_layers=4, first_k_dense_replace=2),
+    _case(
+        "deepseek_v3-plain-queries",  # more experts than tokens
+        **DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 96, "n_group": 1, "topk_group": 1},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_interleave=False,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        rms_norm_eps=1e-2,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "deepseek_v3-all-experts",  # and a latent so narrow that the absorbed form is always the cheaper one
+        **DEEPSEEK | {"kv_lora_rank": 5, "topk_group": 3},
+        first_k_dense_replace=0,
+        attention_bias=True,
+        norm_topk_prob=False,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    _case("deepseek_v3-all-dense", **DEEPSEEK, first_k_dense_replace=3, attention_bias=True),
+    _case(
+        "kimi_k2-one-group",
+        **DEEPSEEK | {"n_routed_experts": 48, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 5},
+        num_nextn_predict_layers=0,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    _case(
+        "llama4-scout",
+        **LLAMA4,
+        num_hidden_layers=5,
+        no_rope_layer_interval=2,
+        rope_parameters=LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0},
+    ),
+    _case(
+        "llama4-maverick",  # dense layers between, no norms of queries and keys, more experts than tokens
+        **LLAMA4 | {"num_local_experts": 96, "attention_chunk_size": 7},
+        num_hidden_layers=4,
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attention_bias=True,
+    ),
+    _case(
+        "llama4-lists",
+        **LLAMA4,
+        num_hidden_layers=3,
+        num_experts_per_tok=3,
+        moe_layers=[0, 2],
+        no_rope_layers=[0, 1, 0],
+        layer_types=["chunked_attention", "full_attention", "full_attention"],
+        attn_temperature_tuning=False,
+        tie_word_embeddings=True,
+        num_key_value_heads=6,
+    ),
 ]
 
 
@@ -97,18 +264,23 @@ def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
+    # Of llama4 the text model alone would be saved under other names than those of the released checkpoints.
+    auto = Llama4ForConditionalGeneration._from_config if case.family == "llama4" else AutoModelForCausalLM.from_config
+    model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0, 0.3)
             elif "embed_tokens" in name:
                 parameter.normal_(0, 0.25)  # the padding token's too, which is zero when new
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.2)
     return model
 
 
@@ -116,5 +288,11 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
     """Writes the model as `save_pretrained` does, with weights of `dtype`, and gives the folder back."""
     import torch
 
-    hf_model(case, seed).to(getattr(torch, dtype)).save_pretrained(folder)
+    model = hf_model(case, seed)
+    with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if case.written_as:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": case.written_as}))
     return folder

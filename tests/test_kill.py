@@ -22,22 +22,24 @@ from tpuconv.verify.weights import check
 
 # What a conversion does to the disk: each is a moment at which a crash leaves another state behind.
 WORKER = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 from tpuconv.convert import journal, plan as plan_module, run as run_module
 from test_convert import Limits, Options, convert
 
 plan_module.CHUNK_BYTES, plan_module.PIECE_BYTES, plan_module.UNIT_BYTES = 512, 4000, 20_000
-fatal, when, count = int(sys.argv[4]), sys.argv[5], 0
+fatal, when, count, lock = int(sys.argv[4]), sys.argv[5], 0, threading.Lock()
 
 def counted(function):
     def call(*args, **kwargs):
         global count
-        count += 1
-        if count == fatal and when == "before":
+        with lock:
+            count += 1
+            mine = count
+        if mine == fatal and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = function(*args, **kwargs)
-        if count == fatal and when == "after":
+        if mine == fatal and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return result
     return call

@@ -22,6 +22,8 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.source import TensorInfo
 from tpuconv.convert.table import MappingTable
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models import registry
@@ -31,11 +33,19 @@ from tpuconv.models.registry import FAMILIES, Family, all_families, find_family,
 from tpuconv.models.rope import Rope
 
 META = Path(__file__).parents[2] / "shared" / "meta"
-OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2"}
+OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "deepseek_v3"}  # model_types, as transformers has them
 LIMIT = 2e-5  # of the largest logit
-FORMS = pytest.mark.parametrize("scan", [False, True], ids=["per-layer", "scanned"])
 BY_ID = {case.id: case for case in CASES}
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+EVERY_FORM = pytest.mark.parametrize(
+    ("case", "scan"),
+    [
+        pytest.param(case, scan, id=f"{case}-{'scanned' if scan else 'per-layer'}")
+        for case in CASES
+        for scan in (False, True)
+        if not (scan and case.no_scan)
+    ],
+)
 
 
 @dataclass
@@ -63,6 +73,11 @@ class Built:
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
     def reference(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        if mask is not None and self.family.name == "llama4":  # transformers' attention temperature counts padding
+            logits = np.zeros((*ids.shape, self.config.vocab_size), np.float32)
+            for row in range(len(ids)):
+                logits[row, mask[row]] = self.reference(ids[row, mask[row]][None])[0]
+            return logits
         mask = np.ones_like(ids) if mask is None else mask.astype(np.int64)
         positions = np.maximum(mask.cumsum(1) - 1, 0)
         with torch.no_grad():
@@ -109,8 +124,7 @@ def assert_same_logits(ours: Any, theirs: np.ndarray) -> None:
 # -- against transformers ---------------------------------------------------------------------------------------------
 
 
-@FORMS
-@EVERY_CASE
+@EVERY_FORM
 def test_every_parameter_is_one_target_of_the_table(case: Case, scan: bool, build: Any) -> None:
     built = build(case)
     targets = [shape for binding in built.table(scan).bind(built.config) for shape in binding.dst_shapes().items()]
@@ -122,15 +136,22 @@ def test_every_parameter_is_one_target_of_the_table(case: Case, scan: bool, buil
 def test_every_tensor_is_one_source_of_the_table(case: Case, build: Any) -> None:
     built = build(case)
     sources = [shape for binding in built.family.table.bind(built.config) for shape in binding.src_shapes().items()]
-    assert sorted(sources) == sorted((name, tensor.shape) for name, tensor in built.tensors.items())
+    table = built.family.table
+    read = {name: tensor for name, tensor in built.tensors.items() if not table.why_ignored(name)}
+    assert sorted(sources) == sorted((name, tensor.shape) for name, tensor in read.items())
 
 
-@FORMS
-@EVERY_CASE
+@EVERY_FORM
 def test_logits_of_a_sequence(case: Case, scan: bool, build: Any) -> None:
     built = build(case)
     ids = tokens(2, 40)
     assert_same_logits(forward(built.model(scan), ids, np.ones(ids.shape, bool)), built.reference(ids))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.no_scan], ids=str)
+def test_layers_of_different_kinds_are_not_scanned(case: Case, build: Any) -> None:
+    with pytest.raises(UnsupportedConfig, match=f"scan_layers is not implemented for {case.family}"):
+        build(case).abstract(True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -226,6 +247,40 @@ def test_bfloat16_is_rounded_where_transformers_rounds(name: str, build: Any, mo
     assert set(map(str, seen)) == {str(cos.dtype).removeprefix("torch.")}
 
 
+def test_latent_attention_takes_the_cheaper_form(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpuconv.models.deepseek_v3 import modules
+
+    model = build(BY_ID["deepseek_v3-groups"]).model(False)
+    ids, mask = tokens(1, 20), np.ones((1, 20), bool)
+    forms = {name: getattr(modules.Attention, name) for name in ("_expanded", "_absorbed")}
+    taken: list[str] = []
+    for name, form in forms.items():
+        monkeypatch.setattr(modules.Attention, name, lambda *args, n=name, f=form: taken.append(n) or f(*args))
+    whole = np.asarray(model(ids, mask))
+    assert set(taken) == {"_expanded"}
+    taken.clear()
+    _, cache = model(ids[:, :19], cache=model.init_cache(1, 20))
+    taken.clear()
+    logits, _ = model(ids[:, 19:], cache=cache)
+    assert set(taken) == {"_absorbed"}
+    assert_same_logits(logits, whole[:, 19:])
+    for name in forms:  # either form gives either answer
+        for other in forms:
+            monkeypatch.setattr(modules.Attention, other, forms[name])
+        assert_same_logits(model(ids, mask), whole)
+
+
+def test_what_chooses_experts_stays_in_float32(build: Any) -> None:
+    state = nnx.to_flat_state(nnx.state(build(BY_ID["deepseek_v3-groups"]).abstract(False, jnp.bfloat16)))
+    wide = {".".join(map(str, path)) for path, value in state if value.dtype == jnp.float32}
+    assert wide == {f"layers.{i}.moe.router.correction" for i in (2, 3)}
+
+
+def test_a_latent_cache_holds_no_heads(build: Any) -> None:
+    cache = build(BY_ID["deepseek_v3-groups"]).model(False).init_cache(2, 5)
+    assert [x.shape for x in jax.tree.leaves(cache.layers[0])] == [(2, 5, 24), (2, 5, 6)]
+
+
 # -- the model on its own ---------------------------------------------------------------------------------------------
 
 
@@ -270,6 +325,7 @@ ROPES = [
     LINEAR,
     LLAMA3,
     LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    LLAMA3 | {"rope_theta": 500000.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192},
     YARN,
     YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32768, "beta_fast": 24, "beta_slow": 2},
     YARN | {"truncate": False},
@@ -320,10 +376,10 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     read = find_family({"model_type": model_type}).config.from_hf
     config = read({"model_type": model_type})
     assert config.axes["K"] == hf.num_key_value_heads
-    assert config.axes["H"] == getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    assert config.rope_dim == getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     assert config.windows == (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
-    derived = {"rope", "num_key_value_heads", "head_dim", "sliding_window", "layer_types"}
+    derived = {"rope", "num_key_value_heads", "head_dim", "qk_head_dim", "sliding_window", "layer_types"}
     stated = {field.name for field in fields(config)} - derived
     if model_type == "mistral":
         stated -= {"attention_bias", "mlp_bias"}  # transformers has none
@@ -332,12 +388,26 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
 
 
+def test_defaults_of_llama4_are_those_of_transformers() -> None:
+    hf = AutoConfig.for_model("llama4").text_config
+    config = get_family("llama4").config.from_hf({"model_type": "llama4"})
+    layers = range(hf.num_hidden_layers)
+    assert config.axes["J"] == tuple(hf.moe_layers)
+    assert [config.has_rope(i) for i in layers] == [bool(has) for has in hf.no_rope_layers]
+    assert [config.is_chunked(i) for i in layers] == [kind == "chunked_attention" for kind in hf.layer_types]
+    assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
+    derived = {"rope", "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"}
+    stated = {field.name for field in fields(config)} - derived
+    assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
+
+
 @EVERY_CASE
 def test_windows_are_those_of_transformers(case: Case) -> None:
-    hf = case.hf_config()
-    raw = hf.to_diff_dict()
+    raw = case.hf_config().to_diff_dict()
+    hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
-    kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if case.model_type == "mistral" else ""] * 9
+    everywhere = case.model_type in {"mistral", "mixtral", "qwen3_moe"}
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if everywhere else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(config.windows) == windows[: hf.num_hidden_layers]
     if "layer_types" not in case.config:  # older files do without
@@ -348,7 +418,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
 def metas() -> list[Any]:
     found = []
     for folder in sorted(META.glob("*")) if META.is_dir() else []:
-        if folder.is_dir() and json.loads((folder / "config.json").read_text())["model_type"] in OURS:
+        if folder.is_dir() and json.loads((folder / "config.json").read_text())["model_type"] in {*OURS, *FAMILIES}:
             found.append(pytest.param(folder, id=folder.name))
     return found or [pytest.param(None, marks=pytest.mark.skip(reason="no ../shared/meta"))]
 
@@ -358,10 +428,16 @@ def test_released_models_map_to_their_parameter_count(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     family = find_family(raw)
     bindings = family.table.bind(family.config.from_hf(raw))
-    shapes = [shape for binding in bindings for shape in binding.dst_shapes().values()]
-    assert sum(map(prod, shapes)) == json.loads((META / "parameters.json").read_text())[folder.name]
+    trained = [binding for binding in bindings if not binding.row.buffer]
+    shapes = [shape for binding in trained for shape in binding.dst_shapes().values()]
     with gzip.open(folder / "tensors.json.gz") as file:
-        listed = {name: tuple(shape) for name, (_, shape) in json.load(file)["tensors"].items()}
+        stored = {n: TensorInfo(n, d, tuple(shape), "", 0, 0) for n, (d, shape) in json.load(file)["tensors"].items()}
+    decoded, faults = decode_names(stored, raw.get("quantization_config"))
+    assert not faults
+    listed = {name: tensor.shape for name, tensor in decoded.items()}
+    images = [listed[name] for name in listed if name.startswith(("vision_model.", "multi_modal_projector."))]
+    published = json.loads((META / "parameters.json").read_text())[folder.name]
+    assert sum(map(prod, shapes + images)) == published
     sources = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
     unread = [name for name in listed.keys() - sources.keys() if not family.table.why_ignored(name)]
     assert set(unread) <= family.table.copies.keys()
@@ -401,6 +477,33 @@ def test_a_file_of_an_older_transformers_reads() -> None:
     assert hash(config) == hash(find_family(raw).config.from_hf(raw))
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("given", [{}, {"rope_theta": 7}, {"rope_scaling": LINEAR}, {"rope_scaling": {"type": "yarn"}}])
+def test_rotary_positions_of_a_file_that_says_little(model_type: str, given: dict[str, Any]) -> None:
+    """A key that is absent has transformers' default for the family."""
+    scaling = {name: value for name, value in given.get("rope_scaling", {}).items() if name != "rope_theta"}
+    given = given | ({"rope_scaling": {"factor": 2.0} | scaling} if scaling else {})
+    theirs = AutoConfig.for_model(model_type, **json.loads(json.dumps(given))).rope_parameters
+    rope = find_family({"model_type": model_type}).config.from_hf({"model_type": model_type, **given}).rope
+    assert rope == Rope.from_hf({"rope_parameters": theirs}, model_type, 131072)
+
+
+def test_experts_in_mxfp4_have_their_axes_in_another_order(build: Any) -> None:
+    """The same parameters from either order, named as the codec names them."""
+    built = build(BY_ID["gpt_oss-many-experts"])
+    turned = {
+        name: tensor.swapaxes(1, 2) if name.endswith(("gate_up_proj", "down_proj")) else tensor
+        for name, tensor in built.tensors.items()
+    }
+    mxfp4 = replace(built.config, is_mxfp4=True)
+    for scan in (False, True):
+        plain, other = built.table(scan).bind(built.config), built.table(scan).bind(mxfp4)
+        for one, two in zip(plain, other, strict=True):
+            wanted = one(built.tensors.__getitem__)
+            for name, array in two(turned.__getitem__).items():
+                np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+
+
 UNSUPPORTED = {
     "unknown key": ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
     "unknown key, false": ("llama", {"use_rope": False}, "use_rope=False"),
@@ -432,6 +535,11 @@ UNSUPPORTED = {
     ),
     "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
     "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "softmax router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    "two shared experts": ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts=2 is not implemented"),
+    "further tokens": ("kimi_k2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 .*for kimi_k2, only 0"),
+    "beside the text": ("llama4", {"hidden_size": 8}, "hidden_size=8"),
+    "in the text": ("llama4", {"text_config": {"cross_attention": True}}, "cross_attention=True"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
 
@@ -447,6 +555,22 @@ INVALID = {
     "layer types": ("qwen3", {"layer_types": "full_attention"}, "layer_types='full_attention' is no tuple"),
     "zero": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 is less than 1"),
     "negative": ("mistral", {"sliding_window": -1}, "sliding_window=-1 is less than 1"),
+    "experts twice": ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts=4, num_local_experts=8"),
+    "too few experts": ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8 is more than num_experts=4"),
+    "one expert": ("mixtral", {"num_local_experts": 1}, "num_experts_per_tok=2 is more than num_local_experts=1"),
+    "chosen twice": ("gpt_oss", {"experts_per_token": 2}, "experts_per_token=2 is not num_experts_per_tok=4"),
+    "context twice": (
+        "gpt_oss",
+        {"initial_context_length": 9},
+        "initial_context_length=9 is not original_max_pos.*4096",
+    ),
+    "limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 is not positive"),
+    "no window of gpt_oss": (
+        "gpt_oss",
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 36},
+        "'sliding_attention' with sliding_window=None",
+    ),
+    "layer types of gpt_oss": ("gpt_oss", {"layer_types": ["linear"]}, "(?s)1 entries for num_h.*unknown 'linear'"),
     "no kv heads": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
     "heads": ("llama", {"num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
     "width": ("llama", {"hidden_size": 33}, "hidden_size=33 is no multiple of num_attention_heads=32"),
@@ -472,7 +596,23 @@ INVALID = {
     "theta": ("llama", {"rope_theta": "big"}, "rope_theta='big'"),
     "theta of 0": ("llama", {"rope_theta": 0}, "rope_theta=0 of the rotary positions is no positive number"),
     "theta of 1": ("llama", {"rope_theta": 1}, "rope_theta=1"),
-    "frequency factors": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "cannot be made"),
+    "frequency factors": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "cannot be made"),
+    "groups": ("deepseek_v3", {"n_group": 7}, "n_routed_experts=256 are not n_group=7 groups"),
+    "groups of one": ("deepseek_v3", {"n_group": 256}, "n_group=256 groups of two or more"),
+    "more groups than there are": ("deepseek_v3", {"topk_group": 9}, "topk_group=9 is more than n_group=8"),
+    "experts of groups": ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 33}, "33 is more than 1 groups have"),
+    "latent heads": ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads=8 is not num_attention_heads=128"),
+    "latent head": ("deepseek_v3", {"head_dim": 128}, "head_dim=128 is not qk_rope_head_dim=64"),
+    "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
+    "sum of heads": ("deepseek_v3", {"qk_head_dim": 128}, "qk_head_dim=128 is not the sum"),
+    "tied twice": ("llama4", {"tie_word_embeddings": True}, "True outside text_config, False inside"),
+    "text": ("llama4", {"text_config": 1}, "text_config=1 is no object"),
+    "null chunk": ("llama4", {"text_config": {"attention_chunk_size": None}}, "attention_chunk_size is null"),
+    "few rope layers": ("llama4", {"text_config": {"no_rope_layers": [1]}}, "for each of 48 layers"),
+    "few kinds of layers": ("llama4", {"text_config": {"layer_types": ["full_attention"]}}, "has 1 entries"),
+    "windows of llama4": ("llama4", {"text_config": {"layer_types": ["sliding_attention"] * 48}}, "the unknown"),
+    "few experts": ("llama4", {"text_config": {"num_experts_per_tok": 17}}, "more than 16 experts"),
+    "no floor": ("llama4", {"text_config": {"floor_scale": 0}}, "floor_scale=0 is not positive"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
 }
 
@@ -503,14 +643,15 @@ def test_the_family_of_a_config() -> None:
 
 def test_tensors_that_are_not_converted() -> None:
     for family in all_families():
-        assert family.table.why_ignored("model.layers.11.self_attn.rotary_emb.inv_freq")
-        assert family.table.copies == {"lm_head.weight": "model.embed_tokens.weight"}
+        front = "language_model." if family.name == "llama4" else ""
+        assert family.table.why_ignored(f"{front}model.layers.11.self_attn.rotary_emb.inv_freq")
+        assert family.table.copies == {f"{front}lm_head.weight": f"{front}model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize(
     ("raw", "error", "message"),
     [
-        ({"model_type": "llama4"}, UnsupportedConfig, "(?s)no family reads model_type 'llama4'.*nearest is llama"),
+        ({"model_type": "llama5"}, UnsupportedConfig, "(?s)no family reads model_type 'llama5'.*nearest is llama"),
         (
             {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
             UnsupportedConfig,

@@ -320,8 +320,7 @@ def convert(
             + (f", {_size(resumed)} from an earlier run" if resumed else ""),
             soft_wrap=True,
         )
-    for skip in plan.skipped:
-        console.print(f"  not converted: {skip.pattern} ({skip.count}): {skip.reason}", soft_wrap=True)
+    _print_skipped(console, plan)
 
 
 def _plan(resolved: Any, options: Any) -> "Plan":
@@ -354,13 +353,21 @@ def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
         )
     console = _console()
     console.print(table)
-    for skip in plan.skipped:
-        console.print(f"  not converted: {skip.pattern} ({skip.count}): {skip.reason}", soft_wrap=True)
+    _print_skipped(console, plan)
     console.print(
         f"{len(plan.source.tensors)} tensors, {_size(plan.source.nbytes)} -> {len(plan.arrays)} arrays, "
         f"{_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {_size(memory)}",
         soft_wrap=True,
     )
+
+
+def _print_skipped(console: "Console", plan: "Plan") -> None:
+    """A line for each reason, with the first patterns that it covers."""
+    for reason in dict.fromkeys(skip.reason for skip in plan.skipped):
+        own = [skip for skip in plan.skipped if skip.reason == reason]
+        shown = ", ".join(skip.pattern for skip in own[:2]) + (f" and {len(own) - 2} more" if len(own) > 2 else "")
+        count = sum(skip.count for skip in own)
+        console.print(f"  not converted: {count} tensors, {reason}: {shown}", soft_wrap=True)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------

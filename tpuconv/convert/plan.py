@@ -20,7 +20,7 @@ from tpuconv.convert.codecs import Tensor, decode_names
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
-from tpuconv.errors import MappingError, ResourceError, UsageError
+from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
 from tpuconv.sharding import MESH_AXES
 
@@ -281,8 +281,13 @@ def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes,
 
     Raises:
         UsageError: `options.layers` lies outside the model.
+        UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
     """
     if options.scan_layers:
+        if why := getattr(config, "unscannable", ""):
+            raise UnsupportedConfig(
+                f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
+            )
         table = table.stack_layers()
     bindings = table.bind(_cut_layers(config, options.layers))
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}

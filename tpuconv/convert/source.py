@@ -291,7 +291,8 @@ class _File:
 
 class Reader:
     """Reads weights of a source from any number of threads, and hashes its shards while it does: each byte is fetched
-    from the disk once. `check_cancelled` raises when the work is to stop; `hashes` is False for a part of a checkpoint."""
+    from the disk once. `check_cancelled` raises when the work is to stop. Where only a part is read, nothing
+    is hashed (`hashes`)."""
 
     def __init__(self, source: Source, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True):
         self.source = source

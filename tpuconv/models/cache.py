@@ -5,6 +5,7 @@ and decode are thereby one rule (`layers.is_visible`).
 """
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,27 @@ class KV:
     k_BSKH: jax.Array
     v_BSKH: jax.Array
 
+    @classmethod
+    def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Zeros; `shape` is [B, S], or [L, B, S]."""
+        heads = (config.axes["K"], config.axes["H"])
+        return cls(jnp.zeros(shape + heads, dtype), jnp.zeros(shape + heads, dtype))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """A pytree: pass it through `jax.jit` and donate it, then each step writes in place. `used` slots are taken."""
+    """A pytree: pass it through `jax.jit` and donate it, then each step writes in place. `used` slots are taken.
+    `layers` has an entry for each layer, or one for all: `KV`, or what the family has instead."""
 
-    layers: tuple[KV, ...] | KV
+    layers: Any
     positions_BS: jax.Array
     used: jax.Array
+
+    @classmethod
+    def empty(cls, layers: Any, batch: int, length: int) -> Self:
+        """With no slot taken of `length`."""
+        return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
     def take(self, pos_BT: jax.Array) -> "Cache":
         """The cache whose next slots are those of tokens at these positions. Their keys and values are to come."""
@@ -40,20 +53,6 @@ class Cache:
             raise UsageError(f"the cache has {slots} slots, of which {known_used} are used: {tokens} tokens do not fit")
         positions_BS = jax.lax.dynamic_update_slice(self.positions_BS, pos_BT, (0, self.used))
         return Cache(self.layers, positions_BS, self.used + tokens)
-
-
-def init_cache(
-    config: DecoderConfig, batch: int, length: int, dtype: DTypeLike = jnp.bfloat16, *, scan_layers: bool = False
-) -> Cache:
-    """An empty cache of `length` tokens, padding included. `scan_layers` as the model that will use it."""
-    L, K, H = (config.axes[letter] for letter in "LKH")
-
-    def kv(*layers: int) -> KV:
-        shape = (*layers, batch, length, K, H)
-        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    positions_BS = jnp.full((batch, length), -1, jnp.int32)
-    return Cache(kv(L) if scan_layers else tuple(kv() for _ in range(L)), positions_BS, jnp.zeros((), jnp.int32))
 
 
 def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:

@@ -18,14 +18,20 @@ NO_EFFECT = frozenset(
         # what the file describes, and who wrote it
         *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        "auto_map",
         # how weights are stored, which tpuconv.convert.codecs reads
         "quantization_config",
         # training
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
-        *("id2label", "label2id", "num_labels", "problem_type"),
+        *("router_aux_loss_coef", "router_jitter_noise"),
+        *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
+        *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
         # generation, and how a forward pass is run
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
         *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
+        *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "typical_p"),
+        *("return_dict_in_generate", "remove_invalid_values", "output_router_logits", "tf_legacy_loss"),
         *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     }
 )
@@ -35,6 +41,10 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "is_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "use_bfloat16": (False,),
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
     "partial_rotary_factor": (1.0, None),
@@ -55,6 +65,8 @@ class DecoderConfig:
     model_type: ClassVar[str]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
+    default_rope: ClassVar[Mapping[str, Any]] = {}
+    """`rope_parameters` of a config.json without any; its `rope_theta` holds where that alone is absent, too."""
 
     vocab_size: int
     hidden_size: int
@@ -78,6 +90,7 @@ class DecoderConfig:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
         values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
         config = cls(**values)
+        raw = _with_default_rope(raw, cls.default_rope)
         return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
 
     def __post_init__(self) -> None:
@@ -172,6 +185,14 @@ class WindowedConfig(DecoderConfig):
         if self.layer_types is not None:
             return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
         return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+
+
+def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")
+    theta = {name: value for name, value in default.items() if name == "rope_theta" and raw.get(name) is None}
+    if not given:
+        return {**raw, **theta, "rope_parameters": {k: v for k, v in default.items() if k != "rope_theta"}}
+    return raw if "rope_theta" in given else {**raw, **theta}
 
 
 def _refuse_unknown(

@@ -1,6 +1,8 @@
 """What nearly every decoder shares: embedding, blocks, norm, head."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, overload
 
 import jax
@@ -8,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
-from tpuconv.models.cache import KV, Cache, init_cache
+from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models.cache import KV, Cache
 from tpuconv.models.config import DecoderConfig
 from tpuconv.models.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_turns
 
@@ -36,15 +38,16 @@ class Step(NamedTuple):
 
 
 class Block(Protocol):
-    """One layer: `x_BTD` to `x_BTD`, and the keys and values of all tokens up to these."""
+    """One layer: `x_BTD` to `x_BTD`, and what the family caches of all tokens up to these, mostly `KV`."""
 
     def __call__(
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None
-    ) -> tuple[jax.Array, KV]: ...
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None
+    ) -> tuple[jax.Array, Any]: ...
 
 
 class Decoder(nnx.Module):
-    """A family's Model names its `block`, and its `norm_type` where that is another one.
+    """A family's Model names its `block`, called as (config, number of the layer, dtype=, keys=), and where they are
+    others its `norm_type` and `cached`, which makes a layer's empty entry of a cache from (config, [B, S], dtype).
 
     `scan_layers` keeps all layers in arrays with a leading axis L and runs them in one loop: it compiles sooner, and
     runs slower on TPU. `dtype` is that of the parameters and of the activations.
@@ -52,6 +55,7 @@ class Decoder(nnx.Module):
 
     block: ClassVar[Callable[..., Block]]
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+    cached: ClassVar[Callable[..., Any]] = KV.empty
 
     def __init__(
         self,
@@ -61,22 +65,32 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
+        if scan_layers and config.unscannable:
+            raise UnsupportedConfig(
+                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
+                hint="leave scan_layers out",
+            )
         keys = Keys((rngs or nnx.Rngs(0)).params())
         block_keys = jax.random.split(keys(), config.num_hidden_layers)
 
-        def new_block(key: jax.Array) -> Any:
-            return self.block(config, dtype=dtype, keys=Keys(key))
+        def new_block(layer: int, key: jax.Array) -> Any:
+            return self.block(config, layer, dtype=dtype, keys=Keys(key))
 
         self.config = config
         self.scan_layers = scan_layers
         self.embed = Embed(config.axes, dtype=dtype, keys=keys)
-        self.layers = nnx.vmap(new_block)(block_keys) if scan_layers else nnx.List(map(new_block, block_keys))
+        one_for_all = nnx.vmap(partial(new_block, 0))
+        self.layers = one_for_all(block_keys) if scan_layers else nnx.List(map(new_block, count(), block_keys))
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for this model, of `length` tokens, padding included."""
-        return init_cache(self.config, batch, length, self.embed.embedding.dtype, scan_layers=self.scan_layers)
+        L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype
+        if self.scan_layers:
+            return Cache.empty(self.cached(self.config, (L, batch, length), dtype), batch, length)
+        layers = tuple(self.cached(self.config, (batch, length), dtype) for _ in range(L))
+        return Cache.empty(layers, batch, length)
 
     @overload
     def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array: ...
@@ -99,7 +113,7 @@ class Decoder(nnx.Module):
             )
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        turns = rope_turns(self.config.rope, self.config.axes["H"], pos_BT)
+        turns = rope_turns(self.config.rope, self.config.rope_dim, pos_BT)
         x_BTD = self.embed(ids_BT)
         if cache is None:
             x_BTD, _ = self._run(x_BTD, Step(pos_BT, pos_BT, 0, turns), None)

@@ -26,7 +26,7 @@ class Keys:
 
 
 @partial(jax.jit, static_argnums=(1, 2))  # traced once for each shape, not for each of 80 layers
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return 0.02 * jax.random.normal(key, shape, dtype)
 
 
@@ -38,7 +38,7 @@ class Einsum(nnx.Module):
         operands, output = equation.split("->")
         x, kernel = operands.split(",")
         self.equation = equation
-        self.kernel = nnx.Param(_normal(keys(), tuple(sizes[letter] for letter in kernel), dtype))
+        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in kernel), dtype))
         bias_shape = tuple(sizes[letter] for letter in output if letter not in x)
         self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if bias else None
 
@@ -51,7 +51,7 @@ class Embed(nnx.Module):
     """The vector of every token; `attend` is the head of a model whose logits share the matrix."""
 
     def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
-        self.embedding = nnx.Param(_normal(keys(), (sizes["V"], sizes["D"]), dtype))
+        self.embedding = nnx.Param(normal(keys(), (sizes["V"], sizes["D"]), dtype))
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         # An id beyond the vocabulary gives NaN, not another token's vector.
@@ -92,6 +92,12 @@ def apply_rope(x_BTNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Arr
     cos, sin = turns
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def deinterleave(x_BTNH: jax.Array) -> jax.Array:
+    """Brings the pairs (2i, 2i + 1) of every head, which some families turn, to (i, i + H/2), which `apply_rope` does.
+    Queries and keys are reordered alike, so that their products stay as they are."""
+    return jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
 
 
 def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) -> jax.Array:

@@ -16,7 +16,13 @@ FAMILIES: Mapping[str, str] = {
     "llama": "tpuconv.models.llama.family:FAMILY",
     "qwen2": "tpuconv.models.qwen2.family:FAMILY",
     "qwen3": "tpuconv.models.qwen3.family:FAMILY",
+    "qwen3_moe": "tpuconv.models.qwen3_moe.family:FAMILY",
+    "mixtral": "tpuconv.models.mixtral.family:FAMILY",
+    "gpt_oss": "tpuconv.models.gpt_oss.family:FAMILY",
     "olmo2": "tpuconv.models.olmo2.family:FAMILY",
+    "deepseek_v3": "tpuconv.models.deepseek_v3.family:FAMILY",
+    "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
+    "llama4": "tpuconv.models.llama4.family:FAMILY",
 }
 """The families of this package. Those of others register by an entry point, name to `Family`, in `GROUP`."""
 

@@ -93,7 +93,7 @@ class Rope:
                 del values[name]
         _check_numbers(values | {"rope_theta": theta})
         rope = cls(kind, theta, **values)
-        if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor):
+        if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor):
             raise ConfigError(f"config.json: rotary positions cannot be made of rope_theta={theta}, {key}={given!r}")
         return rope
 
@@ -118,7 +118,8 @@ class Rope:
         wavelengths = np.float32(2 * math.pi) / rates
         original = self.original_max_position_embeddings
         turns = np.float32(original) / wavelengths
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        width = self.high_freq_factor - self.low_freq_factor or 1.0  # 0: there is nothing between
+        blend = (turns - self.low_freq_factor) / width
         blended = (1 - blend) * rates / self.factor + blend * rates
         slow = wavelengths > original / self.low_freq_factor
         fast = wavelengths < original / self.high_freq_factor

@@ -43,7 +43,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind its norm and added to what came in."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

@@ -55,7 +55,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: the outputs of attention and of feed-forward are normed, then added to what came in."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.post_attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, keys=keys)

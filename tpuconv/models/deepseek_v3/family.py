@@ -1,0 +1,198 @@
+"""DeepSeek V3, R1 and V3.1: what config.json says, and which tensor becomes which parameter."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.convert.table import Map, MappingTable, under
+from tpuconv.models.config import DecoderConfig
+from tpuconv.models.registry import Family
+from tpuconv.models.rope import PLAIN_ROPE, Rope
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """What config.json says. `head_dim` and `qk_head_dim` follow from other keys; transformers writes them."""
+
+    model_type: ClassVar[str] = "deepseek_v3"
+    only: ClassVar = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        "n_shared_experts": (1,),
+    }
+    least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 61
+    num_nextn_predict_layers: int = 1
+    num_attention_heads: int = 128
+    num_key_value_heads: int | None = 128
+    head_dim: int | None = None
+    n_routed_experts: int = 256
+    routed_scaling_factor: float = 2.5
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    qk_head_dim: int | None = None
+    v_head_dim: int = 128
+    n_group: int = 8
+    topk_group: int = 4
+    num_experts_per_tok: int = 8
+    first_k_dense_replace: int = 3
+    norm_topk_prob: bool = True
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    rope_interleave: bool = True
+    attention_bias: bool = False
+
+    def contradictions(self) -> Iterator[str]:
+        heads, experts = self.num_attention_heads, self.n_routed_experts
+        if self.num_key_value_heads not in (None, heads):
+            yield f"num_key_value_heads={self.num_key_value_heads} is not num_attention_heads={heads}"
+        if self.head_dim not in (None, self.qk_rope_head_dim):
+            yield f"head_dim={self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
+        if self.qk_head_dim not in (None, self.qk_nope_head_dim + self.qk_rope_head_dim):
+            yield f"qk_head_dim={self.qk_head_dim} is not the sum of qk_nope_head_dim and qk_rope_head_dim"
+        if self.qk_rope_head_dim % 2:
+            yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd: rotary positions need pairs"
+        if self.rms_norm_eps < 0:
+            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+        if experts % self.n_group or experts // self.n_group < 2:
+            yield f"n_routed_experts={experts} are not n_group={self.n_group} groups of two or more"
+        elif self.topk_group > self.n_group:
+            yield f"topk_group={self.topk_group} is more than n_group={self.n_group}"
+        elif self.num_experts_per_tok > self.topk_group * (experts // self.n_group):
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than {self.topk_group} groups have"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        dense = min(self.first_k_dense_replace, self.num_hidden_layers)
+        return {
+            "D": self.hidden_size,
+            "N": self.num_attention_heads,
+            "K": self.num_attention_heads,
+            "G": 1,
+            "H": self.v_head_dim,
+            "P": self.qk_nope_head_dim,
+            "R": self.qk_rope_head_dim,
+            "C": self.kv_lora_rank,
+            "Q": self.q_lora_rank or self.hidden_size,
+            "F": self.intermediate_size,
+            "E": self.n_routed_experts,
+            "M": self.moe_intermediate_size,
+            "V": self.vocab_size,
+            "L": self.num_hidden_layers,
+            "I": tuple(range(dense)),
+            "J": tuple(range(dense, self.num_hidden_layers)),
+        }
+
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def unscannable(self) -> str:
+        return "its dense layers and those with experts have different parameters"
+
+    @property
+    def has_query_latent(self) -> bool:
+        """Whether queries are made of a latent vector, as keys and values are."""
+        return self.q_lora_rank is not None
+
+    @property
+    def has_plain_query(self) -> bool:
+        """Whether queries are made of the hidden state at once."""
+        return not self.has_query_latent
+
+    @property
+    def has_query_latent_bias(self) -> bool:
+        """Whether the query's latent vector has a bias."""
+        return self.has_query_latent and self.attention_bias
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention scores. YaRN sharpens attention, by `mscale_all_dim` here rather than in the
+        rotary positions, of which only a part of each head has any."""
+        scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+        if self.rope.mscale_all_dim and self.rope.factor > 1:
+            scale *= (0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1) ** 2
+        return scale
+
+
+QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
+KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
+            Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
+            Map("self_attn.q_a_proj.bias", "attn.q_a.bias", "Q", when="has_query_latent_bias"),
+            Map("self_attn.q_a_layernorm.weight", "attn.q_a_norm.scale", "Q", when="has_query_latent"),
+            Map("self_attn.q_b_proj.weight", QUERIES, "(N (P + R)) Q -> Q N P, Q N R", when="has_query_latent"),
+            Map("self_attn.kv_a_proj_with_mqa.weight", KEYS_VALUES, "(C + R) D -> D C, D R"),
+            Map(
+                "self_attn.kv_a_proj_with_mqa.bias",
+                ("attn.kv_a.bias", "attn.k_rope.bias"),
+                "(C + R) -> C, R",
+                when="attention_bias",
+            ),
+            Map("self_attn.kv_a_layernorm.weight", "attn.kv_a_norm.scale", "C"),
+            Map(
+                "self_attn.kv_b_proj.weight",
+                ("attn.k_b.kernel", "attn.v_b.kernel"),
+                "(N (P + H)) C -> C N P, C N H",
+            ),
+            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+        ),
+        *under(
+            "model.layers.{I}.mlp",
+            "layers.{I}.mlp",
+            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
+            Map("up_proj.weight", "up.kernel", "F D -> D F"),
+            Map("down_proj.weight", "down.kernel", "D F -> F D"),
+        ),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+            Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
+            Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
+            Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
+            Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
+            Map("shared_experts.up_proj.weight", "shared.up.kernel", "M D -> D M"),
+            Map("shared_experts.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+        ),
+        Map("model.norm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={
+        "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
+        "model.layers.61.*": "the layer that predicts a further token (MTP), which the model's own logits do not need",
+    },
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = Family(
+    name="deepseek_v3",
+    summary="DeepSeek V3, R1, V3.1",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.deepseek_v3.modules:Model",
+    architectures={"DeepseekV3ForCausalLM": "deepseek_v3"},
+)

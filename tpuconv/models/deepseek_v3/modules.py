@@ -1,0 +1,181 @@
+"""DeepSeek V3 (arXiv:2412.19437), read from top to bottom."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.deepseek_v3.family import Config
+from tpuconv.models.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
+from tpuconv.models.moe import Experts
+
+LATENT_EPS = 1e-6
+"""Of the norms of latent vectors, whatever config.json says of the others."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Latent:
+    """What a layer caches: of each token the latent vector of all heads' keys and values, and the one rotary key."""
+
+    c_BSC: jax.Array
+    k_BSR: jax.Array
+
+    @classmethod
+    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Zeros; `shape` is [B, S]."""
+        return cls(jnp.zeros((*shape, config.axes["C"]), dtype), jnp.zeros((*shape, config.axes["R"]), dtype))
+
+    def extended(self, new: "Latent", slot: jax.Array | int) -> "Latent":
+        """With the new tokens' written at `slot`."""
+        at = (0, slot, 0)
+        return Latent(
+            jax.lax.dynamic_update_slice(self.c_BSC, new.c_BSC.astype(self.c_BSC.dtype), at),
+            jax.lax.dynamic_update_slice(self.k_BSR, new.k_BSR.astype(self.k_BSR.dtype), at),
+        )
+
+
+class Attention(nnx.Module):
+    """Multi-head latent attention (arXiv:2405.04434), x [B, T, D] to [B, T, D], and what is cached of all tokens
+    so far. A head's query and key have a part P without position and a part R with rotary position."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias = config.axes, config.attention_bias
+        self.sizes, self.interleaved, self.score_scale = sizes, config.rope_interleave, config.score_scale
+        self.q_a = Einsum("BTD,DQ->BTQ", sizes, bias=bias, dtype=dtype, keys=keys) if config.has_query_latent else None
+        self.q_a_norm = RMSNorm("Q", sizes, LATENT_EPS, dtype=dtype) if config.has_query_latent else None
+        self.q_nope = Einsum("BTQ,QNP->BTNP", sizes, dtype=dtype, keys=keys)  # without q_a, Q is D
+        self.q_rope = Einsum("BTQ,QNR->BTNR", sizes, dtype=dtype, keys=keys)
+        self.kv_a = Einsum("BTD,DC->BTC", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k_rope = Einsum("BTD,DR->BTR", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.kv_a_norm = RMSNorm("C", sizes, LATENT_EPS, dtype=dtype)
+        self.k_b = Einsum("BSC,CNP->BSNP", sizes, dtype=dtype, keys=keys)
+        self.v_b = Einsum("BSC,CNH->BSNH", sizes, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
+    ) -> tuple[jax.Array, Latent]:
+        x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
+        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._turned(self.q_rope(x_BTQ), step)
+        k_BTR = self._turned(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
+        new = Latent(self.kv_a_norm(self.kv_a(x_BTD)), k_BTR)
+        kv = new if kv is None else kv.extended(new, step.slot)
+
+        visible_BTS = step.visible(window)
+        T, S = visible_BTS.shape[1:]
+        C, P, H = (self.sizes[letter] for letter in "CPH")
+        # Multiplications for each head: keys and values of all S tokens, or queries and outputs of T in the latent
+        # space (the absorbed form), then scores and sums as wide as those are.
+        expanding, absorbing = S * C * (P + H) + T * S * (P + H), T * C * (P + H) + T * S * 2 * C
+        y_BTNH = (self._expanded if expanding <= absorbing else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
+        return self.o(y_BTNH), kv
+
+    def _turned(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
+        return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.turns_in(x_BTNR.dtype))
+
+    def _expanded(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+        """With the keys and values of every head."""
+        scores_BNTS = jnp.einsum("BTNP,BSNP->BNTS", q_BTNP, self.k_b(kv.c_BSC), preferred_element_type=jnp.float32)
+        weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
+        return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, self.v_b(kv.c_BSC))
+
+    def _absorbed(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+        """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
+        what comes out. The same numbers, and a step reads no more than the cache."""
+        q_BTNC = jnp.einsum("BTNP,CNP->BTNC", q_BTNP, self.k_b.kernel[...])
+        scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
+        weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
+        y_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC)
+        return jnp.einsum("BTNC,CNH->BTNH", y_BTNC, self.v_b.kernel[...])
+
+    def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+        """Of the scores without position and those with."""
+        scores_BNTS += jnp.einsum("BTNR,BSR->BNTS", q_BTNR, kv.k_BSR, preferred_element_type=jnp.float32)
+        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, HIDDEN)
+        return jax.nn.softmax(scores_BNTS, axis=-1).astype(q_BTNR.dtype)
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The letter `F` is that of its width."""
+
+    def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
+        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Router(nnx.Module):
+    """x [B, T, D] to the X experts of each token and their weights, [B, T, X]. Experts are in groups, of which some are
+    chosen first. `correction` evens out how often experts are chosen, and does not change the weights. In float32: a
+    score that is a little off is another expert."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        self.config = config
+        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
+        scores_BTE = nnx.sigmoid(jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST))
+        wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+
+        groups = wanted_BTE.reshape(*wanted_BTE.shape[:2], config.n_group, -1)
+        best_two = jax.lax.top_k(groups, 2)[0].sum(-1)
+        chosen = jax.nn.one_hot(jax.lax.top_k(best_two, config.topk_group)[1], config.n_group).sum(-2) > 0
+        wanted_BTE = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(wanted_BTE.shape)
+
+        ids_BTX = jax.lax.top_k(wanted_BTE, config.num_experts_per_tok)[1]
+        weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
+        if config.norm_topk_prob:
+            weights_BTX /= weights_BTX.sum(-1, keepdims=True) + 1e-20
+        return ids_BTX, weights_BTX * config.routed_scaling_factor
+
+
+class MoE(Experts):
+    """The chosen experts and the shared one, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.router = Router(config, dtype=dtype, keys=keys)
+        self.shared = MLP(config, "M", dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x_BTD, *self.router(x_BTD)) + self.shared(x_BTD)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a feed-forward network or experts, each behind its norm and added to what came in."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, dtype=dtype, keys=keys)
+        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        if layer in config.axes["J"]:
+            self.moe = MoE(config, dtype=dtype, keys=keys)
+        else:
+            self.mlp = MLP(config, "F", dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
+    ) -> tuple[jax.Array, Latent]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        feed_forward: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return x_BTD + feed_forward(self.mlp_norm(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    cached = Latent.empty

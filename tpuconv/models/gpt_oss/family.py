@@ -1,0 +1,141 @@
+"""gpt-oss: what config.json says, and which tensor becomes which parameter."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.convert.table import Map, MappingTable, under
+from tpuconv.models.config import DecoderConfig
+from tpuconv.models.registry import Family
+from tpuconv.models.rope import Rope
+
+ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
+"""Without any in config.json."""
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """What config.json says, and whether the experts are stored in MXFP4, with their axes in another order.
+    `intermediate_size` is that of one expert. `experts_per_token` and `initial_context_length` repeat what other keys
+    say."""
+
+    model_type: ClassVar[str] = "gpt_oss"
+    default_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": ROPE.type,
+        "rope_theta": ROPE.theta,
+        "factor": ROPE.factor,
+        "original_max_position_embeddings": ROPE.original_max_position_embeddings,
+        "truncate": ROPE.truncate,
+    }
+
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 64
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    experts_per_token: int | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    max_position_embeddings: int = 131072
+    initial_context_length: int | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = ROPE
+    sliding_window: int | None = 128
+    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool = True
+    is_mxfp4: bool = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        quantization = raw.get("quantization_config")
+        is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+        return replace(super().from_hf(raw), is_mxfp4=is_mxfp4)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        chosen, context = self.num_experts_per_tok, self.initial_context_length
+        if chosen > self.num_local_experts:
+            yield f"num_experts_per_tok={chosen} is more than num_local_experts={self.num_local_experts}"
+        if self.experts_per_token not in (None, chosen):
+            yield f"experts_per_token={self.experts_per_token} is not num_experts_per_tok={chosen}"
+        if self.rope.type == "yarn" and context not in (None, self.rope.original_max_position_embeddings):
+            yield (
+                f"initial_context_length={context} is not "
+                f"original_max_position_embeddings={self.rope.original_max_position_embeddings}"
+            )
+        if self.swiglu_limit <= 0:
+            yield f"swiglu_limit={self.swiglu_limit} is not positive"
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            yield "layer_types has 'sliding_attention' with sliding_window=None"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        if self.layer_types is None:
+            return tuple(None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers))
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the experts are stored as they are multiplied: (in, out)."""
+        return not self.is_mxfp4
+
+
+GATE_UP = ("moe.gate.kernel", "moe.up.kernel")
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
+            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+            Map("self_attn.sinks", "attn.sinks", "N"),
+            Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
+            Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
+            Map("mlp.router.bias", "moe.router.bias", "E"),
+            # Gate and up alternate. The orientation depends on how the experts are stored.
+            Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
+            Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
+            Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),
+            Map("mlp.experts.down_proj", "moe.down.kernel", "E M D", when="is_plain"),
+            Map("mlp.experts.down_proj", "moe.down.kernel", "E D M -> E M D", when="is_mxfp4"),
+            Map("mlp.experts.down_proj_bias", "moe.down.bias", "E D"),
+        ),
+        Map("model.norm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = Family(
+    name="gpt_oss",
+    summary="gpt-oss",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.gpt_oss.modules:Model",
+    architectures={"GptOssForCausalLM": "gpt_oss"},
+)

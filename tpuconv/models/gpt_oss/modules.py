@@ -1,0 +1,100 @@
+"""gpt-oss (arXiv:2508.10925), read from top to bottom."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models import layers
+from tpuconv.models.cache import KV, remember
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.gpt_oss.family import Config
+from tpuconv.models.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
+from tpuconv.models.moe import Expert, Rows
+
+
+class RMSNorm(layers.RMSNorm):
+    """Scaled first, then rounded."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array, sinks_N: jax.Array
+) -> jax.Array:
+    """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
+    sinks_BKGT1 = jnp.broadcast_to(
+        sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores_BKGTS.shape[:-1], 1)
+    )
+    weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
+    y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :-1].astype(q_BTNH.dtype), v_BSKH)
+    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+class Attention(nnx.Module):
+    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias = config.axes, config.attention_bias
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype))
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        turns = step.turns_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), turns)
+        kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window), self.sinks[...])), kv
+
+
+class MoE(nnx.Module):
+    """The X experts of each token with the highest scores, x [B, T, D] to [B, T, D]; their scores alone make their
+    weights. Inside an expert gate and up are clamped, and up is used as 1 + up."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.config = config
+        self.router = Einsum("BTD,DE->BTE", sizes, bias=True, dtype=dtype, keys=keys)
+        self.gate = Expert("EDM", sizes, bias=True, dtype=dtype, keys=keys)
+        self.up = Expert("EDM", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Expert("EMD", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        scores_BTX, ids_BTX = jax.lax.top_k(self.router(x_BTD), self.config.num_experts_per_tok)
+        rows = Rows.of(x_BTD, ids_BTX, self.config.num_local_experts)
+        limit = self.config.swiglu_limit
+        gate = jnp.minimum(self.gate(rows.x, rows), limit)
+        up = jnp.clip(self.up(rows.x, rows), -limit, limit)
+        hidden = (up + 1) * (gate * nnx.sigmoid(gate * self.config.swiglu_alpha))
+        return rows.summed(self.down(hidden, rows), nnx.softmax(scores_BTX))
+
+
+class Block(nnx.Module):
+    """One layer: attention and experts, each behind its norm and added to what came in."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, dtype=dtype, keys=keys)
+        self.moe_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe = MoE(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.moe(self.moe_norm(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = RMSNorm

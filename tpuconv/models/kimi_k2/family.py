@@ -1,0 +1,25 @@
+"""Kimi K2: DeepSeek V3 with other sizes, without a layer that predicts further tokens."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """What config.json says, with DeepSeek's keys and defaults."""
+
+    model_type: ClassVar[str] = "kimi_k2"
+    only: ClassVar = {**deepseek_v3.Config.only, "num_nextn_predict_layers": (0,)}
+
+
+FAMILY = Family(
+    name="kimi_k2",
+    summary="Kimi K2",
+    config=Config,
+    table=deepseek_v3.TABLE,
+    model="tpuconv.models.kimi_k2.modules:Model",
+    architectures={"DeepseekV3ForCausalLM": "kimi_k2"},
+)

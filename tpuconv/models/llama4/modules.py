@@ -1,0 +1,112 @@
+"""Llama 4, the text model, read from top to bottom."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.cache import KV, remember
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
+from tpuconv.models.llama4.family import Config
+from tpuconv.models.moe import Experts
+
+
+class Attention(nnx.Module):
+    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Most layers have rotary positions and see
+    their token's chunk; the others tell positions by the causal mask alone and see everything."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias = config.axes, config.attention_bias
+        self.config = config
+        self.has_rope = config.has_rope(layer)
+        self.chunk = config.attention_chunk_size if config.is_chunked(layer) else None
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH, k_BTKH = self.q(x_BTD), self.k(x_BTD)
+        if self.has_rope:
+            q_BTNH, k_BTKH = self._turned(q_BTNH, step), self._turned(k_BTKH, step)
+        elif self.config.attn_temperature_tuning:
+            q_BTNH = (q_BTNH * self._sharpness(step.pos_BT)[:, :, None, None]).astype(q_BTNH.dtype)
+        kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
+        visible_BTS = step.visible(window)
+        if self.chunk is not None:
+            visible_BTS &= step.pos_BT[:, :, None] // self.chunk == step.pos_BS[:, None, :] // self.chunk
+        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, visible_BTS)), kv
+
+    def _turned(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
+        """With rotary positions, in float32, and then normed, each head on its own and without weights."""
+        x_BTNH = apply_rope(deinterleave(x_BTNH), step.turns)
+        if not self.config.use_qk_norm:
+            return x_BTNH
+        return normalize(x_BTNH, 1, self.config.rms_norm_eps).astype(x_BTNH.dtype)
+
+    def _sharpness(self, pos_BT: jax.Array) -> jax.Array:
+        """Scores grow with the logarithm of the position (arXiv:2501.19399): many keys would blur attention."""
+        floor = jnp.floor((pos_BT.astype(jnp.float32) + 1) / self.config.floor_scale)
+        return jnp.log1p(floor) * self.config.attn_scale + 1
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The letter `F` is that of its width."""
+
+    def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
+        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class MoE(Experts):
+    """The X chosen experts and the shared one, x [B, T, D] to [B, T, D]. An expert's weight scales what goes in, not
+    what comes out."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.chosen = config.num_experts_per_tok
+        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.shared = MLP(config, "M", dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        B, T, D = x_BTD.shape
+        scores_BTX, ids_BTX = jax.lax.top_k(self.router(x_BTD), self.chosen)
+        weights_BTX = nnx.sigmoid(scores_BTX.astype(jnp.float32)).astype(x_BTD.dtype)
+        # A token that goes to X experts is X tokens to them, each with its own weight.
+        x_BUD = (x_BTD[:, :, None] * weights_BTX[..., None]).reshape(B, T * self.chosen, D)
+        ids_BU1 = ids_BTX.reshape(B, T * self.chosen, 1)
+        y_BUD = super().__call__(x_BUD, ids_BU1, jnp.ones(ids_BU1.shape, jnp.float32))
+        return self.shared(x_BTD) + y_BUD.reshape(B, T, self.chosen, D).sum(axis=2)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a feed-forward network or experts, each behind its norm and added to what came in."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, layer, dtype=dtype, keys=keys)
+        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        if layer in config.axes["J"]:
+            self.moe = MoE(config, dtype=dtype, keys=keys)
+        else:
+            self.mlp = MLP(config, "F", dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        feed_forward: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return x_BTD + feed_forward(self.mlp_norm(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

@@ -1,0 +1,64 @@
+"""Mixtral (arXiv:2401.04088), read from top to bottom."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.cache import KV, remember
+from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.mixtral.family import Config
+from tpuconv.models.moe import Experts
+
+
+class Attention(nnx.Module):
+    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.q = Einsum("BTD,DNH->BTNH", sizes, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        turns = step.turns_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), turns)
+        kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+
+
+class MoE(Experts):
+    """The most probable X experts of each token, x [B, T, D] to [B, T, D]. Their weights stay in float32."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.chosen = config.num_experts_per_tok
+        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        shares_BTE = nnx.softmax(self.router(x_BTD).astype(jnp.float32))
+        weights_BTX, ids_BTX = jax.lax.top_k(shares_BTE, self.chosen)
+        return super().__call__(x_BTD, ids_BTX, weights_BTX / weights_BTX.sum(axis=-1, keepdims=True))
+
+
+class Block(nnx.Module):
+    """One layer: attention and experts, each behind its norm and added to what came in."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, dtype=dtype, keys=keys)
+        self.moe_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe = MoE(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.moe(self.moe_norm(x_BTD)), kv
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

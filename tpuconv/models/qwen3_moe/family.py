@@ -1,0 +1,144 @@
+"""Qwen3, mixture of experts: what config.json says, and which tensor becomes which parameter."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.convert.table import Map, MappingTable, under
+from tpuconv.errors import ConfigError
+from tpuconv.models.config import DecoderConfig
+from tpuconv.models.registry import Family
+from tpuconv.models.rope import PLAIN_ROPE, Rope
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """What config.json says. `max_window_layers` is written and, other than in the dense Qwen3, read by nobody: a
+    window is that of all layers."""
+
+    model_type: ClassVar[str] = "qwen3_moe"
+    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    moe_intermediate_size: int = 768
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = None
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int | None = None
+    attention_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """transformers 5 writes `num_local_experts` where the released files have `num_experts`."""
+        raw = dict(raw)
+        newer = raw.pop("num_local_experts", None)
+        if newer is not None and raw.setdefault("num_experts", newer) != newer:
+            raise ConfigError(f"config.json: num_experts={raw['num_experts']!r}, num_local_experts={newer!r}")
+        return super().from_hf(raw)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        dense = set(self.mlp_only_layers or ())
+        layers = range(self.num_hidden_layers)
+        sparse = tuple(i for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0)
+        return {
+            **super().axes,
+            "E": self.num_experts,
+            "M": self.moe_intermediate_size,
+            "I": tuple(i for i in layers if i not in sparse),
+            "J": sparse,
+        }
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return not self.axes["I"]
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has one feed-forward network in place of experts."""
+        return not self.all_experts
+
+    @property
+    def unscannable(self) -> str:
+        return "its dense layers and those with experts have different parameters" if self.some_dense else ""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
+
+
+def _when(condition: str, *rows: Map) -> tuple[Map, ...]:
+    return tuple(replace(row, when=condition) for row in rows)
+
+
+MOE = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
+)
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
+            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+            Map("self_attn.q_norm.weight", "attn.q_norm.scale", "H"),
+            Map("self_attn.k_norm.weight", "attn.k_norm.scale", "H"),
+            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+        ),
+        # With {L} all layers can be stacked; with {J} they stay apart, as some are dense.
+        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE)),
+        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE)),
+        *under(
+            "model.layers.{I}.mlp",
+            "layers.{I}.mlp",
+            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
+            Map("up_proj.weight", "up.kernel", "F D -> D F"),
+            Map("down_proj.weight", "down.kernel", "D F -> F D"),
+        ),
+        Map("model.norm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = Family(
+    name="qwen3_moe",
+    summary="Qwen3, mixture of experts",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.qwen3_moe.modules:Model",
+    architectures={"Qwen3MoeForCausalLM": "qwen3_moe"},
+)
