@@ -76,6 +76,7 @@ class Tensor:
         scales_RC = self.scheme.decode_scales(scales.view(DTYPES[self.scales.dtype]))
         scales_RC = scales_RC.reshape(-1, -(-columns // block_columns))
         strip = max(1, STRIP_BYTES // (4 * columns))
+        buffer = np.empty(min(out.size, strip * columns), np.float32)
         done = 0
         while done < out.size:
             row, first = divmod(start + done, columns)
@@ -83,8 +84,8 @@ class Tensor:
             rows = min((out.size - done) // columns, strip, strip if block_rows == 1 else block_rows - row % block_rows)
             rows = max(1, rows) if first == 0 else 1
             count = min(rows * columns, columns - first if rows == 1 else out.size, out.size - done)
-            part = np.take(self.scheme.table, raw[self.stored_bytes(done) : self.stored_bytes(done + count)], axis=0)
-            part = part.reshape(rows, -1)
+            part = buffer[:count].reshape(rows, -1)
+            self.scheme.look_up(raw[self.stored_bytes(done) : self.stored_bytes(done + count)], buffer[:count])
             own = scales_RC[row : row + rows] if block_rows == 1 else scales_RC[row // block_rows][None]
             if part.shape[1] == own.shape[1] * block_columns:
                 blocks = part.reshape(rows, -1, block_columns)

@@ -6,6 +6,7 @@ v1.0. compressed-tensors: the formats `float-quantized` and `pack-quantized` of 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -46,6 +47,20 @@ class Scheme:
     extra: tuple[str, ...] = ()
     groups_apart: bool = False
     decode_scales: Callable[[np.ndarray], np.ndarray] = lambda scales: scales.astype(np.float32)
+
+    @cached_property
+    def _pairs(self) -> np.ndarray:
+        """The values of two bytes at once, as one element each: half the look-ups."""
+        table = self.table.reshape(256, -1)
+        pairs = np.concatenate([np.tile(table, (256, 1)), np.repeat(table, 256, axis=0)], axis=1)
+        return pairs.view({8: np.uint64, 16: np.complex128}[pairs.itemsize * pairs.shape[1]]).reshape(-1)
+
+    def look_up(self, codes: np.ndarray, out: np.ndarray) -> None:
+        """The values of bytes, without their scales, in order. `out` is flat and float32."""
+        if codes.size % 2:
+            out[...] = self.table[codes].reshape(-1)
+        else:
+            np.take(self._pairs, codes.view(np.uint16), out=out.view(self._pairs.dtype), mode="clip")
 
     def encodes(self, info: TensorInfo) -> bool:
         return info.dtype == self.dtype
