@@ -225,7 +225,8 @@ class _Memory:
             first = at
             for name, start, count in parts:
                 out = self.values[at : at + count * dtype.itemsize].view(dtype)
-                plan.tensors[name].read(reader, start, self.raw, out)
+                with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
+                    plan.tensors[name].read(reader, start, self.raw, out)
                 at += out.nbytes
             sources.append(self.values[first:at].view(dtype).reshape(shape))
         return sources
