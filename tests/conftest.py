@@ -1,4 +1,4 @@
-"""Property tests take the time that a loaded machine needs, and the same examples in every continuous-integration run."""
+"""Property tests take the time that a loaded machine needs, and the same examples in every run of CI."""
 
 import os
 
