@@ -113,7 +113,7 @@ def build(plan: Plan, sha256: Mapping[str, str | None], checksums: Mapping[str, 
         "versions": {library: version(library) for library in LIBRARIES},
         "parameters": plan.parameters,
         "bytes": plan.output_bytes,
-        "skipped": [{"pattern": s.pattern, "count": s.count, "reason": s.reason} for s in plan.skipped],
+        "skipped": [vars(skip) for skip in plan.skipped],
         "arrays": {
             array.name: {
                 "shape": array.shape,

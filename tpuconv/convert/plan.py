@@ -94,6 +94,10 @@ class Piece:
     def sizes(self) -> dict[str, int]:
         return cut_sizes(self.binding.sizes, self.ranges)
 
+    @property
+    def elements(self) -> int:
+        return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
+
     def reads(self) -> Iterator[list[tuple[str, int, int]]]:
         """For every source tensor of the layout the parts to read: name, first element, number of elements."""
         layout, sizes = self.binding.layout, self.binding.sizes
@@ -221,9 +225,7 @@ class Plan:
 
     def piece_bytes(self, piece: Piece) -> tuple[int, int]:
         """Bytes read, scales aside, and bytes of the values."""
-        elements = sum(map(prod, piece.binding.layout.src_shapes(piece.sizes)))
-        tensor = self.tensors[piece.binding.src[0].names[0]]
-        return tensor.stored_bytes(elements), elements * self.target_dtype(piece.binding).itemsize
+        return _stored_bytes(self.tensors, piece), piece.elements * self.target_dtype(piece.binding).itemsize
 
     @cached_property
     def fingerprint(self) -> str:
@@ -246,7 +248,7 @@ class Plan:
             "family": self.family,
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
             "mapped": self.mapped,
-            "skipped": [{"pattern": s.pattern, "count": s.count, "reason": s.reason} for s in self.skipped],
+            "skipped": [vars(skip) for skip in self.skipped],
             "unmapped": list(self.unmapped),
             "faults": list(self.faults),
             "parameters": self.parameters,
@@ -470,11 +472,15 @@ def _units(source: Source, tensors: Mapping[str, Tensor], pieces: list[Piece]) -
     size = 0
     for piece in sorted(pieces, key=place):
         own.append(piece)
-        elements = sum(map(prod, piece.binding.layout.src_shapes(piece.sizes)))
-        size += tensors[piece.binding.src[0].names[0]].stored_bytes(elements)
+        size += _stored_bytes(tensors, piece)
         if size >= UNIT_BYTES:
             units.append(Unit(f"u{len(units):05d}", tuple(own), size))
             own, size = [], 0
     if own:
         units.append(Unit(f"u{len(units):05d}", tuple(own), size))
     return tuple(units)
+
+
+def _stored_bytes(tensors: Mapping[str, Tensor], piece: Piece) -> int:
+    """Bytes in which the values of a piece are stored, scales aside."""
+    return tensors[piece.binding.src[0].names[0]].stored_bytes(piece.elements)

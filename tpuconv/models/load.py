@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
@@ -44,13 +45,13 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     targets = {name: _target(value, _sharding(manifest, name, mesh)) for name, value in flat.items()}
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(manifest.params.absolute(), _nest(targets))
+            restored = checkpointer.restore(manifest.params.absolute(), unflatten_dict(targets, sep="."))  # type: ignore[no-untyped-call]
     except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
         raise CorruptOutput(
             f"{ckpt} cannot be restored: {str(e).partition(chr(10))[0][:200]}",
             hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
-    arrays = dict(_flatten(restored))
+    arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
     model: nnx.Module = nnx.merge(
         graphdef, nnx.from_flat_state([(p, v.replace(arrays[_name(p)])) for p, v in nnx.to_flat_state(state)])
     )
@@ -94,21 +95,3 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
 
 def _name(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[leaf] = value
-    return tree
-
-
-def _flatten(tree: Mapping[str, Any], front: str = "") -> list[tuple[str, Any]]:
-    out = []
-    for key, value in tree.items():
-        out += _flatten(value, f"{front}{key}.") if isinstance(value, dict) else [(front + key, value)]
-    return out
