@@ -103,6 +103,11 @@ class Manifest:
         layers: list[int] | None = self.raw["options"]["layers"]
         return layers
 
+    @property
+    def layer_range(self) -> range | None:
+        """The same as a range."""
+        return None if self.layers is None else range(self.layers[0], self.layers[1] + 1)
+
 
 def element_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
@@ -113,8 +118,8 @@ def build(
     sha256: Mapping[str, str | None],
     checksums: Mapping[str, int],
     figures: Mapping[str, Mapping[str, float]],
-) -> str:
-    """The manifest's text. `sha256` is None for shards of which only a part was read; `checksums` holds the sum over
+) -> dict[str, Any]:
+    """What the manifest says. `sha256` is None for shards of which only a part was read; `checksums` holds the sum over
     the chunks of each array, `figures` what was found when parameters were quantized."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -145,7 +150,7 @@ def build(
             name: encoder.to_json() | {"figures": figures[name]} for name, encoder in plan.quantization.encoders.items()
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
-    return json.dumps(manifest, indent=1)
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,7 +6,7 @@ dtypes fit. Faults are collected and raised together before a weight byte is rea
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -35,6 +35,8 @@ PIECE_BYTES = 32 * MIB
 UNIT_BYTES = 256 * MIB
 BASE_MEMORY = 128 * MIB
 """Private memory of the interpreter and TensorStore, measured."""
+
+REPORT = "quantization.html"
 
 FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
@@ -84,10 +86,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which parameters are encoded, and what the manifest is to say of why."""
+    """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
+    text of the file `REPORT`."""
 
     encoders: Mapping[str, Encoder]
     config: Mapping[str, Any]
+    report: Callable[[Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,7 @@ class Plan:
     table: MappingTable
     options: Options
     quantization: Quantization | None
+    bindings: tuple[Binding, ...]
     arrays: Mapping[str, Array]
     units: tuple[Unit, ...]
     skipped: tuple[Skip, ...]
@@ -415,6 +420,7 @@ def make_plan(
         table=table,
         options=options,
         quantization=quantization,
+        bindings=tuple(bindings),
         arrays=arrays,
         units=units,
         skipped=tuple(skips),

@@ -5,6 +5,7 @@ that is allocated once: for values, for their bytes where they are stored in ano
 written.
 """
 
+import json
 import os
 import queue
 import shutil
@@ -24,7 +25,7 @@ from tpuconv.convert.card import COPIED, SOURCE_CARD, model_card
 from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
 from tpuconv.convert.hub import wrong_hash
 from tpuconv.convert.journal import MANIFEST, Journal, write_durably
-from tpuconv.convert.plan import FLOATS, MIB, Array, Piece, Plan, Unit
+from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Shard, Store, page_buffer
@@ -330,8 +331,11 @@ def _write_rest(plan: Plan, journal: Journal) -> None:
     for pattern in COPIED:
         for path in sorted(plan.source.folder.glob(pattern)):
             shutil.copyfile(path, journal.staging / path.name)
-    card = plan.source.folder / "README.md"
+    card = plan.source.folder / (SOURCE_CARD if isinstance(plan.source, Checkpoint) else "README.md")
     if card.is_file():
         shutil.copyfile(card, journal.staging / SOURCE_CARD)
-    (journal.staging / "README.md").write_text(model_card(plan))
-    write_durably(journal.staging / MANIFEST, manifest.build(plan, sha256, checksums, figures))
+    facts = manifest.build(plan, sha256, checksums, figures)
+    (journal.staging / "README.md").write_text(model_card(facts))
+    if plan.quantization:
+        (journal.staging / REPORT).write_text(plan.quantization.report(facts))
+    write_durably(journal.staging / MANIFEST, json.dumps(facts, indent=1))

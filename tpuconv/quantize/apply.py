@@ -11,6 +11,7 @@ from tpuconv.models.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.quantize.report import html
 from tpuconv.quantize.rules import resolve
 
 
@@ -31,4 +32,4 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
         dtype = plain.arrays[name].dtype
         scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
         encoders[name] = QwixEncoder(name, how, dtype, np.dtype(scale_dtype))
-    return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")})
+    return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, html)

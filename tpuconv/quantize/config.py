@@ -73,6 +73,12 @@ class QuantConfig:
     scale_dtype: str | None = None
     gates: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def bits(self) -> list[float]:
+        """Of the weights of each rule that quantizes some, a share of a scale in bfloat16 included."""
+        rules = [rule for rule in self.rules if rule.weight_qtype]
+        return [QTYPES[str(r.weight_qtype)] + (16 / r.tile_size if isinstance(r.tile_size, int) else 0) for r in rules]
+
     def to_json(self) -> dict[str, Any]:
         """What a manifest says of it; `from_json` reads it back."""
         return {

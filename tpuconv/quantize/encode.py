@@ -156,10 +156,10 @@ def _decoded(qtype: str) -> np.ndarray:
     """[256]: the value of every code, by its byte, without its scale."""
     codes = np.arange(256, dtype=np.uint8)
     if qtype == "nf4":
-        buckets = np.asarray(numerics.get_nf4_buckets())
-        return buckets[codes & 15].astype(np.float32)
-    values: np.ndarray = np.nan_to_num(codes.view(stored_dtype(qtype)).astype(np.float32))
-    return values
+        values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[codes & 15]
+    else:
+        values = np.nan_to_num(codes.view(stored_dtype(qtype)).astype(np.float32))
+    return values.astype(np.float32)
 
 
 @cache
