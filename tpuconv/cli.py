@@ -252,6 +252,7 @@ def tpuconv(verbose: bool) -> None:
 )
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
+@click.option("--include-mtp", is_flag=True, help="Convert the layers that predict further tokens (DeepSeek), too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
@@ -264,6 +265,7 @@ def convert(
     dtype: str,
     scan_layers: bool,
     layers: range | None,
+    include_mtp: bool,
     revision: str | None,
     overwrite: bool,
     max_memory: int | None,
@@ -283,7 +285,7 @@ def convert(
     with _progress("downloading", as_json) as show:
         resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
     with resolved:
-        plan = _plan(resolved, Options(dtype, scan_layers, layers))
+        plan = _plan(resolved, Options(dtype, scan_layers, layers, include_mtp))
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             plan.check()

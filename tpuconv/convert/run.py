@@ -165,8 +165,9 @@ class _Workers:
                 self.reader.read(info, at, view)
             if views[0] != views[1]:
                 raise SourceError(
-                    f"{copy} and {original} are tied by config.json, but hold different values",
-                    hint="set tie_word_embeddings in config.json to what the model was trained with",
+                    f"{copy} should be a copy of {original}, but holds other values",
+                    hint="set tie_word_embeddings in config.json to what the model was trained with"
+                    + (", or leave out --include-mtp" if self.plan.options.include_mtp else ""),
                 )
 
     def _unit(self, unit: Unit) -> None:
