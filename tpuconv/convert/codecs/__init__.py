@@ -20,6 +20,8 @@ from tpuconv.layout import Shape
 
 STRIP_BYTES = 1 << 20
 """Decoded float32 values at a time: they stay in the second-level cache until they are rounded."""
+LARGE_BLOCK = 1 << 12
+"""Values that share a scale, from which on a table of their own pays."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Tensor:
         block_rows, block_columns = self.scheme.block(self.shape, self.scales.shape)
         scales_RC = self.scheme.decode_scales(scales.view(DTYPES[self.scales.dtype]))
         scales_RC = scales_RC.reshape(-1, -(-columns // block_columns))
+        whole = start % columns == out.size % columns == columns % block_columns == 0
+        large = block_rows * block_columns >= LARGE_BLOCK and scales_RC.shape[1] <= 256
+        if whole and large and self.scheme.per_element == 1:
+            rows = start // columns, (start + out.size) // columns
+            self._decode_by_tables(raw.reshape(-1, columns), rows, scales_RC, block_rows, out.reshape(-1, columns))
+            return
         strip = max(1, STRIP_BYTES // (4 * columns))
         buffer = np.empty(min(out.size, strip * columns), np.float32)
         done = 0
@@ -94,6 +102,28 @@ class Tensor:
                 part *= np.repeat(own, block_columns, axis=1)[:, first : first + part.shape[1]]
             np.copyto(out[done : done + count].reshape(part.shape), part, casting="unsafe")
             done += count
+
+    def _decode_by_tables(
+        self, codes: np.ndarray, rows: tuple[int, int], scales_RC: np.ndarray, block_rows: int, out: np.ndarray
+    ) -> None:
+        """The same for whole rows of large blocks of bytes: one look-up among the 256 products of each block, rounded
+        beforehand. At most 256 blocks stand side by side: that many tables have indices of 16 bits."""
+        assert self.scheme is not None
+        blocks = scales_RC.shape[1]
+        first_codes = (256 * np.arange(blocks, dtype=np.uint16))[:, None]
+        strip = max(1, STRIP_BYTES // (4 * out.shape[1]))
+        indices = np.empty((strip, *out.shape[1:]), np.uint16)
+        at, stop = rows
+        while at < stop:
+            end = min(stop, at - at % block_rows + block_rows)
+            table = (scales_RC[at // block_rows, :, None] * self.scheme.table).astype(out.dtype).reshape(-1)
+            for a in range(at, end, strip):
+                own = slice(a - rows[0], min(a + strip, end) - rows[0])
+                index = indices[: own.stop - own.start]
+                by_block = index.reshape(len(index), blocks, -1)
+                np.add(codes[own].reshape(by_block.shape), first_codes, out=by_block)
+                np.take(table.view(f"u{out.itemsize}"), index, out=out[own].view(f"u{out.itemsize}"), mode="clip")
+            at = end
 
 
 def decode_names(
