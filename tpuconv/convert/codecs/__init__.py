@@ -80,8 +80,8 @@ class Tensor:
         whole = start % columns == out.size % columns == columns % block_columns == 0
         large = block_rows * block_columns >= LARGE_BLOCK and scales_RC.shape[1] <= 256
         if whole and large and self.scheme.per_element == 1:
-            rows = start // columns, (start + out.size) // columns
-            self._decode_by_tables(raw.reshape(-1, columns), rows, scales_RC, block_rows, out.reshape(-1, columns))
+            codes, values = raw.reshape(-1, columns), out.reshape(-1, columns)
+            self._decode_by_tables(codes, start // columns, scales_RC, block_rows, values)
             return
         strip = max(1, STRIP_BYTES // (4 * columns))
         buffer = np.empty(min(out.size, strip * columns), np.float32)
@@ -104,7 +104,7 @@ class Tensor:
             done += count
 
     def _decode_by_tables(
-        self, codes: np.ndarray, rows: tuple[int, int], scales_RC: np.ndarray, block_rows: int, out: np.ndarray
+        self, codes: np.ndarray, first_row: int, scales_RC: np.ndarray, block_rows: int, out: np.ndarray
     ) -> None:
         """The same for whole rows of large blocks of bytes: one look-up among the 256 products of each block, rounded
         beforehand. At most 256 blocks stand side by side: that many tables have indices of 16 bits."""
@@ -113,16 +113,17 @@ class Tensor:
         first_codes = (256 * np.arange(blocks, dtype=np.uint16))[:, None]
         strip = max(1, STRIP_BYTES // (4 * out.shape[1]))
         indices = np.empty((strip, *out.shape[1:]), np.uint16)
-        at, stop = rows
+        bits = np.dtype(f"u{out.itemsize}")
+        at, stop = first_row, first_row + len(out)
         while at < stop:
             end = min(stop, at - at % block_rows + block_rows)
-            table = (scales_RC[at // block_rows, :, None] * self.scheme.table).astype(out.dtype).reshape(-1)
-            for a in range(at, end, strip):
-                own = slice(a - rows[0], min(a + strip, end) - rows[0])
-                index = indices[: own.stop - own.start]
-                by_block = index.reshape(len(index), blocks, -1)
-                np.add(codes[own].reshape(by_block.shape), first_codes, out=by_block)
-                np.take(table.view(f"u{out.itemsize}"), index, out=out[own].view(f"u{out.itemsize}"), mode="clip")
+            products = scales_RC[at // block_rows, :, None] * self.scheme.table.reshape(-1)
+            table = products.astype(out.dtype).reshape(-1).view(bits)
+            for i in range(at - first_row, end - first_row, strip):
+                n = min(strip, end - first_row - i)
+                by_block = indices[:n].reshape(n, blocks, -1)
+                np.add(codes[i : i + n].reshape(by_block.shape), first_codes, out=by_block)
+                np.take(table, indices[:n], out=out[i : i + n].view(bits), mode="clip")
             at = end
 
 
