@@ -54,7 +54,7 @@ class Expert(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         kernel_EDM = self.kernel[...]
-        if len(x) <= FEW * len(kernel_EDM):
+        if len(x) <= FEW * self.kernel.shape[0]:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
             y = jax.lax.ragged_dot(x, kernel_EDM, rows.counts_E)
