@@ -171,6 +171,8 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
 
 
 def _size(nbytes: float) -> str:
+    if nbytes < 0:
+        return f"-{_size(-nbytes)}"
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -379,9 +381,11 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         "tpuconv verify",
         "tpuconv verify Qwen3-8B-orbax --compare-hf",
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+        "tpuconv verify meta-llama/Llama-3.3-70B-Instruct --topology v5e:4x4 --batch 8 --context 2048",
+        "tpuconv verify Qwen/Qwen3-32B --topology v5e,v6e,v5p",
     ),
 )
-@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.argument("ckpt", required=False)
 @click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
 @click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
 @click.option(
@@ -394,18 +398,40 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
     show_default=True,
     help="To compute in; float32 compares the mathematics alone.",
 )
+@click.option(
+    "--topology",
+    "topologies",
+    multiple=True,
+    help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at a time.")
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
 @JSON
 def verify(
-    ckpt: Path | None, compare_hf: bool, source: str | None, prompts: Path | None, dtype: str, as_json: bool
+    ckpt: str | None,
+    compare_hf: bool,
+    source: str | None,
+    prompts: Path | None,
+    dtype: str,
+    topologies: tuple[str, ...],
+    batch: int,
+    context: int,
+    mesh: str | None,
+    as_json: bool,
 ) -> None:
     """Check every array of CKPT against its checksum, or with --compare-hf its model against the original.
 
-    CKPT is the newest checkpoint in the current folder by default. Exit code 3: a gate of the comparison failed; 10:
-    the checkpoint is damaged.
+    CKPT is the newest checkpoint in the current folder by default. With --topology it may also be a source, a Hub id, a
+    folder or a config.json: no weights are read and no TPU is needed. Exit code 3: a gate of the comparison failed, or
+    the model does not fit; 10: the checkpoint is damaged.
     """
     from tpuconv.convert.manifest import read_manifest
 
-    chosen = ckpt or _newest_checkpoint()
+    if topologies:
+        _verify_topology(ckpt or str(_newest_checkpoint()), topologies, mesh, batch, context, dtype, as_json)
+        return
+    chosen = Path(ckpt) if ckpt else _newest_checkpoint()
     if ckpt is None and not as_json:
         _console().print(f"Verifying [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
     manifest = read_manifest(chosen)
@@ -521,6 +547,85 @@ def _comparison_table(result: Any, name: str) -> "Table":
         )
         table.add_row(figure, value, text)
     return table
+
+
+def _verify_topology(
+    src: str, topologies: Sequence[str], mesh: str | None, batch: int, context: int, dtype: str, as_json: bool
+) -> None:
+    from tpuconv.convert.hub import fetch_config
+    from tpuconv.verify import tpu
+
+    groups = tpu.parse_topologies(topologies)
+    question = tpu.Question(
+        config=fetch_config(src),
+        batch=batch,
+        context=context,
+        dtype="bfloat16" if dtype == "auto" else dtype,
+        mesh=tpu.parse_mesh(mesh) if mesh else None,
+    )
+    answers = []
+    for answer in tpu.ask(question, groups):
+        answers.append(answer)
+        if not as_json:
+            _console().print(_answer_line(answer), soft_wrap=True)
+    fitting = [answer for answer in answers if answer.fits]
+    smallest = min(fitting, key=lambda answer: answer.devices, default=None)
+    if as_json:
+        facts = {"source": src, "batch": batch, "context": context, "dtype": question.dtype, "fits": bool(fitting)}
+        _print_json(
+            {**facts, "smallest": smallest and smallest.topology, "slices": [answer.to_json() for answer in answers]}
+        )
+    else:
+        for table in _answer_tables(src, question, answers):
+            if table.row_count:
+                _console().print(table)
+    if not fitting:
+        error = GateError(
+            f"{src} does not fit at batch {batch} and context {context}",
+            details=[f"{answer.topology}: {answer.why}" for answer in answers],
+            hint=tpu.advice(question, answers[-1]),
+        )
+        if as_json:
+            sys.exit(error.exit_code)
+        raise error
+
+
+def _answer_line(answer: Any) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in answer.mesh.items())
+    return f"  {answer.topology} ({sizes}): " + (f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]")
+
+
+def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
+    from tpuconv.verify.tpu import ESTIMATE_ERROR
+
+    kinds = ("weights", "cache", "temporaries", "code", "peak", "available", "headroom")
+    table = _table(
+        f"{src}, batch {question.batch}, context {question.context}, {question.dtype}: memory of a device",
+        "slice", *kinds, right=kinds,
+    )  # fmt: skip
+    for answer in answers:
+        table.add_row(answer.topology, *(_size(getattr(answer.memory, kind)) for kind in kinds))
+    yield table
+    columns = ("compiled in", "HBM read", "written", "floor", "estimate")
+    table = _table(
+        f"a step; estimates are experimental: {ESTIMATE_ERROR}",
+        "slice", "program", *columns, "collectives", "products: multiplied (stored)", "large copies", right=columns,
+    )  # fmt: skip
+    for answer in answers:
+        for program in answer.programs:
+            table.add_row(
+                answer.topology,
+                f"{program.name}, {program.tokens} tokens" if program.tokens > 1 else program.name,
+                f"{program.compile_seconds:.0f} s",
+                _size(program.hbm_read),
+                _size(program.hbm_written),
+                f"{1e3 * program.floor:.2f} ms",
+                f"{1e3 * program.estimate:.2f} ms",
+                "\n".join(f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives),
+                "\n".join(f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products),
+                "\n".join(f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]),
+            )
+    yield table
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.gpt_oss.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
 from tpuconv.models.moe import Expert, Rows
+from tpuconv.models.placement import placed
+from tpuconv.sharding import ATTENTION
 
 
 class RMSNorm(layers.RMSNorm):
@@ -27,7 +29,7 @@ def attention(
     """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", ATTENTION)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
     sinks_BKGT1 = jnp.broadcast_to(
@@ -35,7 +37,7 @@ def attention(
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
     y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :-1].astype(q_BTNH.dtype), v_BSKH)
-    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
 class Attention(nnx.Module):
