@@ -421,10 +421,10 @@ def _origin(own: Computation, name: str) -> tuple[str, str]:
             continue
         seen.add(i.name)
         value = i.values[0]
-        if prod(value.dims) != prod(first.dims) and i.op not in ("dynamic-slice", "slice", "parameter"):
-            continue
-        if prod(value.dims) >= prod(first.dims) and BITS[value.dtype] < BITS[narrowest.dtype] and value.dtype != "pred":
+        if prod(value.dims) < prod(first.dims):
+            continue  # a scale
+        if BITS[value.dtype] < BITS[narrowest.dtype] and value.dtype != "pred":
             narrowest = value
-        if i.op in VIEWS | {"multiply", "dynamic-slice", "slice"}:
+        if i.op in VIEWS | {"multiply", "dynamic-slice", "slice", "fusion"}:
             todo += i.operands
     return first.dtype, narrowest.dtype
