@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_an_answer(tmp_path):
     assert "GateError" in done.stderr
     assert "weights and cache alone take" in done.stderr
     assert "--topology v5e:2x4" in done.stderr
-    assert "weights of 8 bits" in done.stderr
+    assert "--quantize int8_weight_only" in done.stderr
     facts = json.loads(ask(tmp_path, large, "--topology", "v5e:2x2", "--json", code=3).stdout)
     assert (facts["fits"], facts["smallest"], facts["slices"][0]["programs"]) == (False, None, {})
 

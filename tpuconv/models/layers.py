@@ -45,8 +45,12 @@ class Einsum(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.kernel[...])
+        y = self.product(self.equation, x)
         return y if self.bias is None else y + self.bias[...]
+
+    def product(self, equation: str, x: jax.Array) -> jax.Array:
+        """Another product with the same kernel, which only this module may touch: quantized, it is no array."""
+        return jnp.einsum(equation, x, self.kernel[...]).astype(x.dtype)
 
 
 class Embed(nnx.Module):

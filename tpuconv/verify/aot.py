@@ -15,12 +15,10 @@ from typing import Any
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.sharding import ATTENTION, MESH_AXES, Rules, decoding_mesh, partition
 from tpuconv.verify.hlo import Schedule
-from tpuconv.verify.tpu import Memory, Program, Question, Slice
+from tpuconv.verify.tpu import COMPILER_OPTIONS, Memory, Program, Question, Slice
 
 PREFILL_TOKENS = 2048
 """Tokens of all sequences in one call of prefill: a prompt goes through in chunks, as its scores would not fit."""
-
-_EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED[^.]*\.?[^.]*?(?=\n|$)")
 
 
 def main(asked: Path, answered: Path) -> None:
@@ -143,7 +141,7 @@ class _Compilation:
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.cache, ids))  # type: ignore[no-untyped-call]
         with jax.sharding.set_mesh(self.mesh):
             began = time.monotonic()
-            compiled = jitted.lower(*bare).compile()
+            compiled = jitted.lower(*bare).compile(compiler_options=dict(COMPILER_OPTIONS))
             seconds = time.monotonic() - began
         memory: Any = compiled.memory_analysis()
         schedule = Schedule(str(compiled.as_text()))
@@ -172,7 +170,13 @@ def abstract_model(question: Question, family: Any, config: Any) -> Any:
     from flax import nnx
 
     dtype = jnp.dtype(question.dtype)
-    return nnx.eval_shape(lambda: family.model_class(config, dtype=dtype))
+    if question.quantize is None:
+        return nnx.eval_shape(lambda: family.model_class(config, dtype=dtype))
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.rules import quantized
+
+    rules = QuantConfig.from_json(question.quantize)
+    return nnx.eval_shape(lambda: quantized(family.model_class(config, dtype=dtype), rules))
 
 
 def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:

@@ -63,6 +63,10 @@ ENVIRONMENT = {
 }
 """Of the child: no metadata server is asked, no lock file taken, and no chip looked for."""
 
+COMPILER_OPTIONS: Mapping[str, str] = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.6"}
+"""For `compile(compiler_options=)` of a decode step on TPU. Without it the compiler fetches a layer's whole cache into
+fast memory, updates one token there and writes all of it back; so it prefetches only what is used more than moved."""
+
 ESTIMATE_ERROR = "0.8 to 1.25 of the published times on v5e, 0.9 to 2.1 on v6e; no hardware was measured"
 """What is known of the estimated times: a fit of two constants to published figures."""
 
@@ -142,14 +146,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Question:
-    """What to compile. `config` is a parsed config.json; `quantize` the name or path of rules."""
+    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives."""
 
     config: Mapping[str, Any]
     batch: int = 1
     context: int = 2048
     dtype: str = "bfloat16"
     mesh: Mapping[str, int] | None = None
-    quantize: str | None = None
+    quantize: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
@@ -260,7 +264,7 @@ def advice(question: Question, answer: Answer) -> str:
     if 1 <= batch < question.batch:
         ways.append(f"--batch {batch}")
     if question.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
-        ways.append("weights of 8 bits")
+        ways.append("--quantize int8_weight_only")
     return (
         "it may fit with " + " or ".join(ways) if ways else f"no slice of {one.kind} is large enough: take another chip"
     )

@@ -93,12 +93,12 @@ class Attention(nnx.Module):
         """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
         what comes out. The same numbers, and a step reads no more than the cache."""
         # The cache has no heads to be divided by: the chips of a mesh divide the batch, and heads change over to it.
-        q_BTNC = jnp.einsum("BTNP,CNP->BTNC", q_BTNP, self.k_b.kernel[...])
-        q_BTNC, q_BTNR = placed(q_BTNC, "B T N C", ATTENTION), placed(q_BTNR, "B T N R", ATTENTION)
+        q_BTNC = placed(self.k_b.product("BTNP,CNP->BTNC", q_BTNP), "B T N C", ATTENTION)
+        q_BTNR = placed(q_BTNR, "B T N R", ATTENTION)
         scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
         y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC), "B T N C")
-        return jnp.einsum("BTNC,CNH->BTNH", y_BTNC, self.v_b.kernel[...])
+        return self.v_b.product("BTNC,CNH->BTNH", y_BTNC)
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """Of the scores without position and those with."""
