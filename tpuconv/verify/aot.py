@@ -61,6 +61,7 @@ class _Compilation:
         self.model = abstract_model(question, family, config)
         self.graph, self.state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
+        self.formats: Any = None
         self.axes = {name: axes for binding in family.table.bind(config) for name, axes in binding.dst_axes().items()}
         cache = jax.eval_shape(lambda: type(self.model).init_cache(self.model, question.batch, question.context))
         self.params = nnx.from_flat_state(
@@ -132,17 +133,18 @@ class _Compilation:
 
         everywhere = NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
         ids = jax.ShapeDtypeStruct((self.question.batch, tokens), jnp.int32, sharding=everywhere)  # type: ignore[no-untyped-call]
-        # In the layout that the compiler likes the cache is updated in place; in the default one it may be relaid.
-        kept = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.cache)
-        weights = jax.tree.map(lambda x: x.sharding, self.params)
+        formats = self.formats
+        if formats is None:  # decode comes first, and says how the cache and the weights should lie
+            formats = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), (self.params, self.cache))
         jitted = jax.jit(
-            step, donate_argnums=1, in_shardings=(weights, kept, everywhere), out_shardings=(everywhere, kept)
+            step, donate_argnums=1, in_shardings=(*formats, everywhere), out_shardings=(everywhere, formats[1])
         )
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.cache, ids))  # type: ignore[no-untyped-call]
         with jax.sharding.set_mesh(self.mesh):
             began = time.monotonic()
             compiled = jitted.lower(*bare).compile(compiler_options=dict(COMPILER_OPTIONS))
             seconds = time.monotonic() - began
+        self.formats = self.formats or compiled.input_formats[0][:2]
         memory: Any = compiled.memory_analysis()
         schedule = Schedule(str(compiled.as_text()))
         read, written = schedule.hbm
