@@ -20,7 +20,7 @@ from qwix._src.core import numerics, qarray
 
 from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import Part
-from tpuconv.errors import GateError
+from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.quantize.config import QTYPES, TILES
 from tpuconv.quantize.rules import How
 
@@ -29,6 +29,9 @@ STRIP_BYTES = 1 << 19
 
 CHECK_ELEMENTS = 1 << 18
 """Of the box that is compared with Qwix at once."""
+
+LARGEST_SCALE = 2.0**125
+"""Beyond it XLA divides by way of a reciprocal that underflows, on some processors: then Qwix itself is asked."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -71,15 +74,16 @@ class QwixEncoder:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return self.how.tiles
+        # A mean is rounded by the order in which it is added up: only the whole parameter has Qwix's.
+        return self.how.shape if self.method.startswith("rms") else self.how.tiles
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         ones = (1,) * len(self.how.shape)
         codes = stored_dtype(self.how.qtype)
-        parts = [Part(QVALUE[1:], codes, ones, own=True), Part(SCALE[1:], self.scale_dtype, self.blocks)]
+        parts = [Part(QVALUE[1:], codes, ones, own=True), Part(SCALE[1:], self.scale_dtype, self.how.tiles)]
         if self.is_asymmetric:
-            parts.append(Part(ZERO_POINT[1:], codes, self.blocks))
+            parts.append(Part(ZERO_POINT[1:], codes, self.how.tiles))
         return tuple(parts)
 
     @property
@@ -94,7 +98,7 @@ class QwixEncoder:
         return {
             "qtype": self.how.qtype,
             "rule": self.how.rule,
-            "tiles": list(self.blocks),
+            "tiles": list(self.how.tiles),
             "method": self.method,
             "bits": self.bits,
         }
@@ -103,16 +107,24 @@ class QwixEncoder:
     def bits(self) -> float:
         """Bits of a weight, its share of the scales included."""
         scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.how.qtype] if self.is_asymmetric else 0)
-        return QTYPES[self.how.qtype] + scales / prod(self.blocks)
+        return QTYPES[self.how.qtype] + scales / prod(self.how.tiles)
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
         """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles."""
-        kind = Kind(self.how.qtype, self.method, self.blocks)
+        kind = Kind(self.how.qtype, self.method, self.how.tiles)
         if self.dtype == BF16 and self.method.startswith("absmax"):
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-            parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
+            with np.errstate(divide="ignore", invalid="ignore"):  # by scales that are 0, which is found below
+                parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
+            if parts[1].astype(np.float32).max() > LARGEST_SCALE:
+                parts, figures = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
             _compare_once(self.name, kind, values, *parts)
+            if not parts[1].all():
+                raise UnsupportedConfig(
+                    f"{self.name} is too small for {kind.qtype}: the scale of a tile underflows to 0",
+                    hint="give it a rule with another type; float4_e2m1fn has scales of more range",
+                )
         else:
             parts, figures = _by_qwix(values, kind)
         codes, scales, *zero_points = parts
@@ -122,8 +134,12 @@ class QwixEncoder:
 
 def stored_dtype(qtype: str) -> np.dtype[Any]:
     """In which codes of a type are stored. That of Qwix; NF4's, uint4, has no place in a checkpoint, so a byte."""
-    dtype = np.dtype(_codes(qtype).dtype)
-    return np.dtype(np.uint8) if dtype == np.dtype(ml_dtypes.uint4) else dtype
+    return stored(_codes(qtype).dtype)
+
+
+def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same for the dtype of codes."""
+    return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
 
 
 def _is_symmetric(method: str) -> bool:
@@ -147,8 +163,13 @@ def _codes(qtype: str) -> np.ndarray:
 
 @cache
 def _code_bytes(qtype: str) -> np.ndarray:
-    codes: np.ndarray = _codes(qtype).astype(stored_dtype(qtype))
-    return codes.view(np.uint8)
+    return as_bytes(_codes(qtype))
+
+
+def as_bytes(codes: np.ndarray) -> np.ndarray:
+    """Codes of Qwix as they are stored: a byte each, 4-bit integers with their sign."""
+    own: np.ndarray = codes.astype(np.int8) if codes.dtype.name == "int4" else codes.astype(stored(codes.dtype))
+    return own.view(np.uint8)
 
 
 @cache
@@ -203,7 +224,7 @@ def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
         if may_clip:
             figures["clipped"] += float(np.count_nonzero(np.abs(quotient) > _largest(qtype)))
         decoded -= quotient
-        squares = scale * scale
+        squares = np.square(scale, dtype=np.float64)
         figures["signal"] += _weighted_sum(quotient, squares, within)
         figures["noise"] += _weighted_sum(decoded, squares, within)
     return [codes.reshape(shape), scales.astype(BF16).reshape(split[::2])], figures
@@ -223,7 +244,7 @@ def _strips(split: list[int], within: tuple[int, ...]) -> list[tuple[slice, ...]
 def _weighted_sum(x: np.ndarray, weights: np.ndarray, within: tuple[int, ...]) -> float:
     """The sum of weights * x^2, where each tile has one weight."""
     squares = np.einsum(x, list(range(x.ndim)), x, list(range(x.ndim)), [i for i in range(x.ndim) if i not in within])
-    return float(np.vdot(squares.astype(np.float64), weights.reshape(squares.shape).astype(np.float64)))
+    return float(np.vdot(squares.astype(np.float64), weights.reshape(squares.shape)))
 
 
 def _largest(qtype: str) -> float:
@@ -253,7 +274,7 @@ def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, 
         scale_box.append(slice(first, first + count))
     part = values[tuple(box)]
     array = qarray.quantize(jnp.asarray(part), kind.in_qwix(part.shape))
-    same = np.asarray(array.qvalue).astype(stored_dtype(kind.qtype)).view(np.uint8) == codes[tuple(box)]
+    same = as_bytes(np.asarray(array.qvalue)) == codes[tuple(box)]
     same_scale = np.asarray(array.scale).view(np.uint16) == scales[tuple(scale_box)].view(np.uint16)
     if not same.all() or not same_scale.all():
         raise GateError(
@@ -280,5 +301,5 @@ def _by_qwix(values: np.ndarray, kind: Kind) -> Parts:
     }
     shape = tuple(n // tile for n, tile in zip(values.shape, kind.tiles, strict=True))
     codes = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
-    own, *zero_points = (np.asarray(part).astype(stored_dtype(kind.qtype)).view(np.uint8) for part in codes)
+    own, *zero_points = (as_bytes(np.asarray(part)) for part in codes)
     return [own, *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points))], figures

@@ -109,7 +109,7 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
         raise UnsupportedConfig(
             "Qwix cannot quantize layers that are stacked in one array", hint="convert without --scan-layers"
         )
-    paths = ["/".join(map(str, path)) for path, _ in model.iter_modules()]
+    paths = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
     _check_patterns(config, paths)
     provider = Provider(config)
     try:
@@ -131,8 +131,7 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
 
 
 def _tiles(leaf: Any) -> tuple[int, ...]:
-    scale = qarray.get_scale_shape(leaf.shape, leaf.how)
-    return tuple(n // s for n, s in zip(leaf.shape, scale, strict=True))
+    return tuple(n // s for n, s in zip(leaf.shape, flax_util.unbox(leaf.array).scale.shape, strict=True))
 
 
 def _first_match(config: QuantConfig, module: str) -> int:
