@@ -113,7 +113,9 @@ def main() -> None:
             shutil.rmtree(folder / "out")
             ratios.append(own["wall"] / copied["wall"])
             ours.append(own)
-            print(f"cp {copied['wall']:.2f} s, quantize {own['wall']:.2f} s, {own['cpu']:.2f} s of processor", flush=True)
+            print(
+                f"cp {copied['wall']:.2f} s, quantize {own['wall']:.2f} s, {own['cpu']:.2f} s of processor", flush=True
+            )
     cpu, theirs = min(own["cpu"] for own in ours), qwix_cpu(nbytes // 2)
     print(f"{nbytes / 1e9:.2f} GB to int8: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of cp")
     print(f"processor time {cpu:.1f} s, jitted Qwix alone {theirs:.1f} s: {theirs / cpu:.1f} times as much")
