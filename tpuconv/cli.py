@@ -173,6 +173,8 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
 
 
 def _size(nbytes: float) -> str:
+    if nbytes < 0:
+        return f"-{_size(-nbytes)}"
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -581,9 +583,11 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
         "tpuconv verify",
         "tpuconv verify Qwen3-8B-orbax --compare-hf",
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+        "tpuconv verify meta-llama/Llama-3.3-70B-Instruct --topology v5e:4x4 --batch 8 --context 2048",
+        "tpuconv verify Qwen/Qwen3-32B --topology v5e,v6e,v5p",
     ),
 )
-@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.argument("ckpt", required=False)
 @click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
 @click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
 @click.option(
@@ -596,18 +600,52 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
     show_default=True,
     help="To compute in; float32 compares the mathematics alone.",
 )
+@click.option(
+    "--topology",
+    "topologies",
+    multiple=True,
+    help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at a time.")
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
+@click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
 @JSON
 def verify(
-    ckpt: Path | None, compare_hf: bool, source: str | None, prompts: Path | None, dtype: str, as_json: bool
+    ckpt: str | None,
+    compare_hf: bool,
+    source: str | None,
+    prompts: Path | None,
+    dtype: str,
+    topologies: tuple[str, ...],
+    batch: int,
+    context: int,
+    mesh: str | None,
+    quantize: str | None,
+    as_json: bool,
 ) -> None:
     """Check every array of CKPT against its checksum, or with --compare-hf its model against the original.
 
-    CKPT is the newest checkpoint in the current folder by default. Exit code 3: a gate of the comparison failed; 10:
-    the checkpoint is damaged.
+    CKPT is the newest checkpoint in the current folder by default. With --topology it may also be a source, a Hub id, a
+    folder or a config.json: no weights are read and no TPU is needed. Exit code 3: a gate of the comparison failed, or
+    the model does not fit; 10: the checkpoint is damaged.
     """
     from tpuconv.convert.manifest import read_manifest
 
-    chosen = ckpt or _newest_checkpoint()
+    if topologies:
+        from tpuconv.verify import tpu
+
+        src = ckpt or str(_newest_checkpoint())
+        question = tpu.Question(
+            **_described(src, quantize),
+            batch=batch,
+            context=context,
+            dtype="bfloat16" if dtype == "auto" else dtype,
+            mesh=tpu.parse_mesh(mesh) if mesh else None,
+        )
+        _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
+        return
+    chosen = Path(ckpt) if ckpt else _newest_checkpoint()
     if ckpt is None and not as_json:
         _console().print(f"Verifying [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
     manifest = read_manifest(chosen)
@@ -729,6 +767,92 @@ def _comparison_table(result: Any, name: str) -> "Table":
         )
         table.add_row(figure, value, text)
     return table
+
+
+def _described(src: str, quantize: str | None) -> dict[str, Any]:
+    """The config and the quantization of a source or a checkpoint, without its weights."""
+    from tpuconv.convert.hub import fetch_config
+    from tpuconv.convert.journal import MANIFEST
+    from tpuconv.convert.manifest import read_manifest
+
+    quantization: Any = None
+    if (Path(src) / MANIFEST).is_file():
+        quantization = read_manifest(Path(src)).quantization
+    if quantize:
+        if quantization:
+            raise UsageError(f"{src} is quantized already, by {quantization['name']}", hint="leave --quantize out")
+        rules = _rules(quantize)
+        quantization = rules.to_json() if rules else None
+    return {"config": fetch_config(src), "quantize": quantization}
+
+
+def _verify_topology(src: str, question: Any, groups: Sequence[Sequence[Any]], as_json: bool) -> None:
+    from tpuconv.verify import tpu
+
+    answers = []
+    for answer in tpu.ask(question, groups):
+        answers.append(answer)
+        if not as_json:
+            _console().print(_answer_line(answer), soft_wrap=True)
+    fitting = [answer for answer in answers if answer.fits]
+    smallest = min(fitting, key=lambda answer: answer.devices, default=None)
+    if as_json:
+        asked = {"source": src, "batch": question.batch, "context": question.context, "dtype": question.dtype}
+        asked["quantization"] = question.quantize and question.quantize["name"]
+        found = {"fits": bool(fitting), "smallest": smallest and smallest.topology}
+        _print_json({**asked, **found, "slices": [answer.to_json() for answer in answers]})
+    else:
+        for table in _answer_tables(src, question, answers):
+            if table.row_count:
+                _console().print(table)
+    if not fitting:
+        error = GateError(
+            f"{src} does not fit at batch {question.batch} and context {question.context}",
+            details=[f"{answer.topology}: {answer.why}" for answer in answers],
+            hint=tpu.advice(question, answers[-1]),
+        )
+        if as_json:
+            sys.exit(error.exit_code)
+        raise error
+
+
+def _answer_line(answer: Any) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in answer.mesh.items())
+    return f"  {answer.topology} ({sizes}): " + (f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]")
+
+
+def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
+    from tpuconv.verify.tpu import ESTIMATE_ERROR
+
+    kind = question.quantize["name"] if question.quantize else question.dtype
+    kinds = ("weights", "cache", "temporaries", "code", "peak", "available", "headroom")
+    table = _table(
+        f"{src}, batch {question.batch}, context {question.context}, {kind}: memory of a device",
+        "slice", *kinds, right=kinds,
+    )  # fmt: skip
+    for answer in answers:
+        table.add_row(answer.topology, *(_size(getattr(answer.memory, kind)) for kind in kinds))
+    yield table
+    columns = ("compiled in", "HBM read", "written", "floor", "estimate")
+    table = _table(
+        f"a step; estimates are experimental: {ESTIMATE_ERROR}",
+        "slice", "program", *columns, "collectives", "products: multiplied (stored)", "large copies", right=columns,
+    )  # fmt: skip
+    for answer in answers:
+        for program in answer.programs:
+            table.add_row(
+                answer.topology,
+                f"{program.name}, {program.tokens} tokens" if program.tokens > 1 else program.name,
+                f"{program.compile_seconds:.0f} s",
+                _size(program.hbm_read),
+                _size(program.hbm_written),
+                f"{1e3 * program.floor:.2f} ms",
+                f"{1e3 * program.estimate:.2f} ms",
+                "\n".join(f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives),
+                "\n".join(f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products),
+                "\n".join(f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]),
+            )
+    yield table
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------

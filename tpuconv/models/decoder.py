@@ -14,6 +14,7 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.cache import KV, Cache
 from tpuconv.models.config import DecoderConfig
 from tpuconv.models.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_turns
+from tpuconv.models.placement import placed
 
 EVERYTHING = 2**31 - 1
 """The window of a layer that has none, and the largest that positions in int32 can tell apart."""
@@ -130,7 +131,7 @@ class Decoder(nnx.Module):
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x_BTD, kv = block(x_BTD, step, window, None if kvs is None else kvs[i])
+                x_BTD, kv = block(placed(x_BTD, "B T D"), step, window, None if kvs is None else kvs[i])
                 new_kvs.append(kv)
             return x_BTD, tuple(new_kvs)
 
@@ -138,13 +139,13 @@ class Decoder(nnx.Module):
 
         def one(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
             block, kv, window = layer
-            x_BTD, new_kv = nnx.merge(graph, block)(x_BTD, step, window, kv)
+            x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), step, window, kv)
             return x_BTD, None if kv is None else new_kv  # without a cache nothing is kept
 
         layers: Any = (blocks, kvs, jnp.asarray(windows))
         return jax.lax.scan(one, x_BTD, layers)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = self.norm(x_BTD)
+        x_BTD = self.norm(placed(x_BTD, "B T D"))
         logits_BTV = self.embed.attend(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
-        return logits_BTV.astype(jnp.float32)
+        return placed(logits_BTV, "B T V").astype(jnp.float32)
