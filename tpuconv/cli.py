@@ -93,6 +93,20 @@ class Layers(click.ParamType[range]):
         return range(int(first), int(last or first) + 1)
 
 
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Positive numbers: 1,8,64."""
+
+    name = "N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"'{value}' is no list of positive numbers; write 1,8", param, ctx)
+        return tuple(map(int, parts))
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 
@@ -379,6 +393,7 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         "tpuconv verify",
         "tpuconv verify Qwen3-8B-orbax --compare-hf",
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+        "tpuconv verify Qwen3-8B-orbax --benchmark --batch 1,8 --prompt-length 128 --new-tokens 64",
     ),
 )
 @click.argument("ckpt", required=False, type=click.Path(path_type=Path))
@@ -394,28 +409,64 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
     show_default=True,
     help="To compute in; float32 compares the mathematics alone.",
 )
+@click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
+@click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
+@click.option("--prompt-length", type=Numbers(), default="128", show_default=True, help="Tokens of a prompt; a list.")
+@click.option("--new-tokens", type=Numbers(), default="64", show_default=True, help="Tokens for each prompt; a list.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; medians are shown.")
+@click.option("--markdown", is_flag=True, help="Print the benchmark as a Markdown table.")
 @JSON
 def verify(
-    ckpt: Path | None, compare_hf: bool, source: str | None, prompts: Path | None, dtype: str, as_json: bool
+    ckpt: Path | None,
+    compare_hf: bool,
+    source: str | None,
+    prompts: Path | None,
+    dtype: str,
+    benchmark: bool,
+    batch: tuple[int, ...],
+    prompt_length: tuple[int, ...],
+    new_tokens: tuple[int, ...],
+    repeats: int,
+    markdown: bool,
+    as_json: bool,
 ) -> None:
-    """Check every array of CKPT against its checksum, or with --compare-hf its model against the original.
+    """Check every array of CKPT against its checksum, with --compare-hf its model against the original, or with
+    --benchmark how fast it is.
 
     CKPT is the newest checkpoint in the current folder by default. Exit code 3: a gate of the comparison failed; 10:
     the checkpoint is damaged.
     """
     from tpuconv.convert.manifest import read_manifest
 
-    chosen = ckpt or _newest_checkpoint()
-    if ckpt is None and not as_json:
-        _console().print(f"Verifying [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
-    manifest = read_manifest(chosen)
-    if not compare_hf:
-        for option, value in (("--source", source), ("--prompts", prompts)):
-            if value is not None:
-                raise UsageError(f"{option} goes with --compare-hf")
-        _verify_weights(manifest, as_json)
-    else:
+    _goes_with("--compare-hf", compare_hf, "source", "prompts")
+    _goes_with("--benchmark", benchmark, "batch", "prompt_length", "new_tokens", "repeats", "markdown")
+    if compare_hf and benchmark:
+        raise UsageError("--compare-hf and --benchmark are two commands", hint="run one after the other")
+    from tpuconv.verify.decode import shapes
+
+    wanted = shapes(batch, prompt_length, new_tokens)
+    manifest = read_manifest(_chosen_checkpoint(ckpt, "Verifying", quiet=as_json or markdown))
+    if compare_hf:
         _verify_logits(manifest, source, prompts, dtype, as_json)
+    elif benchmark:
+        _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
+    else:
+        _verify_weights(manifest, as_json)
+
+
+def _goes_with(option: str, given: bool, *others: str) -> None:
+    """Raises UsageError if one of the other options is given without `option`."""
+    ctx = click.get_current_context()
+    for name in others:
+        if not given and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} goes with {option}")
+
+
+def _chosen_checkpoint(ckpt: Path | None, doing: str, quiet: bool) -> Path:
+    chosen = ckpt or _newest_checkpoint()
+    if ckpt is None and not quiet:
+        _console().print(f"{doing} [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+    return chosen
 
 
 def _newest_checkpoint() -> Path:
@@ -521,6 +572,146 @@ def _comparison_table(result: Any, name: str) -> "Table":
         )
         table.add_row(figure, value, text)
     return table
+
+
+def _benchmark(
+    manifest: Any, dtype: str, wanted: Sequence[Any], repeats: int, as_json: bool, as_markdown: bool
+) -> None:
+    from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+    from tpuconv.verify import decode
+
+    own = manifest.dtype if dtype == "auto" else dtype
+    tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
+    spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
+    machine = decode.machine()
+    timings = list(decode.measure(_load(manifest.folder, own), wanted, repeats, machine.limits, spoken))
+    text = decode.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True) if tokenizer else None
+    origin = manifest.raw["source"]
+    if as_json:
+        _print_json(
+            {
+                "checkpoint": str(manifest.folder),
+                "source": origin["name"],
+                "commit": origin["commit"],
+                "dtype": own,
+                "repeats": repeats,
+                **machine.to_json(),
+                "text": text,
+                "timings": [timing.to_json() for timing in timings],
+            }
+        )
+        return
+    columns: dict[str, Callable[[Any], str]] = {
+        "batch": lambda t: f"{t.shape.batch}",
+        "prompt": lambda t: f"{t.shape.prompt_length}",
+        "new": lambda t: f"{t.shape.new_tokens}",
+        "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
+        "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
+        "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
+        "tokens/s each": lambda t: f"{t.per_sequence:.4g}",
+        "tokens/s in all": lambda t: f"{t.in_all:.4g}",
+        "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
+        "memory": lambda t: _size(t.peak_memory_bytes or t.memory_bytes),
+        "compiled in": lambda t: f"{t.compile_seconds:.1f} s",
+    }
+    rows = [[cell(timing) for cell in columns.values()] for timing in timings]
+    limits = machine.limits
+    title = f"{manifest.folder.name}, {own}, {machine.devices} x {machine.device}, median of {repeats}"
+    footer = (
+        f"limits {'measured here' if limits.measured else 'of the chip'}: {_size(limits.bandwidth)}/s, "
+        f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
+        f"{origin['name']} at {origin['commit'] or 'no commit'}"
+    )
+    if as_markdown:
+        lines = [columns, ["---"] * len(columns), *rows]
+        click.echo("\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), "", footer]))
+        return
+    table = _table(title, *columns, right=columns)
+    for row in rows:
+        table.add_row(*row)
+    console = _console()
+    console.print(table)
+    console.print(footer, soft_wrap=True)
+    if text is not None:
+        console.print(f"\nGreedy: {text}", soft_wrap=True, markup=False)
+
+
+def _load(folder: Path, dtype: str | None = None) -> Any:
+    """The model on all devices here: the weights are divided where there are several."""
+    import jax
+    import numpy as np
+
+    from tpuconv.models.load import load
+
+    devices = np.array(jax.devices())
+    return load(folder, dtype, jax.sharding.Mesh(devices, ("tensor",)) if devices.size > 1 else None)
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=(
+        'tpuconv generate --prompt "Once upon a time"',
+        'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
+    ),
+)
+@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Stop after these.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
+@click.option("--top-k", type=int, help="Only the k most likely tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@JSON
+def generate(
+    ckpt: Path | None,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Write on from a prompt with the model of CKPT, the newest checkpoint in the current folder by default."""
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+
+    folder = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json)).folder
+    tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+    from tpuconv.models.generate import Generator, Sampling
+
+    generator = Generator(_load(folder), Sampling(temperature, top_k, top_p))
+    ids = tokenizer(prompt)["input_ids"]
+    before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
+    new: list[int] = []
+    shown, times = "", [time.monotonic()]
+    if not as_json:
+        click.echo(prompt, nl=False)
+    for ids_B in generator([ids], max_new_tokens, eos=ends, seed=seed):
+        times.append(time.monotonic())
+        new.append(int(ids_B[0]))
+        text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
+        if not as_json and not text.endswith("\ufffd"):  # a character whose bytes are not all there
+            click.echo(text[len(shown) :], nl=False)
+            sys.stdout.flush()
+            shown = text
+    if as_json:
+        _print_json(
+            {
+                "checkpoint": str(folder),
+                "prompt": prompt,
+                "text": text,
+                "ids": new,
+                "stopped": "eos" if new[-1] in ends else "length",
+                "first_token_seconds": times[1] - times[0],
+                "seconds": times[-1] - times[0],
+            }
+        )
+    else:
+        click.echo(text[len(shown) :])
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 
 from tpuconv.convert.source import INDEX_FILE, open_source
 from tpuconv.errors import UsageError
+from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
@@ -86,16 +87,14 @@ def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list
     Raises:
         UsageError: prompts without a tokenizer, or prompts that are too short to predict anything.
     """
-    if not any(source.glob("tokenizer*")) and not (source / "vocab.json").exists():
+    if not has_tokenizer(source):
         if prompts:
             raise UsageError(
                 f"{source} has no tokenizer for the prompts", hint="leave --prompts away to compare on token ids"
             )
         rng = np.random.default_rng(0)
         return [list(map(int, row)) for row in rng.integers(0, vocab_size, (ID_PROMPTS, ID_LENGTH))]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer = load_tokenizer(source)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts or PROMPTS]
     ids = [own for own in ids if len(own) > 1]
     if not ids:
