@@ -91,6 +91,21 @@ def test_a_wrong_model_fails_the_gates(tmp_path, prompts):
     assert len(facts["failures"]) == 2
 
 
+def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, prompts):
+    tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
+    tensors["model.layers.2.self_attn.q_norm.weight"][:] = 1
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
+    args = ("verify", "--compare-hf", "--layerwise", "--source", EXAMPLE, "--prompts", prompts)
+    done = tpuconv(*args, cwd=tmp_path, code=3)
+    assert "layer 2 is the first to depart" in done.stderr
+    assert re.search(r"layer 2 .* departs: the gate is 0\.05\n +layer 3 [^d]*\n", done.stdout)
+    facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
+    assert facts["first_departing"] == "layer 2"
+    assert [part["departs"] for part in facts["layers"]] == [False, False, False, True, False, False]
+    assert facts["passed"] is False
+
+
 def test_without_a_tokenizer_token_ids_are_compared(tmp_path):
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     tpuconv("convert", "hf", cwd=tmp_path)

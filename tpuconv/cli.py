@@ -393,11 +393,13 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         "tpuconv verify",
         "tpuconv verify Qwen3-8B-orbax --compare-hf",
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+        "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
         "tpuconv verify Qwen3-8B-orbax --benchmark --batch 1,8 --prompt-length 128 --new-tokens 64",
     ),
 )
 @click.argument("ckpt", required=False, type=click.Path(path_type=Path))
 @click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
+@click.option("--layerwise", is_flag=True, help="Compare a layer at a time: no model is in memory whole.")
 @click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
 @click.option(
     "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file with a prompt a line."
@@ -419,6 +421,7 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
 def verify(
     ckpt: Path | None,
     compare_hf: bool,
+    layerwise: bool,
     source: str | None,
     prompts: Path | None,
     dtype: str,
@@ -438,7 +441,7 @@ def verify(
     """
     from tpuconv.convert.manifest import read_manifest
 
-    _goes_with("--compare-hf", compare_hf, "source", "prompts")
+    _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
     _goes_with("--benchmark", benchmark, "batch", "prompt_length", "new_tokens", "repeats", "markdown")
     if compare_hf and benchmark:
         raise UsageError("--compare-hf and --benchmark are two commands", hint="run one after the other")
@@ -447,7 +450,7 @@ def verify(
     wanted = shapes(batch, prompt_length, new_tokens)
     manifest = read_manifest(_chosen_checkpoint(ckpt, "Verifying", quiet=as_json or markdown))
     if compare_hf:
-        _verify_logits(manifest, source, prompts, dtype, as_json)
+        _verify_logits(manifest, source, prompts, dtype, layerwise, as_json)
     elif benchmark:
         _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
     else:
@@ -517,31 +520,53 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
         )
 
 
-def _verify_logits(manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, as_json: bool) -> None:
+def _verify_logits(
+    manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, layerwise: bool, as_json: bool
+) -> None:
     from tpuconv.convert.hub import resolve
     from tpuconv.verify import logits
+    from tpuconv.verify.layerwise import compare_layers
 
     origin = manifest.raw["source"]
     with _progress("downloading", as_json) as show:
         resolved = resolve(
             source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
         )
+    parts: list[Any] = []
     with resolved:
         lines = prompt_file.read_text().splitlines() if prompt_file else []
         vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
         ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
         own = manifest.dtype if dtype == "auto" else dtype
-        hf = logits.reference_logits(resolved.folder, ids, own)
-    result = logits.compare(ids, hf, logits.model_logits(manifest.folder, ids, own), own, logits.GATES[own])
+        if layerwise:
+            show_part = (lambda part: None) if as_json else _show_part
+            parts, hf, ours = compare_layers(manifest, resolved.folder, ids, own, show_part)
+        else:
+            hf = logits.reference_logits(resolved.folder, ids, own)
+    if not layerwise:
+        ours = logits.model_logits(manifest.folder, ids, own)
+    result = logits.compare(ids, hf, ours, own, logits.GATES[own])
+    departing = [part for part in parts if part.departs]
+    failures = [f"{departing[0].name} is the first to depart"] if departing else []
+    failures += result.failures()
     if as_json:
-        _print_json({"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()})
+        facts = {"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()}
+        if layerwise:
+            facts["layers"] = [part.to_json() for part in parts]
+            facts["first_departing"] = departing[0].name if departing else None
+        _print_json(facts | {"passed": not failures, "failures": failures})
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
-    if not result.passed:
-        error = GateError("the converted model does not compute what the original does", details=result.failures())
+    if failures:
+        error = GateError("the converted model does not compute what the original does", details=failures)
         if as_json:
             sys.exit(error.exit_code)
         raise error
+
+
+def _show_part(part: Any) -> None:
+    verdict = f"[red]departs[/red]: the gate is {part.gate:g}" if part.departs else ""
+    _console().print(f"{part.name:>10}  by itself {part.own:8.2g}  gathered {part.error:8.2g}  {verdict}")
 
 
 def _comparison_table(result: Any, name: str) -> "Table":
