@@ -313,7 +313,7 @@ def test_full_size_tensors_are_cut_in_pieces_that_cover_them_once(layout, sizes)
     plan = make_plan(source, "test", table, SimpleNamespace(axes=sizes), Options())
     plan.check()
     pieces = [piece for unit in plan.units for piece in unit.pieces]
-    assert max(plan.piece_bytes(piece)[0] for piece in pieces) <= plan_module.PIECE_BYTES
+    assert max(plan.stored_bytes(piece) for piece in pieces) <= plan_module.PIECE_BYTES
     for i, array in enumerate(plan.arrays.values()):
         assert all(s % c == 0 for s, c in zip(array.shards, array.chunks, strict=True))
         assert prod(array.chunks) * 2 <= plan_module.CHUNK_BYTES

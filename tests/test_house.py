@@ -12,14 +12,24 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# What a room may import, beside itself. `layout <- convert <- models <- verify <- cli`.
+# What a room may import, beside itself. `layout <- convert <- models <- quantize <- restore <- verify <- cli`.
 ROOMS = {
     "tpuconv.errors": set(),
     "tpuconv.layout": {"tpuconv.errors"},
     "tpuconv.sharding": {"tpuconv.layout"},
     "tpuconv.convert": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding"},
     "tpuconv.models": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert"},
-    "tpuconv.verify": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert", "tpuconv.models"},
+    "tpuconv.quantize": {"tpuconv.errors", "tpuconv.layout", "tpuconv.convert", "tpuconv.models"},
+    "tpuconv.restore": {"tpuconv.errors", "tpuconv.sharding", "tpuconv.convert", "tpuconv.models", "tpuconv.quantize"},
+    "tpuconv.verify": {
+        "tpuconv.errors",
+        "tpuconv.layout",
+        "tpuconv.sharding",
+        "tpuconv.convert",
+        "tpuconv.models",
+        "tpuconv.quantize",
+        "tpuconv.restore",
+    },
 }
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 
@@ -48,7 +58,10 @@ def test_imports_point_one_way(module):
     assert others - {mine} <= ROOMS[mine]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("tpuconv.models.")])
+WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(WITH_JAX) or m == "tpuconv.quantize.config"])
 def test_what_converts_needs_no_jax(module):
     top = {name.partition(".")[0] for name in imports(MODULES[module], everywhere=False)}
     assert not top & HEAVY

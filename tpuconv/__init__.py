@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpuconv.models.load import load as load
+    from tpuconv.restore import load as load
 
 __all__ = ["load"]
 
@@ -11,7 +11,7 @@ __all__ = ["load"]
 def __getattr__(name: str) -> Any:
     # jax is imported when a model is asked for, not when the command line starts.
     if name == "load":
-        from tpuconv.models.load import load
+        from tpuconv.restore import load
 
         return load
     raise AttributeError(f"module 'tpuconv' has no attribute '{name}'")

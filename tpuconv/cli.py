@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tpuconv.convert.plan import Plan
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.report import Report
 
 PLAIN_WIDTH = 180  # of tables that go to a file or a pipe
 INTERRUPTED, TERMINATED = 130, 143
@@ -252,6 +254,7 @@ def tpuconv(verbose: bool) -> None:
     examples=(
         "tpuconv convert Qwen/Qwen3-8B",
         "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
+        "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
         "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
     ),
 )
@@ -264,6 +267,7 @@ def tpuconv(verbose: bool) -> None:
     show_default=True,
     help="Of the parameters; auto keeps the source's.",
 )
+@click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
@@ -276,6 +280,7 @@ def convert(
     src: str,
     out: Path | None,
     dtype: str,
+    quantize: str | None,
     scan_layers: bool,
     layers: range | None,
     revision: str | None,
@@ -291,24 +296,54 @@ def convert(
     """
     from tpuconv.convert.hub import resolve
     from tpuconv.convert.plan import Options
-    from tpuconv.convert.run import Limits, run
+    from tpuconv.convert.run import Limits
+    from tpuconv.convert.source import open_source
+    from tpuconv.models.registry import find_family
 
+    rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
     with _progress("downloading", as_json) as show:
         resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
     with resolved:
-        plan = _plan(resolved, Options(dtype, scan_layers, layers))
+        source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
+        family = find_family(source.config)
+        plan = _plan(source, family, family.table, Options(dtype, scan_layers, layers), rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             plan.check()
             return
-        out = out or Path(f"{plan.source.name}-orbax")
-        began, resumed = time.monotonic(), 0
-        with _progress("converting", as_json) as show:
-            for at in run(plan, out, limits, overwrite=overwrite):
-                show(at.done, at.total)
-                resumed = at.resumed or resumed
-        seconds = time.monotonic() - began
+        out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
+        _run(plan, out, limits, overwrite, as_json, "converting")
+
+
+def _rules(config: str | None) -> "QuantConfig | None":
+    from tpuconv.quantize.config import find_config
+
+    return find_config(config) if config else None
+
+
+def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfig | None") -> "Plan":
+    from tpuconv.convert.plan import make_plan
+
+    config = family.config.from_hf(source.config)
+    plan = make_plan(source, family.name, table, config, options)
+    if rules is None or plan.faults:
+        return plan
+    from tpuconv.quantize.apply import quantization
+
+    return make_plan(source, family.name, table, config, options, quantization(plan, family, config, rules))
+
+
+def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, what: str) -> None:
+    """Runs a plan with a bar, and says what came out."""
+    from tpuconv.convert.run import run
+
+    began, resumed = time.monotonic(), 0
+    with _progress(what, as_json) as show:
+        for at in run(plan, out, limits, overwrite=overwrite):
+            show(at.done, at.total)
+            resumed = at.resumed or resumed
+    seconds = time.monotonic() - began
     facts = {
         "out": str(out),
         "family": plan.family,
@@ -320,8 +355,9 @@ def convert(
         "peak_memory_bytes": _peak_memory(),
         "skipped": [vars(skip) for skip in plan.skipped],
     }
+    report = _report(out) if plan.quantization else None
     if as_json:
-        _print_json(facts)
+        _print_json(facts | ({"quantization": report.to_json()} if report else {}))
         return
     console = _console()
     if resumed == plan.source_bytes:
@@ -335,16 +371,8 @@ def convert(
             soft_wrap=True,
         )
     _print_skipped(console, plan)
-
-
-def _plan(resolved: Any, options: Any) -> "Plan":
-    from tpuconv.convert.plan import make_plan
-    from tpuconv.convert.source import open_source
-    from tpuconv.models.registry import find_family
-
-    source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
-    family = find_family(source.config)
-    return make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
+    if report:
+        _print_report(console, report, out)
 
 
 def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
@@ -382,6 +410,178 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         shown = ", ".join(skip.pattern for skip in own[:2]) + (f" and {len(own) - 2} more" if len(own) > 2 else "")
         count = sum(skip.count for skip in own)
         console.print(f"  not converted: {count} tensors, {reason}: {shown}", soft_wrap=True)
+
+
+# -- quantize ---------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=(
+        "tpuconv quantize --config int8_default.yaml",
+        "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
+        "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
+        "tpuconv quantize --list",
+    ),
+)
+@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option("--config", metavar="NAME", help="A config of this package (see --list), or the path of a file.")
+@click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
+@click.option("--explain", is_flag=True, help="Show what would become of every parameter, and stop.")
+@click.option("--dry-run", is_flag=True, help="Stop after the plan and show it.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
+@click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one for each processor]")
+@JSON
+def quantize(
+    ckpt: Path | None,
+    out: Path | None,
+    config: str | None,
+    as_list: bool,
+    explain: bool,
+    dry_run: bool,
+    overwrite: bool,
+    max_memory: int | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Quantize the checkpoint CKPT by Qwix rules to OUT (./<CKPT>-<config> by default).
+
+    CKPT is the newest checkpoint in the current folder that is not quantized, by default. OUT appears whole or not at
+    all; interrupted, the same command goes on where it was. It holds the arrays that Qwix would make of the whole
+    model, bit for bit, and a report, quantization.html.
+    """
+    from tpuconv.convert.checkpoint import open_checkpoint
+    from tpuconv.convert.plan import Options
+    from tpuconv.convert.run import Limits
+    from tpuconv.models.registry import get_family
+
+    if as_list:
+        _list_configs(as_json)
+        return
+    rules = _rules(config)
+    if rules is None:
+        raise UsageError("--config is missing", hint="`tpuconv quantize --list` shows what there is")
+    chosen = ckpt or _newest_checkpoint(quantized=False)
+    if ckpt is None and not as_json:
+        _console().print(f"Quantizing [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+    source = open_checkpoint(chosen)
+    limits = Limits.of_this_machine(jobs, max_memory)
+    own = source.manifest.raw["options"]
+    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range)
+    plan = _plan(source, get_family(source.manifest.family), source.table(), options, rules)
+    plan.check()
+    if explain:
+        _explain(plan, rules, as_json)
+    elif dry_run:
+        _show_plan(plan, limits.jobs, limits.max_memory, as_json)
+    else:
+        _run(plan, out or chosen.with_name(f"{chosen.name}-{rules.name}"), limits, overwrite, as_json, "quantizing")
+
+
+def _list_configs(as_json: bool) -> None:
+    from tpuconv.quantize.config import config_names, find_config
+
+    configs = [find_config(name) for name in config_names()]
+    if as_json:
+        _print_json({"configs": [config.to_json() | {"bits_per_weight": config.bits} for config in configs]})
+        return
+    table = _table("quantization configs", "name", "bits a weight", "what", right=["bits a weight"])
+    for config in configs:
+        table.add_row(config.name, " and ".join(f"{bits:g}" for bits in config.bits), config.summary)
+    console = _console()
+    console.print(table)
+    console.print("  bits of quantized weights, their share of the scales included, in bfloat16", soft_wrap=True)
+
+
+def _explain(plan: "Plan", rules: "QuantConfig", as_json: bool) -> None:
+    """What becomes of every parameter."""
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(stack.names[0] for b in plan.bindings for stack in b.dst):
+        arrays = [plan.arrays[part] for part in plan.stored_names(name)]
+        encoder: Any = plan.encoders.get(name)
+        how = encoder.to_json() if encoder else None
+        rows.append(
+            {
+                "parameter": name,
+                "line": rules.rules[how["rule"]].line if how else None,
+                "qtype": how["qtype"] if how else None,
+                "axes": arrays[0].axes,
+                "shape": list(arrays[0].shape),
+                "tiles": how["tiles"] if how else None,
+                "bits": how["bits"] if how else 8 * arrays[0].dtype.itemsize,
+                "bytes_before": plan.source.tensors[name].nbytes if name in plan.source.tensors else None,
+                "bytes": sum(array.nbytes for array in arrays),
+            }
+        )
+    if as_json:
+        _print_json({"config": rules.to_json(), "parameters": rows})
+        return
+    from tpuconv.convert.names import collapse
+
+    by_name = {row["parameter"]: row for row in rows}
+    table = _table(
+        f"{plan.source.name} by {rules.name}",
+        "parameter", "line", "type", "axes", "shape", "one scale for", "bits", "before", "after",
+        right=["line", "bits", "before", "after"],
+    )  # fmt: skip
+    for pattern, names in collapse(by_name).items():
+        for row, own in _alike([by_name[name] for name in names]):
+            own_pattern = pattern if len(own) == len(names) else next(iter(collapse(own)))
+            table.add_row(
+                own_pattern,
+                str(row["line"] or "-"),
+                row["qtype"] or "as it is",
+                row["axes"],
+                " ".join(map(str, row["shape"])),
+                " ".join(map(str, row["tiles"])) if row["tiles"] else "",
+                f"{row['bits']:.4g}",
+                _size(sum(by_name[name]["bytes_before"] for name in own)),
+                _size(sum(by_name[name]["bytes"] for name in own)),
+            )
+    console = _console()
+    console.print(table)
+    total = sum(row["bytes_before"] for row in rows)
+    console.print(
+        f"{_size(total)} -> {_size(plan.output_bytes)}; line: of the rule in {rules.name}; on the disk a 4-bit value "
+        "takes a byte, on TPU half of one",
+        soft_wrap=True,
+    )
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[str]]]:
+    """The rows that differ in nothing but the parameter's name, with the names."""
+    groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for row in rows:
+        key = str({name: value for name, value in row.items() if name != "parameter"})
+        groups.setdefault(key, (row, []))[1].append(row["parameter"])
+    return list(groups.values())
+
+
+def _report(out: Path) -> "Report":
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.quantize.report import report
+
+    return report(read_manifest(out).raw)
+
+
+def _print_report(console: "Console", report: "Report", out: Path) -> None:
+    from tpuconv.convert.plan import REPORT
+    from tpuconv.quantize.report import kinds
+
+    table = _table(
+        f"{report.config}: {report.weight_bits:.2f} bits a weight",
+        "parameters", "count", "type", "bits", "worst dB", "mean dB", "clipped",
+        right=["count", "bits", "worst dB", "mean dB", "clipped"],
+    )  # fmt: skip
+    for kind in kinds(report.rows):
+        worst = kind.worst
+        clipped = f"{100 * max(row.clipped for row in kind.rows):.3g}%"
+        figures = (f"{worst.bits:.2f}", f"{worst.snr_db:.1f}", f"{kind.mean_db:.1f}", clipped)
+        table.add_row(kind.pattern, str(len(kind.rows)), worst.qtype, *figures)
+    console.print(table)
+    console.print(f"dB: signal to noise, worst first; plots in {out / REPORT}", soft_wrap=True)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -472,10 +672,14 @@ def _chosen_checkpoint(ckpt: Path | None, doing: str, quiet: bool) -> Path:
     return chosen
 
 
-def _newest_checkpoint() -> Path:
+def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
+    """The newest in the current folder; of quantized ones or of the others where it matters."""
     from tpuconv.convert.journal import MANIFEST
+    from tpuconv.convert.manifest import read_manifest
 
     found = sorted(Path().glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime_ns)
+    if quantized is not None:
+        found = [path for path in found if (read_manifest(path.parent).quantization is not None) == quantized]
     if not found:
         raise UsageError(
             "there is no checkpoint in the current folder", hint="make one with `tpuconv convert SRC`, or name it"
@@ -545,7 +749,8 @@ def _verify_logits(
             hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
         ours = logits.model_logits(manifest.folder, ids, own)
-    result = logits.compare(ids, hf, ours, own, logits.GATES[own])
+    gates = manifest.quantization["gates"] if manifest.quantization else logits.GATES[own]
+    result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
     failures = [f"{departing[0].name} is the first to depart"] if departing else []
     failures += result.failures()
@@ -558,7 +763,8 @@ def _verify_logits(
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
     if failures:
-        error = GateError("the converted model does not compute what the original does", details=failures)
+        what = "quantized" if manifest.quantization else "converted"
+        error = GateError(f"the {what} model does not compute what the original does", details=failures)
         if as_json:
             sys.exit(error.exit_code)
         raise error
@@ -666,7 +872,7 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
     import jax
     import numpy as np
 
-    from tpuconv.models.load import load
+    from tpuconv.restore import load
 
     devices = np.array(jax.devices())
     return load(folder, dtype, jax.sharding.Mesh(devices, ("tensor",)) if devices.size > 1 else None)

@@ -1,6 +1,9 @@
 """What a checkpoint carries beside its weights: the files copied from the source, and a model card."""
 
-from tpuconv.convert.plan import Plan
+from collections.abc import Mapping
+from typing import Any
+
+from tpuconv.convert.plan import REPORT
 
 COPIED = (
     "config.json",
@@ -21,20 +24,24 @@ COPIED = (
 SOURCE_CARD = "README.source.md"
 
 
-def model_card(plan: Plan) -> str:
-    """The README.md of a converted checkpoint."""
-    source = plan.source
-    origin = f"{source.repo} at commit {source.commit}" if source.repo else f"the folder `{source.name}`"
-    dtypes = ", ".join(sorted({array.dtype.name for array in plan.arrays.values()}))
-    part = plan.options.layers
-    skipped = "".join(f"- `{s.pattern}` ({s.count}): {s.reason}\n" for s in plan.skipped)
-    return f"""# {source.name} for JAX
+def model_card(manifest: Mapping[str, Any]) -> str:
+    """The README.md of a checkpoint with this manifest."""
+    source, arrays = manifest["source"], manifest["arrays"]
+    origin = f"{source['repo']} at commit {source['commit']}" if source["repo"] else f"the folder `{source['name']}`"
+    dtypes = ", ".join(sorted({array["dtype"] for array in arrays.values()}))
+    part, rules = manifest["options"]["layers"], manifest.get("quantization")
+    skipped = "".join(f"- `{s['pattern']}` ({s['count']}): {s['reason']}\n" for s in manifest["skipped"])
+    lines = [
+        f"{manifest['parameters']:,} parameters in {len(arrays)} arrays, {manifest['bytes'] / 1e9:.2f} GB, {dtypes}",
+        f"layers {'stacked in one array each' if manifest['options']['scan_layers'] else 'as arrays of their own'}",
+        *([f"only layers {part[0]} to {part[1]}: a part of the model, for trials"] if part else []),
+        *([f"quantized by `{rules['name']}` ({rules['summary']}): `{REPORT}` shows what it cost"] if rules else []),
+    ]
+    return f"""# {source["name"]} for JAX
 
-Converted by tpuconv from {origin}, family `{plan.family}`.
+Converted by tpuconv from {origin}, family `{manifest["family"]}`.
 
-- {plan.parameters:,} parameters in {len(plan.arrays)} arrays, {plan.output_bytes / 1e9:.2f} GB, {dtypes}
-- layers {"stacked in one array each (scan)" if plan.options.scan_layers else "as arrays of their own"}
-{f"- only layers {part.start} to {part.stop - 1}: a part of the model, for trials" if part else ""}
+{"".join(f"- {line}{chr(10)}" for line in lines)}
 `params/` is an Orbax checkpoint; `tpuconv.json` says for every array its shape, its axes, its source and its checksum.
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 

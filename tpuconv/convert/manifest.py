@@ -23,6 +23,8 @@ from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.layout import Shape
 
 PARAMS = "params"
+QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
+"""What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 
 
@@ -38,6 +40,12 @@ def add_checksums(parts: Iterable[int]) -> int:
     return sum(parts) % (1 << 64)
 
 
+def add_figures(total: dict[str, float], part: Mapping[str, float]) -> None:
+    """Adds what an encoder found in a part of a parameter to what it found in others."""
+    for name, value in part.items():
+        total[name] = total.get(name, 0) + value
+
+
 @dataclass(frozen=True)
 class StoredArray:
     """What the manifest says of one array."""
@@ -49,6 +57,7 @@ class StoredArray:
     chunks: Shape
     sources: tuple[str, ...]
     xxh3: str
+    buffer: bool
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,18 @@ class Manifest:
         return bool(self.raw["options"]["scan_layers"])
 
     @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The rules by which parameters were quantized, and what became of each; None where none was."""
+        quantization: Mapping[str, Any] | None = self.raw.get("quantization")
+        return quantization
+
+    @property
     def dtype(self) -> str:
-        """The dtype of most of the bytes, in which the model computes."""
+        """The dtype in which the model computes: that of most of the bytes, quantized ones aside."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
+            if array.name.endswith((QVALUE, ZERO_POINT)):
+                continue
             total[array.dtype] = total.get(array.dtype, 0) + prod(array.shape) * element_bytes(array.dtype)
         return max(total, key=lambda name: total[name])
 
@@ -86,27 +103,28 @@ class Manifest:
         layers: list[int] | None = self.raw["options"]["layers"]
         return layers
 
+    @property
+    def layer_range(self) -> range | None:
+        """The same as a range."""
+        return None if self.layers is None else range(self.layers[0], self.layers[1] + 1)
+
 
 def element_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def build(plan: Plan, sha256: Mapping[str, str | None], checksums: Mapping[str, int]) -> str:
-    """The manifest's text. `sha256` is None for shards of which only a part was read; `checksums`
-    holds the sum over the chunks of each array."""
-    source = plan.source
-    manifest = {
+def build(
+    plan: Plan,
+    sha256: Mapping[str, str | None],
+    checksums: Mapping[str, int],
+    figures: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """What the manifest says. `sha256` is None for shards of which only a part was read; `checksums` holds the sum over
+    the chunks of each array, `figures` what was found when parameters were quantized."""
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "fingerprint": plan.fingerprint,
-        "source": {
-            "name": source.name,
-            "repo": source.repo,
-            "commit": source.commit,
-            "folder": None if source.repo else str(source.folder.resolve()),
-            "shards": {s.name: {"bytes": s.size, "sha256": sha256[s.name]} for s in source.shards},
-            "tensors": len(source.tensors),
-            "bytes": source.nbytes,
-        },
+        "source": plan.source.origin(sha256),
         "family": plan.family,
         "table": plan.table.fingerprint,
         "options": plan.options.to_json(),
@@ -122,11 +140,17 @@ def build(plan: Plan, sha256: Mapping[str, str | None], checksums: Mapping[str, 
                 "chunks": array.chunks,
                 "sources": [info.name for name in array.sources for info in plan.tensors[name].stored],
                 "xxh3": f"{checksums[array.name]:016x}",
+                **({"buffer": True} if array.buffer else {}),
             }
             for array in plan.arrays.values()
         },
     }
-    return json.dumps(manifest, indent=1)
+    if plan.quantization:
+        parameters = {
+            name: encoder.to_json() | {"figures": figures[name]} for name, encoder in plan.quantization.encoders.items()
+        }
+        manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -153,7 +177,14 @@ def read_manifest(folder: Path) -> Manifest:
             )
         arrays = {
             name: StoredArray(
-                name, tuple(a["shape"]), a["dtype"], a["axes"], tuple(a["chunks"]), tuple(a["sources"]), a["xxh3"]
+                name=name,
+                shape=tuple(a["shape"]),
+                dtype=a["dtype"],
+                axes=a["axes"],
+                chunks=tuple(a["chunks"]),
+                sources=tuple(a["sources"]),
+                xxh3=a["xxh3"],
+                buffer=a.get("buffer", False),
             )
             for name, a in raw["arrays"].items()
         }

@@ -6,12 +6,12 @@ dtypes fit. Faults are collected and raised together before a weight byte is rea
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import lcm, prod
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
+from tpuconv.layout import Tensor as Axes
 from tpuconv.sharding import MESH_AXES
 
 FORMAT = 1
@@ -34,6 +35,8 @@ PIECE_BYTES = 32 * MIB
 UNIT_BYTES = 256 * MIB
 BASE_MEMORY = 128 * MIB
 """Private memory of the interpreter and TensorStore, measured."""
+
+REPORT = "quantization.html"
 
 FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
@@ -53,9 +56,49 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the arrays that hold an encoded parameter: `blocks` says for each axis how many elements of the parameter
+    an element of it stands for. `own` values are the parameter's; others, scales, count as no parameters."""
+
+    suffix: str
+    dtype: np.dtype[Any]
+    blocks: Shape
+    own: bool = False
+
+
+class Encoder(Protocol):
+    """Makes of a parameter's values the arrays that hold it, such as quantized values and their scales."""
+
+    @property
+    def blocks(self) -> Shape:
+        """For each axis how many elements must be encoded together: 1 where it does not matter."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The arrays, named after the parameter by their suffixes."""
+
+    def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
+        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides about the result."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
+    text of the file `REPORT`."""
+
+    encoders: Mapping[str, Encoder]
+    config: Mapping[str, Any]
+    report: Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
 class Array:
-    """One parameter of the output. `axes` are its axes in letters. It is stored in files of the shape `shards`, which
-    are read by `chunks`, of which a shard has a whole number along each axis."""
+    """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. It is
+    stored in files of the shape `shards`, which are read by `chunks`, of which a shard has a whole number along each
+    axis. A `buffer` counts as no parameter."""
 
     name: str
     shape: Shape
@@ -85,10 +128,12 @@ class Array:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is read, transformed and written in one go: a box of every target of a binding, whole chunks."""
+    """What is read, transformed and written in one go: a box of every target of a binding, whole chunks. `dtype` is
+    that of the values, before a target is encoded."""
 
     binding: Binding
     ranges: Ranges
+    dtype: np.dtype[Any]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -97,6 +142,11 @@ class Piece:
     @property
     def elements(self) -> int:
         return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values."""
+        return self.elements * self.dtype.itemsize
 
     def reads(self) -> Iterator[list[tuple[str, int, int]]]:
         """For every source tensor of the layout the parts to read: name, first element, number of elements."""
@@ -155,12 +205,19 @@ class Plan:
     family: str
     table: MappingTable
     options: Options
+    quantization: Quantization | None
+    bindings: tuple[Binding, ...]
     arrays: Mapping[str, Array]
     units: tuple[Unit, ...]
     skipped: tuple[Skip, ...]
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
+
+    @property
+    def encoders(self) -> Mapping[str, Encoder]:
+        """Of the parameters that are not stored as plain values."""
+        return self.quantization.encoders if self.quantization else {}
 
     @property
     def mapped(self) -> int:
@@ -183,18 +240,19 @@ class Plan:
         return sum(unit.nbytes for unit in self.units)
 
     @cached_property
-    def buffers(self) -> tuple[int, int, int]:
+    def buffers(self) -> tuple[int, int, int, int]:
         """Bytes that one job holds at most: of values as they are wanted, of values as they are stored where that is
-        not the same, of a shard to be written."""
+        not the same, of a shard to be written, and of what encoders make."""
         pieces = [piece for unit in self.units for piece in unit.pieces]
-        values = max((self.piece_bytes(piece)[1] for piece in pieces), default=0)
-        raw = max((self.piece_bytes(piece)[0] for piece in pieces if not self.is_stored_as_wanted(piece)), default=0)
-        return values, raw, max((array.shard_bytes for array in self.arrays.values()), default=0)
+        values = max((piece.nbytes for piece in pieces), default=0)
+        raw = max((self.stored_bytes(piece) for piece in pieces if not self.is_stored_as_wanted(piece)), default=0)
+        encoded = max((piece.elements for piece in pieces if self.is_encoded(piece)), default=0)
+        return values, raw, max((array.shard_bytes for array in self.arrays.values()), default=0), 2 * encoded
 
     @property
     def hashes_shards(self) -> bool:
         """Whether whole shards are read, and so hashed. A trial on some layers would read all others for their hash."""
-        return self.options.layers is None
+        return self.source.hashed and self.options.layers is None
 
     def jobs(self, wanted: int, max_memory: int) -> int:
         """As many of the wanted jobs as the memory allows.
@@ -215,17 +273,28 @@ class Plan:
         """Private memory in bytes that the conversion needs at most."""
         return BASE_MEMORY + jobs * sum(self.buffers)
 
-    def target_dtype(self, binding: Binding) -> np.dtype[Any]:
-        return self.arrays[binding.dst[0].names[0]].dtype
+    def is_encoded(self, piece: Piece) -> bool:
+        return any(name in self.encoders for stack in piece.binding.dst for name in stack.names)
 
     def is_stored_as_wanted(self, piece: Piece) -> bool:
         """Whether the bytes of the source are those of the values."""
         tensor = self.tensors[piece.binding.src[0].names[0]]
-        return tensor.scheme is None and tensor.dtype == self.target_dtype(piece.binding)
+        return tensor.scheme is None and tensor.dtype == piece.dtype
 
-    def piece_bytes(self, piece: Piece) -> tuple[int, int]:
-        """Bytes read, scales aside, and bytes of the values."""
-        return _stored_bytes(self.tensors, piece), piece.elements * self.target_dtype(piece.binding).itemsize
+    def stored_bytes(self, piece: Piece) -> int:
+        """Bytes read for the values of a piece, scales aside."""
+        return _stored_bytes(self.tensors, piece)
+
+    def written_bytes(self, piece: Piece) -> int:
+        """About as many as the piece adds to the output."""
+        own = sum(map(prod, piece.binding.layout.src_shapes(piece.binding.sizes)))
+        names = [part for stack in piece.binding.dst for name in stack.names for part in self.stored_names(name)]
+        return sum(self.arrays[name].nbytes for name in names) * piece.elements // max(1, own)
+
+    def stored_names(self, parameter: str) -> tuple[str, ...]:
+        """The names of the arrays that hold a parameter."""
+        encoder = self.encoders.get(parameter)
+        return tuple(f"{parameter}.{part.suffix}" for part in encoder.parts) if encoder else (parameter,)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -233,10 +302,11 @@ class Plan:
         facts = {
             "format": FORMAT,
             "source": [self.source.repo, self.source.commit],
-            "shards": [[s.name, s.size, s.mtime_ns] for s in self.source.shards],
+            "shards": [[s.name, s.size, s.mtime_ns, s.sha256] for s in self.source.shards],
             "family": self.family,
             "table": self.table.fingerprint,
             "options": self.options.to_json(),
+            "quantization": self.quantization and self.quantization.config,
             "config": self.source.config,
             "sizes": [CHUNK_BYTES, PIECE_BYTES, UNIT_BYTES],
         }
@@ -278,7 +348,14 @@ class Plan:
             )
 
 
-def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes, options: Options) -> Plan:
+def make_plan(
+    source: Source,
+    family: str,
+    table: MappingTable,
+    config: HasAxes,
+    options: Options,
+    quantization: Quantization | None = None,
+) -> Plan:
     """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
 
     Raises:
@@ -294,7 +371,7 @@ def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes,
     bindings = table.bind(_cut_layers(config, options.layers))
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
-    tensors, faults = decode_names(source.tensors, source.config.get("quantization_config"))
+    tensors, faults = decode_names(source.tensors, source.encoding)
     skipped: dict[str, list[str]] = {}
     copies, unmapped = {}, []
     for name, tensor in tensors.items():
@@ -330,14 +407,26 @@ def make_plan(source: Source, family: str, table: MappingTable, config: HasAxes,
     if not faults:
         pieces = []
         for binding in bindings:
-            own, cut = _cut(tensors, binding, options.dtype)
+            own, cut = _cut(tensors, binding, options.dtype, quantization.encoders if quantization else {})
             faults += [f"{array.name}  is made by two rows of the table" for array in own if array.name in arrays]
             arrays |= {array.name: array for array in own}
             pieces += cut
         units = _units(source, tensors, pieces)
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
     return Plan(
-        source, tensors, family, table, options, arrays, units, tuple(skips), copies, tuple(unmapped), tuple(faults)
+        source=source,
+        tensors=tensors,
+        family=family,
+        table=table,
+        options=options,
+        quantization=quantization,
+        bindings=tuple(bindings),
+        arrays=arrays,
+        units=units,
+        skipped=tuple(skips),
+        copies=copies,
+        unmapped=tuple(unmapped),
+        faults=tuple(faults),
     )
 
 
@@ -394,20 +483,23 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
 # -- cutting: chunks, pieces, units -----------------------------------------------------------------------------------
 
 
-def _cut(tensors: Mapping[str, Tensor], binding: Binding, dtype: str) -> tuple[list[Array], list[Piece]]:
-    """The targets of a binding, and the pieces in which it is converted: boxes of at most about PIECE_BYTES, cut along
-    letters that are outermost in the source first, so that reading goes on in long runs."""
+def _cut(
+    tensors: Mapping[str, Tensor], binding: Binding, dtype: str, encoders: Mapping[str, Encoder]
+) -> tuple[list[Array], list[Piece]]:
+    """The arrays of a binding, and the pieces in which it is converted: boxes of at most about PIECE_BYTES, cut along
+    letters that are outermost in the source first, so that reading goes on in long runs. What is encoded together stays
+    together."""
     layout, sizes = binding.layout, binding.sizes
     letters = list(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    target = first.dtype if dtype == "auto" or binding.row.buffer else FLOATS[dtype]
-    itemsize = max(target.itemsize, first.dtype.itemsize)
-    leads = [[lead(axis) for axis in axes] for axes in layout.dst]
-    shapes = layout.dst_shapes(sizes)
-    chunks = [_chunks(shape, own, letters, target.itemsize) for shape, own in zip(shapes, leads, strict=True)]
-
+    values = first.dtype if dtype == "auto" or binding.row.buffer else FLOATS[dtype]
+    itemsize = max(values.itemsize, first.dtype.itemsize)
+    targets = [
+        _Target(axes, shape, encoders.get(stack.names[0]), values, letters)
+        for axes, shape, stack in zip(layout.dst, layout.dst_shapes(sizes), binding.dst, strict=True)
+    ]
     steps: dict[str, int] = {}
 
     def nbytes() -> int:
@@ -416,23 +508,56 @@ def _cut(tensors: Mapping[str, Tensor], binding: Binding, dtype: str) -> tuple[l
     for letter in letters:
         if nbytes() <= PIECE_BYTES:
             break
-        # The smallest range of the letter that is whole chunks in every target, and as many of those as fit.
-        inner = [shape[own.index(letter)] // sizes[letter] for shape, own in zip(shapes, leads, strict=True)]
-        chunk = [own_chunks[own.index(letter)] for own_chunks, own in zip(chunks, leads, strict=True)]
-        steps[letter] = least = lcm(*(lcm(c, i) // i for c, i in zip(chunk, inner, strict=True)))
-        steps[letter] = min(-(-sizes[letter] // least), max(1, PIECE_BYTES // nbytes())) * least
+        # The smallest range of the letter that is whole chunks and blocks in every target, and as many as fit.
+        least = lcm(*(target.least(letter, sizes[letter]) for target in targets))
+        if least < sizes[letter]:
+            steps[letter] = least
+            steps[letter] = min(-(-sizes[letter] // least), max(1, PIECE_BYTES // nbytes())) * least
 
     sources = tuple(name for stack in binding.src for name in stack.names)
-    buffer = binding.row.buffer
-    arrays = []
-    for axes, shape, own, chunk_shape, stack in zip(layout.dst, shapes, leads, chunks, binding.dst, strict=True):
-        shard = tuple(
-            -(-(n // sizes[x] * steps[x] if x in steps else n) // c) * c
-            for x, n, c in zip(own, shape, chunk_shape, strict=True)
-        )
-        arrays.append(Array(stack.names[0], shape, target, format_axes(axes), shard, chunk_shape, sources, buffer))
+    arrays = [
+        array
+        for target, stack in zip(targets, binding.dst, strict=True)
+        for array in target.arrays(stack.names[0], sizes, steps, sources, binding.row.buffer)
+    ]
     ranges = [[(x, (a, min(a + step, sizes[x]))) for a in range(0, sizes[x], step)] for x, step in steps.items()]
-    return arrays, [Piece(binding, dict(box)) for box in product(*ranges)]
+    return arrays, [Piece(binding, dict(box), values) for box in product(*ranges)]
+
+
+class _Target:
+    """One parameter while it is cut: the letters that lead its axes, the shape of its chunks, the blocks in which it
+    is encoded."""
+
+    def __init__(
+        self, axes: Axes, shape: Shape, encoder: Encoder | None, dtype: np.dtype[Any], letters: list[str]
+    ) -> None:
+        self.axes, self.shape = format_axes(axes), shape
+        self.leads = [lead(axis) for axis in axes]
+        ones = (1,) * len(shape)
+        self.parts = encoder.parts if encoder else (Part("", dtype, ones, own=True),)
+        self.blocks = encoder.blocks if encoder else ones
+        itemsize = next(part.dtype.itemsize for part in self.parts if part.own)
+        self.chunks = _chunks(shape, self.leads, letters, itemsize)
+
+    def least(self, letter: str, size: int) -> int:
+        """The smallest range of a letter that is whole chunks and blocks."""
+        at = self.leads.index(letter)
+        inner = self.shape[at] // size
+        return lcm(self.chunks[at], self.blocks[at], inner) // inner
+
+    def arrays(
+        self, name: str, sizes: Mapping[str, int], steps: Mapping[str, int], sources: tuple[str, ...], buffer: bool
+    ) -> Iterator[Array]:
+        pieces = tuple(
+            n // sizes[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
+        )
+        for part in self.parts:
+            shape = tuple(n // b for n, b in zip(self.shape, part.blocks, strict=True))
+            piece = tuple(n // b for n, b in zip(pieces, part.blocks, strict=True))
+            chunks = self.chunks if part.own else piece
+            shards = tuple(-(-n // c) * c for n, c in zip(piece, chunks, strict=True))
+            full_name = f"{name}.{part.suffix}" if part.suffix else name
+            yield Array(full_name, shape, part.dtype, self.axes, shards, chunks, sources, buffer or not part.own)
 
 
 def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:

@@ -5,6 +5,7 @@ that is allocated once: for values, for their bytes where they are stored in ano
 written.
 """
 
+import json
 import os
 import queue
 import shutil
@@ -21,9 +22,10 @@ import numpy as np
 
 from tpuconv.convert import manifest
 from tpuconv.convert.card import COPIED, SOURCE_CARD, model_card
+from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
 from tpuconv.convert.hub import wrong_hash
 from tpuconv.convert.journal import MANIFEST, Journal, write_durably
-from tpuconv.convert.plan import MIB, Array, Piece, Plan, Unit
+from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Shard, Store, page_buffer
@@ -106,7 +108,7 @@ class _Workers:
     def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
         self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
         self.stop = threading.Event()
-        self.reader = Reader(plan.source, self._check_cancelled, hashes=plan.hashes_shards)
+        self.reader = _open(plan, self._check_cancelled)
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
 
@@ -150,12 +152,14 @@ class _Workers:
 
     def _check_hash(self, shard: SourceShard) -> None:
         if self.journal.done(f"sha256-{shard.name}") is None:
+            assert isinstance(self.reader, Reader)
             digest = self.reader.sha256(shard.name)
             if shard.sha256 is not None and digest != shard.sha256:
                 raise wrong_hash(self.plan.source.folder / shard.name, shard.sha256, digest)
             self.journal.record(f"sha256-{shard.name}", {"sha256": digest})
 
     def _compare(self, copy: str, original: str) -> None:
+        assert isinstance(self.reader, Reader)
         a, b = (self.plan.tensors[name].values for name in (copy, original))
         buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
         for at in range(0, a.nbytes, 4 * MIB):
@@ -171,55 +175,85 @@ class _Workers:
 
     def _unit(self, unit: Unit) -> None:
         checksums: dict[str, int] = {}
+        figures: dict[str, dict[str, float]] = {}
         memory = self.memories.get()
         try:
             for piece in unit.pieces:
                 self._check_cancelled()
-                self._piece(piece, memory, checksums)
-                self.done.put(self.plan.piece_bytes(piece)[0])
+                self._piece(piece, memory, checksums, figures)
+                self.done.put(self.plan.stored_bytes(piece))
         finally:
             self.memories.put(memory)
         self.store.sync(checksums)
-        self.journal.record(unit.uid, {name: f"{part:016x}" for name, part in checksums.items()})
+        own = {name: f"{part:016x}" for name, part in checksums.items()}
+        self.journal.record(unit.uid, {"checksums": own, "figures": figures})
 
-    def _piece(self, piece: Piece, memory: "_Memory", checksums: dict[str, int]) -> None:
-        binding = piece.binding
-        dtype = self.plan.target_dtype(binding)
-        bits = np.dtype(f"u{dtype.itemsize}")  # plain integers move faster than bfloat16 and keep every bit
+    def _piece(
+        self, piece: Piece, memory: "_Memory", checksums: dict[str, int], figures: dict[str, dict[str, float]]
+    ) -> None:
+        bits = _bits(piece.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
-        targets = binding.layout(sources, piece.sizes)
-        for stack, box, target in zip(binding.dst, piece.boxes(), targets, strict=True):
-            array = self.plan.arrays[stack.names[0]]
-            shard = Shard(array, tuple(s.start // n for s, n in zip(box, array.shards, strict=True)), memory.shard)
-            for slot, start in shard.chunks():
-                view = target[
-                    tuple(slice(a - s.start, a - s.start + c) for a, s, c in zip(start, box, array.chunks, strict=True))
-                ]
-                chunk = shard.place(slot, bits)
-                if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
-                    chunk[...] = 0
-                copy_strided(chunk[tuple(map(slice, view.shape))], view)
-                if not all_finite(chunk, dtype):
-                    raise _not_finite(array, start)
-                part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-                checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
-                shard.close_chunk()
-            self.store.write(shard)
+        targets = piece.binding.layout(sources, piece.sizes)
+        if self.plan.is_encoded(piece) and not all(all_finite(source, piece.dtype) for source in sources):
+            raise _not_finite(piece.binding.dst[0].names[0], piece.binding.src[0].names)
+        for stack, box, target in zip(piece.binding.dst, piece.boxes(), targets, strict=True):
+            name = stack.names[0]
+            encoder = self.plan.encoders.get(name)
+            if encoder is None:
+                self._write(self.plan.arrays[name], box, target, memory, checksums)
+                continue
+            parts, own = encoder(target.view(piece.dtype))
+            manifest.add_figures(figures.setdefault(name, {}), own)
+            for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
+                part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
+                array = self.plan.arrays[full_name]
+                self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
+
+    def _write(
+        self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: dict[str, int]
+    ) -> None:
+        """Writes one shard: the values, as unsigned integers, that lie in `box`."""
+        shard = Shard(array, tuple(s.start // n for s, n in zip(box, array.shards, strict=True)), memory.shard)
+        for slot, start in shard.chunks():
+            view = values[
+                tuple(slice(a - s.start, a - s.start + c) for a, s, c in zip(start, box, array.chunks, strict=True))
+            ]
+            chunk = shard.place(slot, values.dtype)
+            if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
+                chunk[...] = 0
+            copy_strided(chunk[tuple(map(slice, view.shape))], view)
+            if array.dtype.name in FLOATS and not all_finite(chunk, array.dtype):
+                raise _not_finite(array.name, array.sources, f" in the chunk at {start}")
+            part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
+            checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
+            shard.close_chunk()
+        self.store.write(shard)
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
             raise _Cancelled
 
 
+def _open(plan: Plan, check_cancelled: Callable[[], None]) -> Reader | CheckpointReader:
+    if isinstance(plan.source, Checkpoint):
+        return CheckpointReader(plan.source)
+    return Reader(plan.source, check_cancelled, hashes=plan.hashes_shards)
+
+
 class _Memory:
     """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
 
     def __init__(self, plan: Plan):
-        self.values, self.raw, self.shard = map(page_buffer, plan.buffers)
+        self.values, self.raw, self.shard = map(page_buffer, plan.buffers[:3])
 
-    def read(self, reader: Reader, plan: Plan, piece: Piece) -> list[np.ndarray]:
-        """The piece's source tensors, in the dtype of its targets."""
-        dtype = plan.target_dtype(piece.binding)
+    def read(self, reader: Reader | CheckpointReader, plan: Plan, piece: Piece) -> list[np.ndarray]:
+        """The piece's source tensors, in the dtype of its values."""
+        dtype = piece.dtype
+        if isinstance(reader, CheckpointReader):  # one array, of which the piece is a box
+            (box,) = piece.boxes()
+            values = self.values[: piece.nbytes].view(dtype).reshape([s.stop - s.start for s in box])
+            reader.read_box(piece.binding.src[0].names[0], box, values)
+            return [values]
         sources, at = [], 0
         for parts, shape in zip(piece.reads(), piece.binding.layout.src_shapes(piece.sizes), strict=True):
             first = at
@@ -259,17 +293,21 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
 
 
-def _not_finite(array: Array, start: tuple[int, ...]) -> SourceError:
-    sources = array.sources[0] if len(array.sources) == 1 else f"{array.sources[0]} and {len(array.sources) - 1} more"
+def _not_finite(name: str, sources: Sequence[str], where: str = "") -> SourceError:
     return SourceError(
-        f"{array.name} is not finite: there are NaN or infinite values in the chunk at {start}",
-        details=[f"made from {sources}"],
+        f"{name} is not finite: there are NaN or infinite values{where}",
+        details=[f"made from {sources[0]}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")],
         hint="the checkpoint is damaged, or --dtype too small for its values: download it again, or try float32",
     )
 
 
+def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Unsigned integers of the same size."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
 def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
-    written = sum(plan.piece_bytes(piece)[1] for unit in todo for piece in unit.pieces)
+    written = sum(plan.written_bytes(piece) for unit in todo for piece in unit.pieces)
     need = written + written // 100 + 16 * MIB
     free = shutil.disk_usage(folder).free
     if free < need:
@@ -282,15 +320,22 @@ def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
 def _write_rest(plan: Plan, journal: Journal) -> None:
     """All that the output holds besides the arrays."""
     checksums: dict[str, int] = {}
+    figures: dict[str, dict[str, float]] = {}
     for unit in plan.units:
-        for name, part in (journal.done(unit.uid) or {}).items():
+        done = journal.done(unit.uid) or {"checksums": {}, "figures": {}}
+        for name, part in done["checksums"].items():
             checksums[name] = manifest.add_checksums((checksums.get(name, 0), int(part, 16)))
+        for name, own in done["figures"].items():
+            manifest.add_figures(figures.setdefault(name, {}), own)
     sha256 = {s.name: (journal.done(f"sha256-{s.name}") or {"sha256": None})["sha256"] for s in plan.source.shards}
     for pattern in COPIED:
         for path in sorted(plan.source.folder.glob(pattern)):
             shutil.copyfile(path, journal.staging / path.name)
-    card = plan.source.folder / "README.md"
+    card = plan.source.folder / (SOURCE_CARD if isinstance(plan.source, Checkpoint) else "README.md")
     if card.is_file():
         shutil.copyfile(card, journal.staging / SOURCE_CARD)
-    (journal.staging / "README.md").write_text(model_card(plan))
-    write_durably(journal.staging / MANIFEST, manifest.build(plan, sha256, checksums))
+    facts = manifest.build(plan, sha256, checksums, figures)
+    (journal.staging / "README.md").write_text(model_card(facts))
+    if plan.quantization:
+        (journal.staging / REPORT).write_text(plan.quantization.report(facts))
+    write_durably(journal.staging / MANIFEST, json.dumps(facts, indent=1))

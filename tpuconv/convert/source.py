@@ -87,6 +87,26 @@ class Source:
     repo: str | None = None
     commit: str | None = None
 
+    hashed = True
+    """Whether its shards are hashed while they are read."""
+
+    @property
+    def encoding(self) -> Mapping[str, Any] | None:
+        """What config.json says of how the weights are encoded."""
+        return self.config.get("quantization_config")
+
+    def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {
+            "name": self.name,
+            "repo": self.repo,
+            "commit": self.commit,
+            "folder": None if self.repo else str(self.folder.resolve()),
+            "shards": {s.name: {"bytes": s.size, "sha256": sha256[s.name]} for s in self.shards},
+            "tensors": len(self.tensors),
+            "bytes": self.nbytes,
+        }
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())

@@ -62,11 +62,13 @@ def compare_layers(
     model and of ours, a prompt each: those that the models have in one piece.
 
     Raises:
-        UsageError: the checkpoint holds a part of the layers only.
+        UsageError: the checkpoint is quantized, or holds a part of the layers only.
         SourceError: the source lacks a tensor that transformers' model needs.
     """
     if manifest.layers is not None:
         raise UsageError(f"{manifest.folder} holds a part of the layers, and no model", hint="convert without --layers")
+    if manifest.quantization is not None:
+        raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
     _return_freed_memory()
     theirs, ours = _Reference(source, manifest.family, prompts, dtype), _Ours(manifest, prompts, dtype)
     parts: list[Part] = []
@@ -255,7 +257,7 @@ class _Ours:
 
         from tpuconv.models.decoder import EVERYTHING, Step
         from tpuconv.models.layers import rope_turns
-        from tpuconv.models.load import abstract_model
+        from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx
         self.model = abstract_model(manifest, dtype)

@@ -146,7 +146,7 @@ def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str) -> li
     import jax.numpy as jnp
     from flax import nnx
 
-    from tpuconv.models.load import load
+    from tpuconv.restore import load
 
     model = load(ckpt, dtype)
     length = max(map(len, prompts))

@@ -87,11 +87,11 @@ class Attention(nnx.Module):
     def _absorbed(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
         what comes out. The same numbers, and a step reads no more than the cache."""
-        q_BTNC = jnp.einsum("BTNP,CNP->BTNC", q_BTNP, self.k_b.kernel[...])
+        q_BTNC = self.k_b.product("BTNP,CNP->BTNC", q_BTNP)
         scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
         y_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC)
-        return jnp.einsum("BTNC,CNH->BTNH", y_BTNC, self.v_b.kernel[...])
+        return self.v_b.product("BTNC,CNH->BTNH", y_BTNC)
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """Of the scores without position and those with."""

@@ -1,4 +1,4 @@
-"""From a converted checkpoint to a Flax NNX model with its weights."""
+"""From a checkpoint to a Flax NNX model with its weights, quantized or not."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,22 +12,23 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.convert.manifest import Manifest, read_manifest
+from tpuconv.convert.manifest import QVALUE, SCALE, Manifest, StoredArray, read_manifest
 from tpuconv.convert.source import read_json
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError
 from tpuconv.models.registry import get_family
+from tpuconv.quantize.config import QuantConfig
 from tpuconv.sharding import partition
 
 
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
-    """The model of a checkpoint made by `tpuconv convert`; `model(ids_BT)` gives its logits [B, T, V] in float32.
+    """The model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`; `model(ids_BT)` gives its logits
+    [B, T, V] in float32. A quantized one is the model as Qwix quantizes it, its parameters QArrays.
 
     Args:
-        ckpt: the folder that `tpuconv convert` wrote.
-        dtype: of parameters and activations; the checkpoint's own where None.
+        ckpt: the folder that holds the checkpoint.
+        dtype: of parameters and activations; the checkpoint's own where None. Quantized values stay as they are.
         mesh: devices with axes of the names in `tpuconv.sharding.MESH_AXES`, over which the parameters are divided:
-        each
-            device reads its part only. One device holds all where None.
+            each device reads its part only. One device holds all where None.
 
     Raises:
         UsageError: the folder is no such checkpoint, or only a part of a model.
@@ -42,7 +43,12 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
-    targets = {name: _target(value, _sharding(manifest, name, mesh)) for name, value in flat.items()}
+    targets = {
+        name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            value.shape, _restored_as(value.dtype, manifest.arrays[name]), sharding=_sharding(manifest, name, mesh)
+        )
+        for name, value in flat.items()
+    }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(manifest.params.absolute(), unflatten_dict(targets, sep="."))  # type: ignore[no-untyped-call]
@@ -52,9 +58,8 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
             hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
     arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
-    model: nnx.Module = nnx.merge(
-        graphdef, nnx.from_flat_state([(p, v.replace(arrays[_name(p)])) for p, v in nnx.to_flat_state(state)])
-    )
+    leaves = [(path, value.replace(_as_loaded(arrays[_name(path)], value))) for path, value in nnx.to_flat_state(state)]
+    model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(leaves))
     return model
 
 
@@ -63,11 +68,28 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
     family = get_family(manifest.family)
     config = family.config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
     own = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
+
+    def build() -> Any:
+        return family.model_class(config, scan_layers=manifest.scan_layers, dtype=own)
+
+    if manifest.quantization is None:
+        return nnx.eval_shape(build)
+    from tpuconv.quantize.rules import quantized
+
+    rules = QuantConfig.from_json(manifest.quantization)
+    return nnx.eval_shape(lambda: quantized(build(), rules))
 
 
-def _target(value: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+def _restored_as(wanted: Any, stored: StoredArray) -> Any:
+    """The dtype in which an array is read: the model's, but scales are never rounded, and codes never cast."""
+    if stored.name.endswith(SCALE):
+        return jnp.promote_types(stored.dtype, wanted)
+    return jnp.dtype(stored.dtype) if stored.name.endswith(QVALUE) else wanted
+
+
+def _as_loaded(array: jax.Array, wanted: Any) -> jax.Array:
+    """Codes of a type that has no place in a checkpoint (uint4) are stored in one that has."""
+    return array.astype(wanted.dtype) if array.dtype == jnp.uint8 else array
 
 
 def _sharding(manifest: Manifest, name: str, mesh: Mesh | None) -> jax.sharding.Sharding:

@@ -1,0 +1,126 @@
+"""How fast `tpuconv quantize` is, against copying the bytes of the checkpoint and against Qwix itself.
+
+    python benchmarks/quantize.py [--gigabytes 2]
+
+A random Qwen3-like checkpoint in bfloat16 is converted once. Then, cold each time, in turns: `cp -r` of it with a sync,
+and `tpuconv quantize` to int8. Qwix's own way, the jitted `qarray.quantize` of whole tensors that are in memory already,
+is timed by its processor time alone. Needs root to empty the page cache, and three times the bytes on the disk.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+CONFIG = "int8_weight_only"
+WIDTH, FEED_FORWARD, LAYER_BYTES = 4096, 14336, 2 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+
+
+def make(folder: Path, gigabytes: float) -> None:
+    from checkpoints import source_shapes, write_safetensors
+
+    layers = max(1, round(gigabytes * 1e9 / LAYER_BYTES))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 1024,
+        "hidden_size": WIDTH,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    noise = (rng.standard_normal(WIDTH * FEED_FORWARD, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+    tensors = {name: noise[: int(np.prod(shape))].reshape(shape) for name, shape in source_shapes(config).items()}
+    write_safetensors(folder / "model.safetensors", tensors)
+
+
+def cold(command: list[str]) -> dict[str, float]:
+    """Wall and processor seconds of a command, with its writes on the disk, and its peak of private memory."""
+    subprocess.run(["sync"], check=True)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    before, began = os.times(), time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    peak = 0
+    while process.poll() is None:
+        try:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            private = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty"))
+            peak = max(peak, private * 1024)
+        except (OSError, ProcessLookupError):
+            pass
+        time.sleep(0.2)
+    if process.returncode:
+        raise SystemExit(f"{command} failed")
+    subprocess.run(["sync"], check=True)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall": time.monotonic() - began, "cpu": cpu, "private": peak}
+
+
+def qwix_cpu(elements: int) -> float:
+    """Processor seconds of Qwix on as many elements, by whole tensors of a feed-forward network."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.numpy as jnp
+    from qwix._src.core import qarray
+
+    how = qarray.HowToQuantize(qtype="int8", channelwise_axes=[1])
+    x = (jax.random.normal(jax.random.key(0), (WIDTH, FEED_FORWARD)) * 0.02).astype(jnp.bfloat16)
+    quantize = jax.jit(lambda x: qarray.quantize(x, how))
+    jax.block_until_ready(quantize(x))
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        jax.block_until_ready(quantize(x))
+        times.append(time.process_time() - began)
+    return min(times) * elements / x.size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="where there is room")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        make(folder / "hf", args.gigabytes)
+        tpuconv = [sys.executable, "-m", "tpuconv"]
+        subprocess.run([*tpuconv, "convert", str(folder / "hf"), str(folder / "ckpt")], check=True)
+        shutil.rmtree(folder / "hf")
+        nbytes = json.loads((folder / "ckpt/tpuconv.json").read_text())["bytes"]
+        ratios, ours = [], []
+        for _ in range(args.runs):
+            copied = cold(["cp", "-r", str(folder / "ckpt"), str(folder / "copy")])
+            shutil.rmtree(folder / "copy")
+            own = cold([*tpuconv, "quantize", str(folder / "ckpt"), str(folder / "out"), "--config", CONFIG, "--json"])
+            shutil.rmtree(folder / "out")
+            ratios.append(own["wall"] / copied["wall"])
+            ours.append(own)
+            print(
+                f"cp {copied['wall']:.2f} s, quantize {own['wall']:.2f} s, {own['cpu']:.2f} s of processor", flush=True
+            )
+    cpu, theirs = min(own["cpu"] for own in ours), qwix_cpu(nbytes // 2)
+    print(f"{nbytes / 1e9:.2f} GB to int8: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of cp")
+    print(f"processor time {cpu:.1f} s, jitted Qwix alone {theirs:.1f} s: {theirs / cpu:.1f} times as much")
+    print(f"peak private memory {max(own['private'] for own in ours) / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

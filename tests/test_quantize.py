@@ -1,0 +1,446 @@
+"""Quantized checkpoints against Qwix itself: every array, every logit, bit for bit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import qwix
+from checkpoints import qwen3_config, random_checkpoint
+from families import CASES, Case, save
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qwix._src.core import qarray
+from test_convert import LIMITS, convert
+
+import tpuconv
+from tpuconv.convert import plan as plan_module
+from tpuconv.convert.checkpoint import open_checkpoint
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.convert.plan import REPORT, Options, make_plan
+from tpuconv.convert.run import run
+from tpuconv.convert.source import open_source
+from tpuconv.errors import ConfigError, CorruptOutput, GateError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.models.registry import find_family, get_family
+from tpuconv.quantize import encode
+from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
+from tpuconv.quantize.report import report
+from tpuconv.quantize.rules import How, Provider, resolve
+from tpuconv.verify.weights import check
+
+MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+}
+EVEN = {
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "deepseek_v3": MLA,
+    "kimi_k2": MLA,
+    "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
+    "qwen2": {"num_attention_heads": 2},
+    "olmo2": {"num_attention_heads": 2},
+}
+"""Sizes that tiles of 32 divide, beside those that all families have."""
+
+
+def even(case: Case) -> Case:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4} | EVEN.get(
+        case.family, {"head_dim": 32}
+    )
+    if not {"num_hidden_layers", "layer_types"} & set(case.config):
+        sizes["num_hidden_layers"] = 3
+    return replace(case, config={**case.config, **sizes})
+
+
+ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
+WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4"}
+FAST = {"int8_default", "int4_ends_int8", "mxfp4_weight_only"}
+
+
+def pairs():
+    """Every config with every family that it is for."""
+    for name in config_names():
+        for family, case in ONE_OF_EACH.items():
+            if name == "mxfp4_weight_only" and family not in WITH_EXPERTS:
+                continue
+            slow = name not in FAST and family not in ("qwen3", "deepseek_v3")
+            yield pytest.param(name, case, id=f"{name}-{family}", marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.fixture
+def small_cuts(monkeypatch):
+    """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 8000)
+    monkeypatch.setattr(plan_module, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 100_000)
+    monkeypatch.setattr(encode, "STRIP_BYTES", 3000)
+
+
+def quantize(ckpt: Path, out: Path, rules: QuantConfig, **kwargs):
+    source = open_checkpoint(ckpt)
+    family = get_family(source.manifest.family)
+    config = family.config.from_hf(source.config)
+    plain = make_plan(source, family.name, source.table(), config, Options())
+    plan = make_plan(source, family.name, source.table(), config, Options(), quantization(plain, family, config, rules))
+    for _ in run(plan, out, LIMITS, **kwargs):
+        pass
+    return plan
+
+
+def leaves(model) -> dict[str, np.ndarray]:
+    return {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert set(have) == set(want)
+    assert not [n for n in want if have[n].dtype != want[n].dtype or have[n].tobytes() != want[n].tobytes()]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """The checkpoint of a case, converted once."""
+    done: dict[str, Path] = {}
+
+    def get(case: Case) -> Path:
+        if case.id not in done:
+            folder = tmp_path_factory.mktemp(case.id)
+            convert(save(case, folder / "hf", "bfloat16"), folder / "ckpt")
+            done[case.id] = folder / "ckpt"
+        return done[case.id]
+
+    return get
+
+
+# -- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "case"), list(pairs()))
+def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converted, tmp_path, small_cuts):
+    rules, ckpt = find_config(name), converted(case)
+    quantize(ckpt, tmp_path / "out", rules)
+    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    ids = jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
+    theirs = qwix.quantize_model(tpuconv.load(ckpt), Provider(rules), ids)
+    ours = tpuconv.load(tmp_path / "out")
+    assert_same(leaves(ours), leaves(theirs))
+    assert np.array_equal(np.asarray(ours(ids)), np.asarray(theirs(ids)))
+    stored = {n for n in leaves(ours) if n.endswith("qvalue")}
+    assert len(stored) == len(read_manifest(tmp_path / "out").quantization["parameters"]) > 0
+
+
+def test_grouped_products_are_quantized_as_the_einsum_that_they_are():
+    """Qwix does not see `ragged_dot`; our provider does, and makes of the kernel what Qwix makes of it in an einsum."""
+
+    class Grouped(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jax.random.normal(jax.random.key(0), (4, 64, 32), jnp.bfloat16))
+
+        def __call__(self, x):
+            return jax.lax.ragged_dot(x, self.kernel[...], jnp.asarray([3, 0, 4, 1]))
+
+    class Einsum(Grouped):
+        def __call__(self, x):
+            return jnp.einsum("TD,EDM->TEM", x, self.kernel[...])
+
+    x = jax.random.normal(jax.random.key(1), (8, 64), jnp.bfloat16)
+    for text in ("int8", "int8, act_qtype: int8", "int4, tile_size: 32", "mxfp4, tile_size: 32"):
+        rules = parse_config(f"qwix: {{rules: [{{weight_qtype: {text}}}]}}".encode(), "c", "c.yaml")
+        ours = qwix.quantize_model(Grouped(), Provider(rules), x)
+        theirs = qwix.quantize_model(
+            Einsum(), qwix.PtqProvider([qwix.QuantizationRule(**rule.to_json()) for rule in rules.rules]), x
+        )
+        assert_same(leaves(ours), leaves(theirs))
+        chosen = np.repeat(np.arange(4), [3, 0, 4, 1])
+        want = np.asarray(theirs(x)).astype(np.float32)[np.arange(8), chosen]
+        assert np.abs(np.asarray(ours(x)).astype(np.float32) - want).max() <= 2**-7 * np.abs(want).max()
+
+
+SHAPES = [
+    ((12, 64), (1, 64)),
+    ((12, 64), (1, 32)),
+    ((64, 6, 4), (32, 1, 1)),
+    ((6, 32, 8), (1, 32, 1)),
+    ((96, 64), (32, 32)),
+]
+KINDS = ["normal", "any bits", "mostly zeros"]
+
+
+def values_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if kind == "normal":
+        return (rng.standard_normal(shape) * 0.02).astype(ml_dtypes.bfloat16)
+    bits = rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+    if kind == "any bits":
+        return np.where((bits >> 7) & 0xFF == 0xFF, bits & 0x807F, bits).astype(np.uint16).view(ml_dtypes.bfloat16)
+    return np.where(rng.random(shape) < 0.97, bits & 0x8000, bits & 0xBFFF).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("qtype", QTYPES)
+@settings(max_examples=25)
+@given(
+    shape=st.sampled_from(SHAPES),
+    kind=st.sampled_from(KINDS),
+    method=st.sampled_from(["absmax", "absmax,0.8"]),
+    seed=st.integers(0, 1000),
+    turn=st.booleans(),
+)
+def test_tables_give_what_qwix_gives(qtype, shape, kind, method, seed, turn):
+    (size, tiles) = shape
+    if qtype in TILES:
+        tile = TILES[qtype]
+        tiles = tuple(tile if t > 1 else 1 for t in tiles)
+    x = values_of(kind, size, np.random.default_rng(seed))
+    if turn:  # as a layout gives it: a view of other strides
+        x = np.ascontiguousarray(x.T).T
+    how = encode.Kind(qtype, method, tiles).in_qwix(size)
+    want = qarray.quantize(jnp.asarray(x), how)
+    encoder = encode.QwixEncoder("w", How(size, tiles, 0, how), encode.BF16, encode.BF16)
+    if not np.asarray(want.scale).all():
+        with pytest.raises(UnsupportedConfig, match="underflows to 0"):
+            encoder(x)
+        return
+    (codes, scales), figures = encoder(x)
+    assert np.array_equal(codes.view(np.uint8), encode.as_bytes(np.asarray(want.qvalue)))
+    assert np.array_equal(scales.view(np.uint16), np.asarray(want.scale).view(np.uint16))
+    assert figures["count"] == x.size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "weight_qtype: int8, weight_calibration_method: minmax",
+        "weight_qtype: int8, weight_calibration_method: 'rms,3'",
+        "weight_qtype: int4, tile_size: 32, weight_calibration_method: 'absmax,0.9'",
+        "weight_qtype: int8, weight_calibration_method: 'fixed,-1,1'",
+        "weight_qtype: float8_e4m3fn, tile_size: 0.5",
+    ],
+)
+def test_other_methods_and_types_are_qwixs_too(rule, dtype, tmp_path, small_cuts):
+    if (dtype, "rms" in rule) == ("float16", True):
+        pytest.skip("the squares of these values are no float16")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 1}
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config(**sizes), dtype), tmp_path / "ckpt")
+    rules = parse_config(f"qwix: {{rules: [{{module_path: 'layers/.*/.*', {rule}}}]}}".encode(), "c", "c.yaml")
+    quantize(tmp_path / "ckpt", tmp_path / "out", rules)
+    theirs = qwix.quantize_model(tpuconv.load(tmp_path / "ckpt"), Provider(rules), jnp.asarray([[3, 1, 4]]))
+    assert_same(leaves(tpuconv.load(tmp_path / "out")), leaves(theirs))
+
+
+def test_one_pass_from_the_source_gives_the_same_as_two(tmp_path, small_cuts):
+    rules = find_config("int4_ends_int8")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(**sizes))
+    convert(folder, tmp_path / "ckpt")
+    quantize(tmp_path / "ckpt", tmp_path / "two", rules)
+    source = open_source(folder)
+    family = find_family(source.config)
+    config = family.config.from_hf(source.config)
+    plain = make_plan(source, family.name, family.table, config, Options())
+    own = quantization(plain, family, config, rules)
+    for _ in run(make_plan(source, family.name, family.table, config, Options(), own), tmp_path / "one", LIMITS):
+        pass
+    one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
+    assert {n: (a.shape, a.dtype, a.axes) for n, a in one.arrays.items()} == {
+        n: (a.shape, a.dtype, a.axes) for n, a in two.arrays.items()
+    }
+    assert_same(leaves(tpuconv.load(tmp_path / "one")), leaves(tpuconv.load(tmp_path / "two")))
+
+
+def test_scales_are_stored_in_the_dtype_that_is_asked_for(tmp_path):
+    text = b"qwix: {scale_dtype: float32, rules: [{module_path: 'layers/.*/.*', weight_qtype: int8}]}"
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
+    quantize(tmp_path / "ckpt", tmp_path / "out", parse_config(text, "wide", "wide.yaml"))
+    arrays = read_manifest(tmp_path / "out").arrays
+    assert {a.dtype for n, a in arrays.items() if n.endswith("scale") and "array" in n} == {"float32"}
+    model = tpuconv.load(tmp_path / "out")
+    assert model.layers[0].mlp.up.kernel.array.scale[...].dtype == jnp.float32
+    assert np.isfinite(np.asarray(model(jnp.asarray([[3, 1, 4]])))).all()
+
+
+def test_quantizing_goes_on_where_it_was_stopped(tmp_path, small_cuts, monkeypatch):
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 4000)
+    rules = find_config("int8_weight_only")
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
+    plan = quantize(tmp_path / "ckpt", tmp_path / "whole", rules)
+    work = run(plan, tmp_path / "out", LIMITS)
+    while next(work).done == 0:
+        pass
+    work.close()
+    assert not (tmp_path / "out").exists()
+    resumed = [at.resumed for at in run(plan, tmp_path / "out", LIMITS)]
+    assert max(resumed) > 0
+    whole, out = (json.loads((tmp_path / name / "tpuconv.json").read_text()) for name in ("whole", "out"))
+    assert whole == out
+
+
+def test_the_report_is_that_of_the_whole_tensors(tmp_path, small_cuts):
+    rules = find_config("int8_attn_int4_mlp")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 1}
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config(**sizes)), tmp_path / "ckpt")
+    quantize(tmp_path / "ckpt", tmp_path / "out", rules)
+    plain, quantized = leaves(tpuconv.load(tmp_path / "ckpt")), tpuconv.load(tmp_path / "out")
+    own = report(read_manifest(tmp_path / "out").raw)
+    assert [row.snr_db for row in own.rows] == sorted(row.snr_db for row in own.rows)
+    kernels = dict(nnx.iter_graph(quantized))
+    for row in own.rows:
+        x = plain[row.name].astype(np.float64)
+        path = tuple(int(part) if part.isdigit() else part for part in row.name.split("."))
+        array = kernels[path].array
+        exact = qarray.QArray(array.qvalue[...], array.scale[...].astype(jnp.float32), None, array.qtype)
+        noise = np.square(np.asarray(qarray.dequantize(exact)).astype(np.float64) - x).sum()
+        assert row.snr_db == pytest.approx(10 * np.log10(np.square(x).sum() / noise), abs=1e-3)
+        assert (row.count, row.clipped) == (x.size, 0)
+        assert row.bits == {"int8": 8, "int4": 4}[row.qtype] + 16 * array.scale[...].size / x.size
+    assert own.parameters == sum(x.size for x in plain.values())
+    page = (tmp_path / "out" / REPORT).read_text()
+    assert all(row.name in page for row in own.rows)
+
+
+def test_a_scale_that_is_not_qwixs_stops_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "_compared", set())
+    real = encode._scales("int8", "absmax")
+    monkeypatch.setattr(encode, "_scales", lambda *_: np.nextafter(real, np.inf).astype(np.float32) * 1.01)
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
+    with pytest.raises(GateError, match="is not what Qwix makes of it"):
+        quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_not_quantized(tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt/params/layers.1.mlp.up.kernel").glob("c*")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptOutput, match=r"layers\.1\.mlp\.up\.kernel cannot be read"):
+        quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path):
+    folder, rules = random_checkpoint(tmp_path / "hf", qwen3_config()), find_config("int8_weight_only")
+    convert(folder, tmp_path / "ckpt")
+    quantize(tmp_path / "ckpt", tmp_path / "out", rules)
+    with pytest.raises(UsageError, match="is quantized already, with int8_weight_only"):
+        quantize(tmp_path / "out", tmp_path / "twice", rules)
+    convert(folder, tmp_path / "scan", Options(scan_layers=True))
+    source = open_checkpoint(tmp_path / "scan")
+    family = get_family("qwen3")
+    config = family.config.from_hf(source.config)
+    plain = make_plan(source, "qwen3", source.table(), config, Options(scan_layers=True))
+    with pytest.raises(UnsupportedConfig, match="stacked"):
+        quantization(plain, family, config, rules)
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_build(**changes):
+    family = get_family("qwen3")
+    config = family.config.from_hf(qwen3_config(**changes))
+    return lambda: family.model_class(config, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("[", "no valid YAML at line 1"),
+        ("- a", "line 1, column 1: the file: must be a mapping"),
+        ("qwix: {rules: []}", "column 15: rules: quantizes no weights"),
+        ("qwix:\n  rules:\n    - weight_qtyp: int8", "line 3, column 7: unknown key 'weight_qtyp'"),
+        (
+            "qwix:\n  rules:\n    - weight_qtype: int8\n      weight_qtype: int4",
+            "line 4, column 7: 'weight_qtype'",
+        ),
+        ("qwix: {rules: [{weight_qtype: None}]}", "a missing value is written null"),
+        ("qwix: {rules: [{weight_qtype: no}]}", "unknown value 'no'"),
+        ("qwix: {rules: [{weight_qtype: uint8}]}", "unknown value 'uint8'"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: '32'}]}", "must be a number"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: 1e-3}]}", "must be a number, not '1e-3'"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: -4}]}", "tile_size is a number of elements"),
+        ("qwix: {rules: [{weight_qtype: mxfp4, tile_size: 16}]}", "mxfp4 needs tile_size: 32"),
+        ("qwix: {rules: [{weight_qtype: int8, weight_calibration_method: max}]}", "unknown calibration method 'max'"),
+        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax goes with int8 and int4"),
+        ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "not implemented"),
+        ("qwix: {scale_dtype: float16, rules: [{weight_qtype: int8}]}", "unknown value 'float16'"),
+        ("qwix: &a {rules: [*a]}", "anchors and aliases"),
+        ("qwix: !!python/name:os.system {}", "tags are not allowed"),
+        ("qwix: " + 50 * "[" + 50 * "]", "nested too deep"),
+        ("x" * (2 << 20), "more than a config can have"),
+    ],
+)
+def test_a_bad_config_is_refused_where_it_is_bad(text, message):
+    with pytest.raises(ConfigError) as info:
+        parse_config(text.encode(), "c", "c.yaml")
+    assert message in str(info.value)
+    assert "c.yaml" in info.value.message
+
+
+def test_files_of_serving_on_tpu_work_as_they_are():
+    text = b"""
+qwix:
+  use_abstract_model: True
+  scale_dtype: bfloat16
+  rules:
+    # NOTE: each entry corresponds to a qwix.QuantizationRule
+    - module_path: '.*lm_head'
+      weight_qtype: null
+    - module_path: '.*'
+      weight_qtype: 'float8_e4m3fn'
+      act_qtype: 'float8_e4m3fn'
+"""
+    rules = parse_config(text, "fp8_all", "fp8_all.yaml")
+    hows = resolve(qwen3_build(), rules)
+    assert {how.qtype for how in hows.values()} == {"float8_e4m3fn"}
+    assert "lm_head.kernel" not in hows
+    assert len(hows) == 3 * 7
+    assert QuantConfig.from_json(json.loads(json.dumps(rules.to_json()))).to_json() == json.loads(
+        json.dumps(rules.to_json())
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("[{module_path: 'blocks/.*', weight_qtype: int8}]", "'blocks/.*' matches no module with a product"),
+        ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "matches first what it matches"),
+        ("[{module_path: '(', weight_qtype: int8}]", "is no pattern"),
+        ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes for ever"),
+        ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "does not divide"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_an_error(rules, message, monkeypatch):
+    monkeypatch.setattr("tpuconv.quantize.rules.MATCH_SECONDS", 1.0)
+    with pytest.raises(ConfigError) as info:
+        resolve(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
+    assert message in str(info.value)
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_the_configs_of_the_package_say_what_they_are_and_hold(name):
+    config = find_config(f"{name}.yaml")
+    assert config.summary
+    assert config.summary != name
+    assert set(config.gates) == {"top1", "mean_kl"}
+    assert find_config(name) == config
+
+
+def test_an_unknown_config_names_the_nearest():
+    with pytest.raises(UsageError, match="nearest is int8_default"):
+        find_config("int8_defualt")
+
+
+def test_errors_are_ours(tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TpuconvError):
+        find_config(str(tmp_path / "bad.yaml"))

@@ -1,0 +1,305 @@
+"""Quantization configs: YAML files with the rules of Qwix, in the schema that serving on TPU uses.
+
+    summary: int8 weights
+    qwix:
+      rules:
+        - {module_path: 'layers/.*', weight_qtype: int8}
+    gates: {top1: 0.99}
+
+They are read strictly. YAML's own surprises (a key that stands twice, `None`, which is a string, `no`, which is False,
+aliases that unfold to gigabytes) are errors that name line and column.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tpuconv.errors import ConfigError, UsageError
+
+MAX_BYTES, MAX_DEPTH = 1 << 20, 20
+
+INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
+FLOATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "mxfp8", "mxfp4", "nvfp4")
+QTYPES: Mapping[str, float] = {
+    **{name: float(name.removeprefix("int")) for name in INTEGERS},
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "mxfp8"), 8.0),
+    **dict.fromkeys(("float4_e2m1fn", "mxfp4", "nvfp4", "nf4"), 4.0),
+}
+"""Bits of a value, scales aside."""
+
+TILES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+"""The tile size that a type demands."""
+
+SCALE_DTYPES = ("bfloat16", "float32")
+METHODS = ("absmax", "minmax", "rms", "fixed")
+GATES = ("top1", "mean_kl")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, first match wins; see `qwix.QuantizationRule` for the fields. `line` is where it stands."""
+
+    line: int
+    module_path: str = ".*"
+    op_names: tuple[str, ...] = ()
+    weight_qtype: str | None = None
+    act_qtype: str | None = None
+    tile_size: int | float | None = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not Qwix's defaults."""
+        fields = {name: getattr(self, name) for name in RULE_FIELDS}
+        return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
+
+
+RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line")
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """The rules of one file. `scale_dtype` is that of stored scales, None for that of the weights; `gates` are what the
+    quantized model must hold against the unquantized one."""
+
+    name: str
+    summary: str
+    rules: tuple[Rule, ...]
+    scale_dtype: str | None = None
+    gates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> list[float]:
+        """Of the weights of each rule that quantizes some, a share of a scale in bfloat16 included."""
+        rules = [rule for rule in self.rules if rule.weight_qtype]
+        return [QTYPES[str(r.weight_qtype)] + (16 / r.tile_size if isinstance(r.tile_size, int) else 0) for r in rules]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest says of it; `from_json` reads it back."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "rules": [rule.to_json() for rule in self.rules],
+            "scale_dtype": self.scale_dtype,
+            "gates": dict(self.gates),
+        }
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "QuantConfig":
+        """The config of a manifest, which this library wrote."""
+        rules = []
+        for i, rule in enumerate(facts["rules"], 1):
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items()}
+            rules.append(Rule(i, **fields))
+        return cls(facts["name"], facts["summary"], tuple(rules), facts["scale_dtype"], facts["gates"])
+
+
+def config_names() -> list[str]:
+    """The configs of this package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
+
+
+def find_config(name_or_path: str) -> QuantConfig:
+    """A config of this package by its name, with or without `.yaml`, or any file by its path.
+
+    Raises:
+        UsageError: there is neither.
+        ConfigError: the file is not what a config may be.
+    """
+    path, name = Path(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
+    if path.is_file():
+        data = path.read_bytes()
+    elif name in config_names() and path.parent == Path():
+        data = (_folder() / f"{name}.yaml").read_bytes()
+    else:
+        near = get_close_matches(name, config_names(), 1)
+        raise UsageError(
+            f"there is no quantization config '{name_or_path}'",
+            hint=(f"the nearest is {near[0]}; " if near else "")
+            + "`tpuconv quantize --list` shows all; or give a file",
+        )
+    return parse_config(data, name, str(path))
+
+
+def _folder() -> Any:
+    return files("tpuconv") / "quant_configs"
+
+
+def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
+    """The config in the bytes of a YAML file.
+
+    Raises:
+        ConfigError: anything in it that is not understood, with line and column.
+    """
+    root = _Value(_compose(data, path), path, "the file")
+    top = root.mapping("summary", "qwix", "gates")
+    if "qwix" not in top:
+        raise root.error("has no 'qwix'", hint="a config is {qwix: {rules: [...]}}")
+    qwix = top["qwix"].mapping("use_abstract_model", "scale_dtype", "rules")
+    if "use_abstract_model" in qwix:  # how the server loads; here the model is always abstract
+        qwix["use_abstract_model"].boolean()
+    if "rules" not in qwix:
+        raise top["qwix"].error("has no 'rules'")
+    rules = tuple(_rule(value) for value in qwix["rules"].sequence())
+    if not any(rule.weight_qtype for rule in rules):
+        raise qwix["rules"].error("quantizes no weights", hint="give a rule with a weight_qtype")
+    return QuantConfig(
+        name=name,
+        summary=top["summary"].text() if "summary" in top else name,
+        rules=rules,
+        scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
+        gates={k: v.number() for k, v in top["gates"].mapping(*GATES).items()} if "gates" in top else {},
+    )
+
+
+def _rule(value: "_Value") -> Rule:
+    fields = value.mapping(*RULE_FIELDS, "act_static_scale", "act_batch_axes")
+    given: dict[str, Any] = {}
+    for name in ("act_static_scale", "act_batch_axes"):
+        if name in fields and not fields[name].is_null() and fields[name].node.value not in ("false", "False"):
+            raise fields[name].error(f"{name} is not implemented: it needs calibration", hint="leave it out")
+    if "module_path" in fields:
+        given["module_path"] = fields["module_path"].text()
+    if "op_names" in fields:
+        given["op_names"] = tuple(item.text() for item in fields["op_names"].sequence())
+    for name in ("weight_qtype", "act_qtype"):
+        if name in fields:
+            given[name] = fields[name].choice(tuple(QTYPES), null=True)
+    for name in ("weight_calibration_method", "act_calibration_method"):
+        if name in fields and not fields[name].is_null():
+            given[name] = fields[name].method()
+    if "tile_size" in fields and not fields["tile_size"].is_null():
+        tile = given["tile_size"] = fields["tile_size"].number()
+        if tile <= 0 or (isinstance(tile, float) and tile > 1):
+            raise fields["tile_size"].error("tile_size is a number of elements, or a fraction of the axis")
+    rule = Rule(value.line, **given)
+    for qtype in (rule.weight_qtype, rule.act_qtype):
+        if qtype in TILES and rule.tile_size != TILES[qtype]:
+            raise value.error(f"{qtype} needs tile_size: {TILES[qtype]}")
+    asymmetric = rule.weight_calibration_method.startswith("minmax")
+    if asymmetric and rule.weight_qtype not in (None, "int8", "int4"):
+        raise value.error(f"minmax goes with int8 and int4, not with {rule.weight_qtype}")
+    return rule
+
+
+# -- YAML, strictly ---------------------------------------------------------------------------------------------------
+
+
+def _compose(data: bytes, path: str) -> yaml.Node:
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} has {len(data)} bytes, more than a config can have")
+    try:
+        depth = 0
+        for event in yaml.parse(data, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise _error(path, event, "anchors and aliases are not allowed")
+            if getattr(event, "tag", None):
+                raise _error(path, event, "tags are not allowed")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _error(path, event, "nested too deep")
+        node = yaml.compose(data, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path} is no valid YAML{at}: {getattr(e, 'problem', None) or e}") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is no text: {e}") from None
+    if node is None:
+        raise ConfigError(f"{path} is empty", hint="a config is {qwix: {rules: [...]}}")
+    return node
+
+
+def _error(path: str, where: Any, what: str, hint: str | None = None) -> ConfigError:
+    mark = where.start_mark
+    return ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: {what}", hint=hint)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A node of the file, which is asked for what it must be."""
+
+    node: Any
+    path: str
+    name: str
+
+    @property
+    def line(self) -> int:
+        return int(self.node.start_mark.line) + 1
+
+    def error(self, what: str, hint: str | None = None) -> ConfigError:
+        return _error(self.path, self.node, f"{self.name}: {what}", hint)
+
+    def mapping(self, *known: str) -> dict[str, "_Value"]:
+        if not isinstance(self.node, yaml.MappingNode):
+            raise self.error(f"must be a mapping with {', '.join(known)}")
+        out: dict[str, _Value] = {}
+        for key, value in self.node.value:
+            if key.value not in known:
+                near = get_close_matches(str(key.value), known, 1)
+                raise _error(
+                    self.path, key, f"unknown key {key.value!r}", f"known are {', '.join(known)}"
+                    + (f"; did you mean {near[0]}?" if near else ""),
+                )  # fmt: skip
+            if key.value in out:
+                raise _error(self.path, key, f"{key.value!r} stands twice")
+            out[key.value] = _Value(value, self.path, key.value)
+        return out
+
+    def sequence(self) -> Iterator["_Value"]:
+        if not isinstance(self.node, yaml.SequenceNode):
+            raise self.error("must be a list")
+        for item in self.node.value:
+            yield _Value(item, self.path, f"an item of {self.name}")
+
+    def is_null(self) -> bool:
+        return self._tag() == "null"
+
+    def text(self) -> str:
+        if self._tag() != "str":
+            raise self.error("must be a text", hint="put it in quotes")
+        return str(self.node.value)
+
+    def boolean(self) -> bool:
+        if self._tag() != "bool" or self.node.value.lower() not in ("true", "false"):
+            raise self.error("must be true or false")
+        return bool(self.node.value.lower() == "true")
+
+    def number(self) -> int | float:
+        if self._tag() not in ("int", "float"):
+            raise self.error(f"must be a number, not {self.node.value!r}")
+        try:
+            return int(self.node.value) if self._tag() == "int" else float(self.node.value)
+        except ValueError:
+            raise self.error(f"must be a number, not {self.node.value!r}") from None
+
+    def choice(self, known: tuple[str, ...], *, null: bool) -> str | None:
+        if null and self.is_null():
+            return None
+        if self._tag() != "str" or self.node.value not in known:
+            why = "; a missing value is written null" if self.node.value in ("None", "none") else ""
+            raise self.error(f"unknown value {self.node.value!r}", hint=f"known are {', '.join(known)}{why}")
+        return str(self.node.value)
+
+    def method(self) -> str:
+        """A calibration method with its numbers: absmax, minmax, rms or fixed."""
+        name, *numbers = self.text().split(",")
+        try:
+            values = [float(number) for number in numbers]
+        except ValueError:
+            values = []
+        counts = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
+        if name not in METHODS or len(numbers) != len(values) or len(values) not in counts[name]:
+            raise self.error(
+                f"unknown calibration method {self.node.value!r}",
+                hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
+            )
+        return self.text()
+
+    def _tag(self) -> str:
+        return str(self.node.tag).rpartition(":")[2] if isinstance(self.node, yaml.ScalarNode) else ""

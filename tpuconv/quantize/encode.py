@@ -1,0 +1,305 @@
+"""What Qwix makes of a parameter, box by box, in bounded memory.
+
+Most weights are bfloat16 and scaled by their largest absolute value. Then both the scale and the code are functions of
+16 bits: of the largest value's, and of the quotient's. Tables of these functions, filled by Qwix itself, give its
+result with a fraction of the work. All else is given to Qwix, a box at a time, which is exact too: boxes hold whole
+tiles.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from qwix._src.core import numerics, qarray
+
+from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT
+from tpuconv.convert.plan import Part
+from tpuconv.errors import GateError, UnsupportedConfig
+from tpuconv.quantize.config import QTYPES, TILES
+from tpuconv.quantize.rules import How
+
+STRIP_BYTES = 1 << 19
+"""Float32 values at a time: they stay in the second-level cache through all passes."""
+
+CHECK_ELEMENTS = 1 << 18
+"""Of the box that is compared with Qwix at once."""
+
+LARGEST_SCALE = 2.0**125
+"""Beyond it XLA divides by way of a reciprocal that underflows, on some processors: then Qwix itself is asked."""
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+Parts = tuple[list[np.ndarray], dict[str, float]]
+"""Codes as bytes, scales, zero points as bytes where there are any; and figures that add up."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides about codes and scales besides the values."""
+
+    qtype: str
+    method: str
+    tiles: tuple[int, ...]
+
+    def transposed(self, order: Sequence[int]) -> "Kind":
+        return Kind(self.qtype, self.method, tuple(self.tiles[axis] for axis in order))
+
+    def in_qwix(self, shape: tuple[int, ...]) -> Any:
+        """In Qwix's words: tiles of one element are channels, tiles of the whole axis are none."""
+        return qarray.HowToQuantize(
+            qtype=self.qtype,
+            channelwise_axes=[i for i, tile in enumerate(self.tiles) if tile == 1],
+            tiled_axes={
+                i: tile for i, tile in enumerate(self.tiles) if 1 < tile < shape[i] or tile == TILES.get(self.qtype)
+            },
+            calibration_method=self.method,
+        )
+
+
+@dataclass(frozen=True)
+class QwixEncoder:
+    """Encodes one parameter; see `tpuconv.convert.plan.Encoder`. `dtype` is that of the values, `scale_dtype` that of
+    the stored scales."""
+
+    name: str
+    how: How
+    dtype: np.dtype[Any]
+    scale_dtype: np.dtype[Any]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        # A mean is rounded by the order in which it is added up: only the whole parameter has Qwix's.
+        return self.how.shape if self.method.startswith("rms") else self.how.tiles
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        ones = (1,) * len(self.how.shape)
+        codes = stored_dtype(self.how.qtype)
+        parts = [Part(QVALUE[1:], codes, ones, own=True), Part(SCALE[1:], self.scale_dtype, self.how.tiles)]
+        if self.is_asymmetric:
+            parts.append(Part(ZERO_POINT[1:], codes, self.how.tiles))
+        return tuple(parts)
+
+    @property
+    def method(self) -> str:
+        return str(self.how.how.calibration_method)
+
+    @property
+    def is_asymmetric(self) -> bool:
+        return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "qtype": self.how.qtype,
+            "rule": self.how.rule,
+            "tiles": list(self.how.tiles),
+            "method": self.method,
+            "bits": self.bits,
+        }
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, its share of the scales included."""
+        scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.how.qtype] if self.is_asymmetric else 0)
+        return QTYPES[self.how.qtype] + scales / prod(self.how.tiles)
+
+    def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles."""
+        kind = Kind(self.how.qtype, self.method, self.how.tiles)
+        if self.dtype == BF16 and self.method.startswith("absmax"):
+            order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+            with np.errstate(divide="ignore", invalid="ignore"):  # by scales that are 0, which is found below
+                parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
+            if parts[1].astype(np.float32).max() > LARGEST_SCALE:
+                parts, figures = _by_qwix(values.transpose(order), kind.transposed(order))
+            parts = [part.transpose(np.argsort(order)) for part in parts]
+            _compare_once(self.name, kind, values, *parts)
+            if not parts[1].all():
+                raise UnsupportedConfig(
+                    f"{self.name} is too small for {kind.qtype}: the scale of a tile underflows to 0",
+                    hint="give it a rule with another type; float4_e2m1fn has scales of more range",
+                )
+        else:
+            parts, figures = _by_qwix(values, kind)
+        codes, scales, *zero_points = parts
+        codes, *zero_points = (part.view(self.parts[0].dtype) for part in (codes, *zero_points))
+        return [codes, scales.astype(self.scale_dtype), *zero_points], figures
+
+
+def stored_dtype(qtype: str) -> np.dtype[Any]:
+    """In which codes of a type are stored. That of Qwix; NF4's, uint4, has no place in a checkpoint, so a byte."""
+    return stored(_codes(qtype).dtype)
+
+
+def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same for the dtype of codes."""
+    return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
+
+
+def _is_symmetric(method: str) -> bool:
+    numbers = [float(number) for number in method.split(",")[1:]]
+    return len(numbers) == 1 or sum(numbers) == 0
+
+
+# -- by tables --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _all_bfloat16() -> jax.Array:
+    return jnp.asarray(np.arange(1 << 16, dtype=np.uint16).view(BF16))
+
+
+@cache
+def _codes(qtype: str) -> np.ndarray:
+    """[65536]: the code of every quotient of value and scale, by its bits."""
+    return np.asarray(jax.jit(lambda x: numerics.convert_to(x, qtype))(_all_bfloat16()))
+
+
+@cache
+def _code_bytes(qtype: str) -> np.ndarray:
+    return as_bytes(_codes(qtype))
+
+
+def as_bytes(codes: np.ndarray) -> np.ndarray:
+    """Codes of Qwix as they are stored: a byte each, 4-bit integers with their sign."""
+    own: np.ndarray = codes.astype(np.int8) if codes.dtype.name == "int4" else codes.astype(stored(codes.dtype))
+    return own.view(np.uint8)
+
+
+@cache
+def _decoded(qtype: str) -> np.ndarray:
+    """[256]: the value of every code, by its byte, without its scale."""
+    codes = np.arange(256, dtype=np.uint8)
+    if qtype == "nf4":
+        values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[codes & 15]
+    else:
+        values = np.nan_to_num(codes.view(stored_dtype(qtype)).astype(np.float32))
+    return values.astype(np.float32)
+
+
+@cache
+def _scales(qtype: str, method: str) -> np.ndarray:
+    """[32768]: the scale of every largest absolute value, by its bits; float32 that bfloat16 can hold."""
+    factor = [float(number) for number in method.split(",")[1:]]
+
+    def scale(absmax: jax.Array) -> jax.Array:
+        absmax = absmax * factor[0] if factor else absmax
+        out: jax.Array = qarray.compute_scale_zero_point({"absmax": absmax}, qtype)[0]
+        return out.astype(jnp.bfloat16)
+
+    return np.asarray(scale(_all_bfloat16()[: 1 << 15])).astype(np.float32)
+
+
+def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
+    """`values` lie in memory in the order of their axes, nearly."""
+    shape, tiles, qtype = values.shape, kind.tiles, kind.qtype
+    split = [n for size, tile in zip(shape, tiles, strict=True) for n in (size // tile, tile)]
+    tiled = np.lib.stride_tricks.as_strided(
+        values.view(np.uint16),
+        split,
+        [s for stride, tile in zip(values.strides, tiles, strict=True) for s in (stride * tile, stride)],
+        writeable=False,
+    )
+    within = tuple(range(1, 2 * len(shape), 2))
+    codes = np.empty(split, np.uint8)
+    scales = np.empty([n if axis not in within else 1 for axis, n in enumerate(split)], np.float32)
+    table, code_of, value_of = _scales(qtype, kind.method), _code_bytes(qtype), _decoded(qtype)
+    figures = {"signal": 0.0, "noise": 0.0, "clipped": 0.0, "count": float(values.size)}
+    may_clip = "," in kind.method
+    for box in _strips(split, within):
+        bits = tiled[box]
+        absmax = np.bitwise_and(bits, 0x7FFF).max(axis=within, keepdims=True)
+        scale = scales[box] = table[absmax]
+        quotient = bits.view(BF16).astype(np.float32)
+        np.divide(quotient, scale, out=quotient)
+        own = np.take(code_of, quotient.astype(BF16).view(np.uint16), mode="clip")
+        codes[box] = own
+        decoded = np.take(value_of, own, mode="clip")
+        if may_clip:
+            figures["clipped"] += float(np.count_nonzero(np.abs(quotient) > _largest(qtype)))
+        decoded -= quotient
+        squares = np.square(scale, dtype=np.float64)
+        figures["signal"] += _weighted_sum(quotient, squares, within)
+        figures["noise"] += _weighted_sum(decoded, squares, within)
+    return [codes.reshape(shape), scales.astype(BF16).reshape(split[::2])], figures
+
+
+def _strips(split: list[int], within: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Boxes of whole tiles, cut along the outer axes first, small enough to stay in the cache."""
+    boxes: list[tuple[slice, ...]] = [()]
+    elements = prod(split)
+    for axis, n in enumerate(split):
+        step = n if axis in within else max(1, min(n, n * (STRIP_BYTES // 4) // elements))
+        elements = elements // n * step
+        boxes = [(*box, slice(i, min(i + step, n))) for box in boxes for i in range(0, n, step)]
+    return boxes
+
+
+def _weighted_sum(x: np.ndarray, weights: np.ndarray, within: tuple[int, ...]) -> float:
+    """The sum of weights * x^2, where each tile has one weight."""
+    squares = np.einsum(x, list(range(x.ndim)), x, list(range(x.ndim)), [i for i in range(x.ndim) if i not in within])
+    return float(np.vdot(squares.astype(np.float64), weights.reshape(squares.shape)))
+
+
+def _largest(qtype: str) -> float:
+    return float(numerics.get_symmetric_bound(qtype))
+
+
+_compared: set[tuple[Kind, tuple[bool, ...]]] = set()
+
+
+def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+    """Compares some random tiles of the first box of each kind with what Qwix itself makes of them.
+
+    Raises:
+        GateError: they differ.
+    """
+    key = Kind(kind.qtype, kind.method, ()), tuple(tile == 1 for tile in kind.tiles)
+    if key in _compared:
+        return
+    _compared.add(key)
+    rng = np.random.default_rng(len(_compared))
+    box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.tiles)
+    for n, tile in zip(values.shape, kind.tiles, strict=True):
+        count = max(1, min(n // tile, left))
+        left //= count
+        first = int(rng.integers(0, n // tile - count + 1))
+        box.append(slice(first * tile, (first + count) * tile))
+        scale_box.append(slice(first, first + count))
+    part = values[tuple(box)]
+    array = qarray.quantize(jnp.asarray(part), kind.in_qwix(part.shape))
+    same = as_bytes(np.asarray(array.qvalue)) == codes[tuple(box)]
+    same_scale = np.asarray(array.scale).view(np.uint16) == scales[tuple(scale_box)].view(np.uint16)
+    if not same.all() or not same_scale.all():
+        raise GateError(
+            f"{name} in {kind.qtype} is not what Qwix makes of it",
+            details=[f"{np.sum(~same)} codes and {np.sum(~same_scale)} scales differ in {list(part.shape)}"],
+            hint="this is a bug of tpuconv or a new version of Qwix: please report it",
+        )
+
+
+# -- by Qwix ----------------------------------------------------------------------------------------------------------
+
+
+def _by_qwix(values: np.ndarray, kind: Kind) -> Parts:
+    array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
+    wide = jnp.asarray(values).astype(jnp.float32)
+    decoded = qarray.dequantize(array).astype(jnp.float32)
+    quotient = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, array.scale.astype(jnp.float32)))
+    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > _largest(kind.qtype) * (1 + 1e-6))
+    figures = {
+        "signal": float(jnp.sum(jnp.square(wide))),
+        "noise": float(jnp.sum(jnp.square(decoded - wide))),
+        "clipped": float(clipped),
+        "count": float(values.size),
+    }
+    shape = tuple(n // tile for n, tile in zip(values.shape, kind.tiles, strict=True))
+    codes = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
+    own, *zero_points = (as_bytes(np.asarray(part)) for part in codes)
+    return [own, *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points))], figures

@@ -1,0 +1,177 @@
+"""What quantizing cost each parameter, from the figures that were added up in the same pass over the weights.
+
+The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB, where x' is what the codes and scales stand for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import inf, log10, prod
+from typing import Any
+
+from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT, element_bytes
+from tpuconv.convert.names import collapse
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantized parameter. `bits` are those of a weight with its share of the scales, `clipped` the share of the
+    weights beyond the range of the codes, `rule` the number of the rule in the config."""
+
+    name: str
+    qtype: str
+    rule: int
+    bits: float
+    count: int
+    snr_db: float
+    clipped: float
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
+
+
+@dataclass(frozen=True)
+class Report:
+    """`rows` are the quantized parameters, worst first; `bytes` those of the checkpoint, `parameters` and `weight_bits`
+    of the whole model, whatever is not quantized included."""
+
+    config: str
+    summary: str
+    rows: Sequence[Row]
+    parameters: int
+    bytes: int
+    weight_bits: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "bits_per_weight": round(self.weight_bits, 4),
+            "tensors": [row.to_json() for row in self.rows],
+        }
+
+
+def report(manifest: Mapping[str, Any]) -> Report:
+    """The report of a quantized checkpoint's manifest."""
+    rows = []
+    for name, own in manifest["quantization"]["parameters"].items():
+        figures = own["figures"]
+        noise = figures["noise"]
+        rows.append(
+            Row(
+                name=name,
+                qtype=own["qtype"],
+                rule=own["rule"],
+                bits=own["bits"],
+                count=int(figures["count"]),
+                snr_db=10 * log10(figures["signal"] / noise) if noise and figures["signal"] else inf,
+                clipped=figures["clipped"] / figures["count"],
+            )
+        )
+    parts = (QVALUE, SCALE, ZERO_POINT)
+    sizes = {n: (prod(a["shape"]), element_bytes(a["dtype"])) for n, a in manifest["arrays"].items()}
+    plain = [(count, 8 * size) for name, (count, size) in sizes.items() if not name.endswith(parts)]
+    bits = sum(row.bits * row.count for row in rows) + sum(count * each for count, each in plain)
+    parameters = sum(row.count for row in rows) + sum(count for count, _ in plain)
+    return Report(
+        config=manifest["quantization"]["name"],
+        summary=manifest["quantization"]["summary"],
+        rows=sorted(rows, key=lambda row: row.snr_db),
+        parameters=parameters,
+        bytes=sum(count * size for count, size in sizes.values()),
+        weight_bits=bits / parameters,
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The parameters of one pattern of names, and their range of signal-to-noise ratios."""
+
+    pattern: str
+    rows: Sequence[Row]
+
+    @property
+    def worst(self) -> Row:
+        return min(self.rows, key=lambda row: row.snr_db)
+
+    @property
+    def mean_db(self) -> float:
+        return sum(row.snr_db for row in self.rows) / len(self.rows)
+
+
+def kinds(rows: Sequence[Row]) -> list[Kind]:
+    """The rows by pattern, the one with the worst row first."""
+    by_name = {row.name: row for row in sorted(rows, key=lambda row: row.name)}
+    out = [Kind(pattern, [by_name[name] for name in names]) for pattern, names in collapse(by_name).items()]
+    return sorted(out, key=lambda kind: kind.worst.snr_db)
+
+
+# -- as a page --------------------------------------------------------------------------------------------------------
+
+WIDTH, ROW_HEIGHT, LABEL_WIDTH = 960, 18, 330
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%}
+td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #e4e7eb}td.n,th.n{text-align:right}
+svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill-opacity:.55}
+@media(prefers-color-scheme:dark){body{background:#15181c;color:#e3e6ea}td,th{border-color:#30363d}}
+"""
+
+
+def html(manifest: Mapping[str, Any]) -> str:
+    """A page that needs nothing but itself: totals, a plot of every parameter's ratio, and the table, worst first."""
+    own = report(manifest)
+    groups = kinds(own.rows)
+    title = f"{manifest['source']['name']}, {own.config}"
+    lines = "".join(
+        f"<tr><td>{escape(kind.pattern)}</td><td class=n>{len(kind.rows)}</td><td>{escape(kind.worst.qtype)}</td>"
+        f"<td class=n>{kind.worst.bits:.2f}</td><td class=n>{kind.worst.snr_db:.1f}</td>"
+        f"<td class=n>{kind.mean_db:.1f}</td><td class=n>{100 * max(r.clipped for r in kind.rows):.3f}%</td></tr>"
+        for kind in groups
+    )
+    worst = "".join(
+        f"<tr><td>{escape(row.name)}</td><td>{escape(row.qtype)}</td><td class=n>{row.bits:.2f}</td>"
+        f"<td class=n>{row.count:,}</td><td class=n>{row.snr_db:.1f}</td></tr>"
+        for row in own.rows[:20]
+    )
+    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
+<h1>{escape(title)}</h1>
+<p>{escape(own.summary)}. {own.parameters:,} parameters, {own.weight_bits:.2f} bits a weight, {own.bytes / 1e9:.3g} GB.
+<h2>Signal-to-noise ratio of every parameter, dB</h2>
+{_plot(groups)}
+<h2>By kind, worst first</h2>
+<table><tr><th>parameters<th class=n>count<th>type<th class=n>bits<th class=n>worst dB<th class=n>mean dB
+<th class=n>clipped</tr>{lines}</table>
+<h2>The worst parameters</h2>
+<table><tr><th>parameter<th>type<th class=n>bits<th class=n>weights<th class=n>dB</tr>{worst}</table>
+"""
+
+
+def _plot(groups: Sequence[Kind]) -> str:
+    """A line for each kind, a dot on it for each parameter."""
+    values = [row.snr_db for kind in groups for row in kind.rows if row.snr_db < inf]
+    if not values:
+        return "<p>Nothing was lost."
+    low, high = 5 * (min(values) // 5), 5 * (max(values) // 5 + 1)
+    height = ROW_HEIGHT * (len(groups) + 2)
+
+    def x(db: float) -> float:
+        return LABEL_WIDTH + (WIDTH - LABEL_WIDTH - 20) * (min(db, high) - low) / (high - low)
+
+    grid = "".join(
+        f"<line x1={x(db):.1f} x2={x(db):.1f} y1=0 y2={height - ROW_HEIGHT} stroke=currentColor stroke-opacity=.15 />"
+        f"<text x={x(db):.1f} y={height - 4} text-anchor=middle>{db:.0f}</text>"
+        for db in range(int(low), int(high) + 1, 5)
+    )
+    dots = "".join(
+        f"<text x={LABEL_WIDTH - 8} y={ROW_HEIGHT * (i + 1) + 4} text-anchor=end>{escape(kind.pattern)}</text>"
+        + "".join(
+            f"<circle class=dot cx={x(row.snr_db):.1f} cy={ROW_HEIGHT * (i + 1)} r=4>"
+            f"<title>{escape(row.name)}: {row.snr_db:.1f} dB</title></circle>"
+            for row in kind.rows
+        )
+        for i, kind in enumerate(groups)
+    )
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role=img aria-label="ratio by parameter">{grid}{dots}</svg>'

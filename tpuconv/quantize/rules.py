@@ -1,0 +1,192 @@
+"""Which parameters a config quantizes, and how: resolved by Qwix itself on the model with shapes instead of arrays."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+from qwix._src.core import qarray
+from qwix._src.core.ragged_dot import ragged_dot
+from qwix._src.providers import ptq
+from qwix._src.utils import flax_util
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.quantize.config import QuantConfig
+
+TOKENS = 64
+"""Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
+
+EMBEDDING = "embed"
+"""The module whose matrix is looked up, and in some models multiplied too: Qwix would quantize it for the product, and
+the look-up could not read it."""
+
+MATCH_SECONDS = 5.0
+
+
+class Provider(qwix.PtqProvider):  # type: ignore[misc]
+    """Qwix's provider for quantized weights, which sees the grouped products of experts too, and remembers which
+    modules asked for a rule."""
+
+    def __init__(self, config: QuantConfig):
+        rules = [qwix.QuantizationRule(**rule.to_json()) for rule in config.rules]
+        super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules])
+        self.asked: dict[str, None] = {}
+
+    def unused(self) -> set[int]:
+        """The numbers of the config's rules that decided about nothing."""
+        return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
+
+    def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
+        self.asked["/".join(map(str, flax_util.get_current_module_path()))] = None
+        return super()._get_current_rule_and_op_id(op_name, **kwargs)
+
+    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
+        return intercepted | {"jax.lax.ragged_dot": self.ragged_dot}
+
+    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: jax.Array, **kwargs: Any) -> Any:
+        """Rows of `lhs` [T, D], group by group, times `rhs` [E, D, M]: scales as for the einsum TD,EDM->TEM."""
+        rule, op_id = self._get_current_rule_and_op_id("ragged_dot")
+        if rule is None or rule.weight_qtype is None:
+            return jax.lax.ragged_dot(lhs, rhs, group_sizes, **kwargs)
+        if isinstance(rhs, ptq.WithAux):
+            rhs = rhs.array
+        elif name := flax_util.find_param(rhs):
+            how = qarray.HowToQuantize(
+                qtype=rule.weight_qtype,
+                channelwise_axes=[0, 2],
+                tiled_axes={1: rule.tile_size} if rule.tile_size else {},
+                calibration_method=rule.weight_calibration_method,
+            )
+            rhs = ptq.create_quantized_param(name, rhs, how).array
+        if rule.act_qtype is not None:
+            how = qarray.HowToQuantize(
+                qtype=rule.act_qtype,
+                channelwise_axes=[0],
+                tiled_axes={1: rule.tile_size} if rule.tile_size else {},
+                calibration_method=rule.act_calibration_method,
+            )
+            lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
+        return ragged_dot(lhs, rhs, group_sizes)
+
+
+@dataclass(frozen=True)
+class How:
+    """How one parameter is quantized: `tiles` is how many elements of each axis share a scale; `rule` the number of
+    the rule."""
+
+    shape: tuple[int, ...]
+    tiles: tuple[int, ...]
+    rule: int
+    how: Any
+
+    @property
+    def qtype(self) -> str:
+        return str(self.how.qtype)
+
+
+def quantized(model: nnx.Module, config: QuantConfig) -> Any:
+    """The model as Qwix quantizes it. Called within `nnx.eval_shape` it needs no weights."""
+    return qwix.quantize_model(model, Provider(config), jnp.zeros((1, TOKENS), jnp.int32))
+
+
+def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, How]:
+    """For every parameter that is quantized how, by name.
+
+    Raises:
+        ConfigError: a rule decides about nothing, is matched for ever, or has a tile that does not divide an axis.
+        UnsupportedConfig: the model's layers are stacked.
+    """
+    model = nnx.eval_shape(build)
+    if getattr(model, "scan_layers", False):
+        raise UnsupportedConfig(
+            "Qwix cannot quantize layers that are stacked in one array", hint="convert without --scan-layers"
+        )
+    paths = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
+    _check_patterns(config, paths)
+    provider = Provider(config)
+    try:
+        abstract = nnx.eval_shape(lambda: qwix.quantize_model(build(), provider, jnp.zeros((1, TOKENS), jnp.int32)))
+    except ValueError as e:
+        if "cannot be tiled" in str(e):
+            raise ConfigError(
+                f"a tile_size of {config.name} does not divide an axis of this model: {e}",
+                hint="give those modules a rule with another tile_size before it",
+            ) from None
+        raise
+    _check_used(config, provider)
+    hows = {}
+    for path, leaf in nnx.iter_graph(abstract):
+        if isinstance(leaf, ptq.WithAux):
+            name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
+            hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
+    return hows
+
+
+def _tiles(leaf: Any) -> tuple[int, ...]:
+    return tuple(n // s for n, s in zip(leaf.shape, flax_util.unbox(leaf.array).scale.shape, strict=True))
+
+
+def _first_match(config: QuantConfig, module: str) -> int:
+    return next(i for i, rule in enumerate(config.rules) if re.fullmatch(rule.module_path, module))
+
+
+def _check_patterns(config: QuantConfig, paths: list[str]) -> None:
+    """That every pattern is one, and none takes for ever on the names of this model: Python's `re`, which Qwix uses,
+    backtracks, so that it is tried in a process that can be killed."""
+    for rule in config.rules:
+        try:
+            re.compile(rule.module_path)
+        except (re.error, RecursionError) as e:
+            raise ConfigError(f"{config.name}, line {rule.line}: {rule.module_path!r} is no pattern: {e}") from None
+    program = (
+        "import json, re, sys\n"
+        "patterns, names = json.load(sys.stdin)\n"
+        "for pattern in patterns:\n"
+        "    for name in names: re.fullmatch(pattern, name)\n"
+        "    print(flush=True)\n"
+    )
+    question = json.dumps([[rule.module_path for rule in config.rules], list(dict.fromkeys(paths))])
+    command = [sys.executable, "-c", program]
+    try:
+        subprocess.run(command, input=question.encode(), timeout=MATCH_SECONDS, check=True, capture_output=True)
+    except subprocess.TimeoutExpired as e:
+        rule = config.rules[(e.stdout or b"").count(b"\n")]
+        raise ConfigError(
+            f"{config.name}, line {rule.line}: matching {rule.module_path!r} takes for ever",
+            hint="a repetition inside of a repetition, such as (.*)*, does that: write .* instead",
+        ) from None
+
+
+def _check_used(config: QuantConfig, provider: Provider) -> None:
+    """That every rule decides about something."""
+    faults = []
+    for i in sorted(provider.unused()):
+        rule = config.rules[i]
+        own = [path for path in provider.asked if re.fullmatch(rule.module_path, path)]
+        if own:
+            before = config.rules[_first_match(config, own[0])].line
+            faults.append(f"line {rule.line}: {rule.module_path!r}: line {before} matches first what it matches")
+        else:
+            faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
+    if faults:
+        raise ConfigError(
+            f"{len(faults)} {'rules' if len(faults) > 1 else 'rule'} of {config.name} would decide about nothing",
+            details=faults,
+            hint="modules are called like " + ", ".join(_examples(provider.asked)),
+        )
+
+
+def _examples(asked: Mapping[str, None]) -> list[str]:
+    """One module of each kind, numbers aside."""
+    kinds: dict[str, str] = {}
+    for path in asked:
+        kinds.setdefault(re.sub(r"\d+", "0", path), path)
+    return list(kinds.values())[:12]
