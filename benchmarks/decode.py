@@ -71,7 +71,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=17)
     args = parser.parse_args()
     ids = np.random.default_rng(0).integers(0, 1000, (1, PROMPT))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
     print(f"commit {commit.stdout.strip()}, {args.pairs} pairs, prompt {PROMPT}, {args.new_tokens} new tokens\n")
     print("| dtype | ours ms | transformers ms | ours / transformers | of the bandwidth | GB/s |")
     print("|---|---|---|---|---|---|")
