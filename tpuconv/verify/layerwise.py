@@ -108,9 +108,11 @@ class _Reference:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.utils import logging
 
         from tpuconv.models.registry import get_family
 
+        logging.disable_progress_bar()
         self.torch, self.dtype = torch, getattr(torch, dtype)
         opened = open_source(source)
         self.reader = Reader(opened, hashes=False)
