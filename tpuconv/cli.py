@@ -241,6 +241,7 @@ def tpuconv(verbose: bool) -> None:
         "tpuconv convert Qwen/Qwen3-8B",
         "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
         "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
+        "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
         "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
     ),
 )
@@ -252,6 +253,13 @@ def tpuconv(verbose: bool) -> None:
     default="auto",
     show_default=True,
     help="Of the parameters; auto keeps the source's.",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["dequantize", "keep"]),
+    default="dequantize",
+    show_default=True,
+    help="What becomes of FP8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
 )
 @click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
@@ -266,6 +274,7 @@ def convert(
     src: str,
     out: Path | None,
     dtype: str,
+    encoding: str,
     quantize: str | None,
     scan_layers: bool,
     layers: range | None,
@@ -286,6 +295,11 @@ def convert(
     from tpuconv.convert.source import open_source
     from tpuconv.models.registry import find_family
 
+    if quantize and encoding == "keep":
+        raise UsageError(
+            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
+            hint="give one of them",
+        )
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
     with _progress("downloading", as_json) as show:
@@ -293,7 +307,7 @@ def convert(
     with resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
-        plan = _plan(source, family, family.table, Options(dtype, scan_layers, layers), rules)
+        plan = _plan(source, family, family.table, Options(dtype, scan_layers, layers, encoding), rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             plan.check()
@@ -570,6 +584,47 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
     console.print(f"dB: signal to noise, worst first; plots in {out / REPORT}", soft_wrap=True)
 
 
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=("tpuconv export Qwen3-8B-orbax Qwen3-8B-again", "tpuconv export DeepSeek-R1-orbax /data/DeepSeek-R1"),
+)
+@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@JSON
+def export(ckpt: Path, out: Path, as_json: bool) -> None:
+    """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that it had.
+
+    What was neither cast nor dequantized comes back byte for byte; codes and scales do where they were kept. OUT
+    appears whole or not at all.
+    """
+    from tpuconv.convert import export as exporter
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.models.registry import get_family
+
+    manifest = read_manifest(ckpt)
+    family = get_family(manifest.family)
+    config = family.config.from_hf(exporter.released_config(manifest))
+    began, total = time.monotonic(), 0
+    with _progress("exporting", as_json) as show:
+        for at in exporter.export(manifest, family.table, config, out):
+            show(at.done, at.total)
+            total = at.total
+    seconds = time.monotonic() - began
+    files = len(list(out.glob("*.safetensors")))
+    facts = {"out": str(out), "family": family.name, "files": files, "bytes": total, "seconds": round(seconds, 3)}
+    if as_json:
+        _print_json(facts | {"peak_memory_bytes": _peak_memory()})
+        return
+    _console().print(
+        f"[bold]{out}[/bold]: {family.name}, {_size(total)} in {files} {'files' if files > 1 else 'file'}, "
+        f"{seconds:.1f} s ({_size(total / max(seconds, 1e-9))}/s)",
+        soft_wrap=True,
+    )
+
+
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -685,14 +740,15 @@ def _verify_logits(manifest: Any, source: str | None, prompt_file: Path | None, 
         ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
         own = manifest.dtype if dtype == "auto" else dtype
         hf = logits.reference_logits(resolved.folder, ids, own)
-    gates = manifest.quantization["gates"] if manifest.quantization else logits.GATES[own]
+    rounded = manifest.quantization is not None and not manifest.kept
+    gates = manifest.quantization["gates"] if rounded else logits.GATES[own]
     result = logits.compare(ids, hf, logits.model_logits(manifest.folder, ids, own), own, gates)
     if as_json:
         _print_json({"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()})
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
     if not result.passed:
-        what = "quantized" if manifest.quantization else "converted"
+        what = "quantized" if rounded else "converted"
         error = GateError(f"the {what} model does not compute what the original does", details=result.failures())
         if as_json:
             sys.exit(error.exit_code)

@@ -18,13 +18,14 @@ import numpy as np
 import xxhash
 
 from tpuconv.convert.journal import MANIFEST
+from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import FORMAT, Plan
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.layout import Shape
 
 PARAMS = "params"
-QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
-"""What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
+KEPT = "as released"
+"""The name, in the place of a config's, under which parameters are quantized that stay encoded."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 
 
@@ -83,16 +84,23 @@ class Manifest:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The rules by which parameters were quantized, and what became of each; None where none was."""
+        """The rules by which parameters were quantized, and what became of each; without rules where they are kept as
+        they were released; None where none is quantized."""
         quantization: Mapping[str, Any] | None = self.raw.get("quantization")
         return quantization
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """Of each parameter that is encoded as it was released, how."""
+        parameters = (self.quantization or {}).get("parameters", {})
+        return {name: facts for name, facts in parameters.items() if "kept" in facts}
 
     @property
     def dtype(self) -> str:
         """The dtype in which the model computes: that of most of the bytes, quantized ones aside."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
-            if array.name.endswith((QVALUE, ZERO_POINT)):
+            if array.name.endswith((QVALUE, SCALE, ZERO_POINT)):
                 continue
             total[array.dtype] = total.get(array.dtype, 0) + prod(array.shape) * element_bytes(array.dtype)
         return max(total, key=lambda name: total[name])
@@ -150,6 +158,13 @@ def build(
             name: encoder.to_json() | {"figures": figures[name]} for name, encoder in plan.quantization.encoders.items()
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
+    elif plan.kept:
+        titles = dict.fromkeys(kept.scheme.title for kept in plan.kept.values())
+        manifest["quantization"] = {
+            "name": KEPT,
+            "summary": f"codes and scales as released: {', '.join(titles)}",
+            "parameters": {name: kept.to_json() for name, kept in plan.kept.items()},
+        }
     return manifest
 
 

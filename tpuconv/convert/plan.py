@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor, decode_names
+from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
@@ -38,21 +39,24 @@ BASE_MEMORY = 128 * MIB
 
 REPORT = "quantization.html"
 
+ENCODINGS = ("dequantize", "keep")
+
 FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
 class Options:
     """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
-    the layers that is converted, all where None."""
+    the layers that is converted, all where None; `encoding` one of ENCODINGS: what becomes of encoded tensors."""
 
     dtype: str = "auto"
     scan_layers: bool = False
     layers: range | None = None
+    encoding: str = "dequantize"
 
     def to_json(self) -> dict[str, Any]:
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
-        return {"dtype": self.dtype, "scan_layers": self.scan_layers, "layers": layers}
+        return {"dtype": self.dtype, "scan_layers": self.scan_layers, "layers": layers, "encoding": self.encoding}
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,8 @@ class Skip:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. `faults` is empty in a plan that can be run: `check` raises them."""
+    """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
+    raises them."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -206,6 +211,7 @@ class Plan:
     table: MappingTable
     options: Options
     quantization: Quantization | None
+    kept: Mapping[str, Kept]
     bindings: tuple[Binding, ...]
     arrays: Mapping[str, Array]
     units: tuple[Unit, ...]
@@ -279,7 +285,7 @@ class Plan:
     def is_stored_as_wanted(self, piece: Piece) -> bool:
         """Whether the bytes of the source are those of the values."""
         tensor = self.tensors[piece.binding.src[0].names[0]]
-        return tensor.scheme is None and tensor.dtype == piece.dtype
+        return tensor.is_stored_as(piece.dtype)
 
     def stored_bytes(self, piece: Piece) -> int:
         """Bytes read for the values of a piece, scales aside."""
@@ -359,7 +365,7 @@ def make_plan(
     """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
 
     Raises:
-        UsageError: `options.layers` lies outside the model.
+        UsageError: `options.layers` lies outside the model, or nothing is encoded that could be kept.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
     """
     if options.scan_layers:
@@ -402,6 +408,15 @@ def make_plan(
             faults.append(f"{copy}  is tied to {original} by config.json, but has another shape or dtype")
     faults += _dtype_faults(tensors, bindings)
 
+    kept: dict[str, Kept] = {}
+    if options.encoding == "keep":
+        if not any(tensor.scheme for tensor in tensors.values()):
+            raise UsageError(
+                f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
+            )
+        if not faults:
+            tensors, bindings, kept, faults = keep(tensors, bindings)
+
     arrays: dict[str, Array] = {}
     units: tuple[Unit, ...] = ()
     if not faults:
@@ -420,6 +435,7 @@ def make_plan(
         table=table,
         options=options,
         quantization=quantization,
+        kept=kept,
         bindings=tuple(bindings),
         arrays=arrays,
         units=units,
@@ -494,7 +510,7 @@ def _cut(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    values = first.dtype if dtype == "auto" or binding.row.buffer else FLOATS[dtype]
+    values = first.dtype if dtype == "auto" or binding.row.buffer or first.kept else FLOATS[dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
     targets = [
         _Target(axes, shape, encoders.get(stack.names[0]), values, letters)

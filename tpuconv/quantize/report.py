@@ -9,8 +9,8 @@ from html import escape
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT, element_bytes
-from tpuconv.convert.names import collapse
+from tpuconv.convert.manifest import element_bytes
+from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT, collapse
 
 
 @dataclass(frozen=True)
