@@ -1,8 +1,11 @@
 """`--encoding keep`: codes and scales through the layouts, against the values that they stand for."""
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +18,15 @@ from checkpoints import read_tensors, write_checkpoint
 from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cli import LISTINGS, every_name
 from test_codecs import BF16, FP8, compressed_config, fp8_config
-from test_convert import convert, restore, same_bits
+from test_convert import convert, plan_for, restore, same_bits
 
 import tpuconv
 from tpuconv.convert import export as export_module
 from tpuconv.convert import plan as plan_module
 from tpuconv.convert.codecs import Tensor
+from tpuconv.convert.codecs.kept import Codes, Scales
 from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.export import export, file_names, released_config
 from tpuconv.convert.keep import keep
@@ -30,6 +35,7 @@ from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import DTYPES, TensorInfo
 from tpuconv.convert.table import Binding, Map, MappingTable
+from tpuconv.errors import MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.layout import LETTERS
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.verify.weights import check
@@ -408,3 +414,131 @@ def test_a_kept_model_computes_what_the_dequantized_one_does(case, encoding, sav
     assert in_bfloat16.norm.scale.dtype == jnp.bfloat16
     # A router that rounds otherwise chooses other experts for some tokens, so that the largest difference says little.
     assert np.median(np.abs(np.asarray(in_bfloat16(ids)) - want)) < 0.03 * np.abs(want).max()
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+LLAMA = next(case for case in CASES if case.id == "llama-plain")
+UP = "model.layers.1.mlp.up_proj"
+
+
+def spoil_code(tensors):
+    tensors[f"{UP}.weight"].view(np.uint8)[3, 5] = 0xFF
+
+
+def spoil_scale(tensors):
+    tensors[f"{UP}.weight_scale_inv"][1, 1] = np.inf
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"), [(spoil_code, "mlp.up.kernel.array.qvalue"), (spoil_scale, "mlp.up.kernel.array.scale")]
+)
+def test_codes_and_scales_that_are_not_finite_are_refused(spoil, name, saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8, shards=1)
+    tensors = {name: x.copy() for name, x in read_tensors(tmp_path / "hf").items()}
+    spoil(tensors)
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"(?s){name} is not finite.*made from {UP}"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding="keep"))
+
+
+def test_a_shape_that_is_not_that_of_the_values_is_refused(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", int4, shards=1)
+    tensors = read_tensors(tmp_path / "hf") | {f"{UP}.weight_shape": np.array([56, 47])}
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"{UP}.weight_shape says \[56, 47\], but the values are \[56, 48\]"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding="keep"))
+
+
+@pytest.mark.parametrize("changed", ["dtype", "plain"])
+def test_tensors_of_one_parameter_are_encoded_alike(changed, saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8, shards=1)
+    tensors = read_tensors(tmp_path / "hf")
+    if changed == "dtype":
+        tensors[f"{UP}.weight_scale_inv"] = tensors[f"{UP}.weight_scale_inv"].astype(BF16)
+    else:
+        tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].astype(BF16)
+        del tensors[f"{UP}.weight_scale_inv"]
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(
+        MappingError, match=r"mlp\.up_proj.weight  has not the (scales|dtype) of the tensors it is joined"
+    ):
+        plan_for(tmp_path / "hf", Options(scan_layers=True, encoding="keep")).check()
+    plan_for(tmp_path / "hf", Options(encoding="keep")).check()  # as arrays of their own they may differ
+
+
+def test_where_nothing_is_encoded_nothing_is_kept(saved):
+    with pytest.raises(UsageError, match="is not encoded"):
+        plan_for(saved(LLAMA), Options(encoding="keep"))
+
+
+def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    convert(tmp_path / "hf", tmp_path / "scan", Options(scan_layers=True, encoding="keep"))
+    with pytest.raises(UnsupportedConfig, match="Qwix cannot compute"):
+        tpuconv.load(tmp_path / "scan")
+    convert(tmp_path / "hf", tmp_path / "part", Options(layers=range(1, 2), encoding="keep"))
+    with pytest.raises(UsageError, match="a trial and no model"):
+        exported(tmp_path / "part", tmp_path / "back")
+    with pytest.raises(OutputError, match="exists already"):
+        exported(tmp_path / "scan", tmp_path / "hf")
+    facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
+    facts["quantization"] = {"name": "int8_default", "parameters": {}}
+    (tmp_path / "scan" / "tpuconv.json").write_text(json.dumps(facts))
+    with pytest.raises(UsageError, match="quantized, with int8_default"):
+        exported(tmp_path / "scan", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_commands(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    command = [sys.executable, "-m", "tpuconv"]
+    both = run([*command, "convert", "hf", "--encoding", "keep", "--quantize", "int8_default"])
+    assert (both.returncode, "exclude each other" in both.stderr) == (2, True)
+    done = run([*command, "convert", "hf", "--encoding", "keep", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert "codes and scales as released: FP8, blocks of 5x7" in (tmp_path / "hf-orbax" / "README.md").read_text()
+    looked = run([*command, "inspect", "hf-orbax", "--json"])
+    dtypes = {facts["pattern"]: facts["dtype"] for facts in json.loads(looked.stdout)["patterns"]}
+    assert dtypes["layers.{0,1}.mlp.up.kernel.array.qvalue"] == "float8_e4m3fn"
+    assert run([*command, "verify", "hf-orbax"]).returncode == 0
+    back = run([*command, "export", "hf-orbax", "back", "--json"])
+    assert back.returncode == 0, back.stderr
+    assert json.loads(back.stdout)["bytes"] == sum(x.nbytes for x in read_tensors(tmp_path / "hf").values())
+    assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "hf").keys()
+    assert run([*command, "export", "hf-orbax", "back"]).returncode == 9
+
+
+# -- full size ---------------------------------------------------------------------------------------------------------
+
+
+FULL_SIZE = {
+    "deepseek-ai/DeepSeek-R1": 1,
+    "Qwen/Qwen3-30B-A3B-FP8": 1,
+    "moonshotai/Kimi-K2-Thinking": 2,
+    "openai/gpt-oss-20b": 2,
+}
+"""Codes in a byte of the source."""
+
+
+@pytest.mark.parametrize("model", FULL_SIZE)
+def test_real_models_are_planned_whole(model, tmp_path):
+    """Every code of the source is one of the output; what scales are repeated adds little to them."""
+    listing = LISTINGS[model]
+    tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    write_checkpoint(tmp_path, listing["config"], tensors, shards=7)
+    began = time.monotonic()
+    plan = plan_for(tmp_path, Options(encoding="keep"))
+    assert time.monotonic() - began < 20
+    plan.check()
+    assert plan.parameters == listing["parameters"]
+    assert plan.peak_memory(2) < 4e8
+    used = {name for array in plan.arrays.values() for name in array.sources}
+    codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Codes))
+    scales = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Scales))
+    own = {part: sum(a.nbytes for n, a in plan.arrays.items() if n.endswith(part)) for part in (QVALUE, SCALE)}
+    assert own[QVALUE] == codes * FULL_SIZE[model]
+    wider = 2 if model == "openai/gpt-oss-20b" else 1  # powers of two, a byte each, in bfloat16
+    assert scales * wider <= own[SCALE] <= 1.1 * scales * wider

@@ -70,9 +70,10 @@ class Codes(Tensor):
         for info in self.extra:
             stored = np.empty(info.nbytes, np.uint8)
             reader.read(info, 0, stored.data)
-            if tuple(stored.view(DTYPES[info.dtype])) != self.shape:
+            shape = stored.view(DTYPES[info.dtype]).tolist()
+            if tuple(shape) != self.shape:
                 raise SourceError(
-                    f"{info.name} says {list(stored.view(DTYPES[info.dtype]))}, but the values are {list(self.shape)}",
+                    f"{info.name} says {shape}, but the values are {list(self.shape)}",
                     hint="--encoding dequantize does without it, and ignores it",
                 )
 
