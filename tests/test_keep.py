@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import test_quantize
 from checkpoints import read_tensors, write_checkpoint
 from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
 from test_codecs import BF16, FP8, compressed_config, fp8_config
-from test_convert import convert, plan_for, restore, same_bits
+from test_convert import LIMITS, convert, plan_for, restore, same_bits
 
 import tpuconv
 from tpuconv.convert import export as export_module
@@ -32,12 +33,16 @@ from tpuconv.convert.export import export, file_names, released_config
 from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
-from tpuconv.convert.plan import Options
-from tpuconv.convert.source import DTYPES, TensorInfo
+from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.run import run
+from tpuconv.convert.source import DTYPES, TensorInfo, open_source
 from tpuconv.convert.table import Binding, Map, MappingTable
 from tpuconv.errors import MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.layout import LETTERS
 from tpuconv.models.registry import FAMILIES, find_family, get_family
+from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.config import parse_config
+from tpuconv.quantize.report import report
 from tpuconv.verify.weights import check
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -127,7 +132,7 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         name: Tensor(name, shape, memory.info(f"{name}_codes"), memory.info(f"{name}_scales"), (), scheme)
         for name, shape in binding.src_shapes().items()
     }
-    kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding])
+    kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding], [binding])
     assert not faults
     at = data.draw(st.lists(st.integers(0, min(t.size for t in kept_tensors.values())), max_size=3).map(sorted))
     at_once = binding(lambda name: whole(tensors[name], memory))
@@ -414,6 +419,69 @@ def test_a_kept_model_computes_what_the_dequantized_one_does(case, encoding, sav
     assert in_bfloat16.norm.scale.dtype == jnp.bfloat16
     # A router that rounds otherwise chooses other experts for some tokens, so that the largest difference says little.
     assert np.median(np.abs(np.asarray(in_bfloat16(ids)) - want)) < 0.03 * np.abs(want).max()
+
+
+# -- with a config that asks for some of it ----------------------------------------------------------------------------
+
+
+def quantized(folder: Path, out: Path, text: str) -> Any:
+    """In one pass from the source, as `convert --quantize` does it."""
+    rules = parse_config(text.encode(), "mine", "mine.yaml")
+    source = open_source(folder)
+    family = find_family(source.config)
+    config = family.config.from_hf(source.config)
+    plain = plan_for(folder)
+    own = quantization(plain, family, config, rules)
+    for _ in run(make_plan(source, family.name, family.table, config, Options(), own), out, LIMITS):
+        pass
+    return rules
+
+
+SOME = """
+qwix:
+  rules:
+    - {module_path: 'layers/0/attn/v_b', weight_qtype: int8}
+    - {module_path: 'layers/.*/attn/.*', weight_qtype: float8_e4m3fn, act_qtype: float8_e4m3fn}
+    - {module_path: 'layers/.*/moe/(?!router).*', weight_qtype: int8}
+"""
+
+
+def test_what_has_the_type_that_is_asked_for_is_kept(saved, tmp_path):
+    case = next(case for case in CASES if case.id == "deepseek_v3-groups")
+    encoded(saved(case), tmp_path / "hf", fp8)
+    rules = quantized(tmp_path / "hf", tmp_path / "out", SOME)
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain")
+    test_quantize.quantize(tmp_path / "plain", tmp_path / "requantized", rules)
+    have, kept, others = (restore(tmp_path / name) for name in ("out", "kept", "requantized"))
+    how = {row.name: row.source for row in report(read_manifest(tmp_path / "out").raw).rows}
+    assert set(have) == set(others)
+    for name, x in have.items():
+        parameter = name.partition(".array.")[0]
+        assert same_bits(x, (kept if how.get(parameter) == "kept" else others)[name]), name
+    # A row is kept as a whole or not at all: of the first layer's kv_b the config wants two types.
+    wanted = {
+        name: "kept" if ".attn." in name and not name.startswith(("layers.0.attn.k_b", "layers.0.attn.v_b")) else ""
+        for name in how
+    }
+    assert how == {name: own or "requantized" for name, own in wanted.items()}
+    assert sorted(set(how.values())) == ["kept", "requantized"]
+    assert np.isfinite(np.asarray(tpuconv.load(tmp_path / "out")(np.array([[3, 1, 4, 1, 5]])))).all()
+    with pytest.raises(UsageError, match="quantized, with mine"):
+        exported(tmp_path / "out", tmp_path / "back")
+
+
+def test_mxfp4_is_kept_where_mxfp4_is_asked_for(saved, tmp_path):
+    mxfp4(saved(GPT_OSS[0]), tmp_path / "hf")
+    rule = "qwix: {rules: [{module_path: 'layers/.*/moe/(?!router).*', weight_qtype: mxfp4, tile_size: 32}]}"
+    quantized(tmp_path / "hf", tmp_path / "out", rule)
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    have, want = restore(tmp_path / "out"), restore(tmp_path / "kept")
+    assert have.keys() == want.keys()
+    assert not [name for name in want if not same_bits(have[name], want[name])]
+    ids = np.array([[3, 1, 4, 1, 5]])
+    logits = [np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("out", "kept")]
+    np.testing.assert_array_equal(*logits)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -579,7 +579,9 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
         worst = kind.worst
         clipped = f"{100 * max(row.clipped for row in kind.rows):.3g}%"
         figures = (f"{worst.bits:.2f}", f"{worst.snr_db:.1f}", f"{kind.mean_db:.1f}", clipped)
-        table.add_row(kind.pattern, str(len(kind.rows)), worst.qtype, *figures)
+        source = ", ".join(dict.fromkeys(row.source for row in kind.rows if row.source))
+        qtype = f"{worst.qtype}, {source}" if source else worst.qtype
+        table.add_row(kind.pattern, str(len(kind.rows)), qtype, *figures)
     console.print(table)
     console.print(f"dB: signal to noise, worst first; plots in {out / REPORT}", soft_wrap=True)
 
@@ -740,15 +742,14 @@ def _verify_logits(manifest: Any, source: str | None, prompt_file: Path | None, 
         ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
         own = manifest.dtype if dtype == "auto" else dtype
         hf = logits.reference_logits(resolved.folder, ids, own)
-    rounded = manifest.quantization is not None and not manifest.kept
-    gates = manifest.quantization["gates"] if rounded else logits.GATES[own]
+    gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, logits.model_logits(manifest.folder, ids, own), own, gates)
     if as_json:
         _print_json({"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()})
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
     if not result.passed:
-        what = "quantized" if rounded else "converted"
+        what = "quantized" if manifest.is_rounded else "converted"
         error = GateError(f"the {what} model does not compute what the original does", details=result.failures())
         if as_json:
             sys.exit(error.exit_code)

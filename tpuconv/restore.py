@@ -82,7 +82,7 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
             f"{manifest.folder} is encoded and has its layers stacked, which Qwix cannot compute with",
             hint="convert without --scan-layers, or with --encoding dequantize",
         )
-    rules = kept_rules(manifest.kept) if manifest.kept else QuantConfig.from_json(manifest.quantization)
+    rules = QuantConfig.from_json(manifest.quantization) if manifest.is_rounded else kept_rules(manifest.kept)
     return nnx.eval_shape(lambda: quantized(build(), rules))
 
 

@@ -102,7 +102,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
             f"{manifest.folder} holds only layers {manifest.layers[0]} to {manifest.layers[1]}, a trial and no model",
             hint="convert without --layers",
         )
-    if manifest.quantization is not None and not manifest.kept:
+    if manifest.quantization is not None and manifest.is_rounded:
         raise UsageError(
             f"{manifest.folder} is quantized, with {manifest.quantization['name']}: its values are not the source's",
             hint="export the checkpoint that it was made from",

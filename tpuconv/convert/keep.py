@@ -129,15 +129,16 @@ def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **chang
 
 
 def keep(
-    tensors: Mapping[str, Tensor], bindings: Sequence[Binding]
+    tensors: Mapping[str, Tensor], bindings: Sequence[Binding], wanted: Sequence[Binding]
 ) -> tuple[dict[str, Tensor], list[Binding], dict[str, Kept], list[str]]:
-    """Tensors and rows with all that is encoded in two, what is kept by the name of the parameter, and the faults."""
+    """Tensors and rows, of those that are `wanted` the encoded ones in two; what is kept, by parameter; the faults."""
     out_tensors, out_bindings = dict(tensors), []
     kept: dict[str, Kept] = {}
     mixed, odd = [], []
+    chosen = set(map(id, wanted))
     for binding in bindings:
         first = tensors[binding.src[0].names[0]]
-        if first.scheme is None:
+        if first.scheme is None or id(binding) not in chosen:
             out_bindings.append(binding)
             continue
         own = [[tensors[name] for name in stack.names] for stack in binding.src]

@@ -90,6 +90,11 @@ class Manifest:
         return quantization
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether parameters were quantized by rules, so that values are not the source's."""
+        return self.quantization is not None and "rules" in self.quantization
+
+    @property
     def kept(self) -> Mapping[str, Any]:
         """Of each parameter that is encoded as it was released, how."""
         parameters = (self.quantization or {}).get("parameters", {})
@@ -155,7 +160,11 @@ def build(
     }
     if plan.quantization:
         parameters = {
-            name: encoder.to_json() | {"figures": figures[name]} for name, encoder in plan.quantization.encoders.items()
+            name: encoder.to_json() | _undone(plan, name) | {"figures": figures[name]}
+            for name, encoder in plan.quantization.encoders.items()
+        } | {
+            name: kept.to_json() | {"rule": plan.quantization.kept[name], "figures": _nothing_lost(plan, name)}
+            for name, kept in plan.kept.items()
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
     elif plan.kept:
@@ -166,6 +175,17 @@ def build(
             "parameters": {name: kept.to_json() for name, kept in plan.kept.items()},
         }
     return manifest
+
+
+def _undone(plan: Plan, name: str) -> dict[str, str]:
+    """The encoding of the source that a parameter had before it was quantized to another."""
+    source = plan.arrays[plan.stored_names(name)[0]].sources[0]
+    scheme = plan.tensors[source].scheme
+    return {"requantized": scheme.title} if scheme else {}
+
+
+def _nothing_lost(plan: Plan, name: str) -> dict[str, float]:
+    return {"signal": 0.0, "noise": 0.0, "clipped": 0.0, "count": float(prod(plan.arrays[name + QVALUE].shape))}
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -7,7 +7,7 @@ dtypes fit. Faults are collected and raised together before a weight byte is rea
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import lcm, prod
@@ -91,11 +91,13 @@ class Encoder(Protocol):
 @dataclass(frozen=True)
 class Quantization:
     """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
-    text of the file `REPORT`."""
+    text of the file `REPORT`. `kept` are the parameters that the source has in the very type that is asked for, with
+    the number of the rule that asks."""
 
     encoders: Mapping[str, Encoder]
     config: Mapping[str, Any]
     report: Callable[[Mapping[str, Any]], str]
+    kept: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -409,13 +411,13 @@ def make_plan(
     faults += _dtype_faults(tensors, bindings)
 
     kept: dict[str, Kept] = {}
-    if options.encoding == "keep":
-        if not any(tensor.scheme for tensor in tensors.values()):
-            raise UsageError(
-                f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
-            )
-        if not faults:
-            tensors, bindings, kept, faults = keep(tensors, bindings)
+    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
+        raise UsageError(
+            f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
+        )
+    wanted = [b for b in bindings if options.encoding == "keep" or _all_kept(b, quantization)]
+    if wanted and not faults:
+        tensors, bindings, kept, faults = keep(tensors, bindings, wanted)
 
     arrays: dict[str, Array] = {}
     units: tuple[Unit, ...] = ()
@@ -444,6 +446,10 @@ def make_plan(
         unmapped=tuple(unmapped),
         faults=tuple(faults),
     )
+
+
+def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:
+    return quantization is not None and all(name in quantization.kept for s in binding.dst for name in s.names)
 
 
 @dataclass(frozen=True)
