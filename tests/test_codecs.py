@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_convert import assert_same, convert, flatten, plan_for, restore, small_cuts  # noqa: F401
 
+from tpuconv.convert import codecs
 from tpuconv.convert.codecs import decode_names
 from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.plan import Options
@@ -95,10 +96,12 @@ def int4_groups(rng, rows, columns):
 SCHEMES = [fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, int4_groups]
 
 
+@pytest.mark.parametrize("large_block", [1, codecs.LARGE_BLOCK])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_path):
+def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, large_block, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(codecs, "LARGE_BLOCK", large_block)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, columns = data.draw(st.integers(1, 23)), data.draw(st.integers(2, 70))
     stored, config, values = scheme(rng, rows, columns)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
 from test_codecs import BF16, FP8, compressed_config, fp8_config
 from test_convert import LIMITS, convert, plan_for, restore, same_bits
+from test_mtp import with_mtp  # noqa: F401
 
 import tpuconv
 from tpuconv.convert import export as export_module
@@ -65,7 +66,7 @@ def rows() -> list[Any]:
 
 def bind(row: Map, sizes: dict[str, int]) -> Binding:
     config = SimpleNamespace(axes=sizes, **({row.when: True} if row.when else {}))
-    return MappingTable((row,)).bind(config)[0]
+    return MappingTable((row,)).bind(config, include_mtp=True)[0]
 
 
 class Memory:
@@ -389,6 +390,13 @@ def test_what_was_dequantized_comes_back_as_a_plain_checkpoint(saved, tmp_path):
         theirs = model(torch.from_numpy(ids)).logits.numpy()
     ours = np.asarray(tpuconv.load(tmp_path / "out", "float32")(ids))
     assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+
+
+def test_layers_that_predict_further_tokens_come_back_too(with_mtp, tmp_path):  # noqa: F811
+    encoded(with_mtp, tmp_path / "hf", fp8)
+    plan = convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True, encoding="keep"))
+    assert any(name.startswith("mtp.") for name in plan.kept)
+    assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
 
 
 def test_files_are_cut_and_indexed(saved, tmp_path, monkeypatch):

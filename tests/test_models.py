@@ -137,7 +137,8 @@ def test_every_tensor_is_one_source_of_the_table(case: Case, build: Any) -> None
     built = build(case)
     sources = [shape for binding in built.family.table.bind(built.config) for shape in binding.src_shapes().items()]
     table = built.family.table
-    read = {name: tensor for name, tensor in built.tensors.items() if not table.why_ignored(name)}
+    why_ignored = table.ignored(built.config)
+    read = {name: tensor for name, tensor in built.tensors.items() if not why_ignored(name)}
     assert sorted(sources) == sorted((name, tensor.shape) for name, tensor in read.items())
 
 
@@ -427,7 +428,8 @@ def metas() -> list[Any]:
 def test_released_models_map_to_their_parameter_count(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     family = find_family(raw)
-    bindings = family.table.bind(family.config.from_hf(raw))
+    config = family.config.from_hf(raw)
+    bindings = family.table.bind(config)
     trained = [binding for binding in bindings if not binding.row.buffer]
     shapes = [shape for binding in trained for shape in binding.dst_shapes().values()]
     with gzip.open(folder / "tensors.json.gz") as file:
@@ -439,7 +441,8 @@ def test_released_models_map_to_their_parameter_count(folder: Path) -> None:
     published = json.loads((META / "parameters.json").read_text())[folder.name]
     assert sum(map(prod, shapes + images)) == published
     sources = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
-    unread = [name for name in listed.keys() - sources.keys() if not family.table.why_ignored(name)]
+    why_ignored = family.table.ignored(config)
+    unread = [name for name in listed.keys() - sources.keys() if not why_ignored(name)]
     assert set(unread) <= family.table.copies.keys()
     assert sources.items() <= listed.items()
 
@@ -644,8 +647,9 @@ def test_the_family_of_a_config() -> None:
 def test_tensors_that_are_not_converted() -> None:
     for family in all_families():
         front = "language_model." if family.name == "llama4" else ""
-        assert family.table.why_ignored(f"{front}model.layers.11.self_attn.rotary_emb.inv_freq")
-        assert family.table.copies == {f"{front}lm_head.weight": f"{front}model.embed_tokens.weight"}
+        config = family.config()
+        assert family.table.ignored(config)(f"{front}model.layers.11.self_attn.rotary_emb.inv_freq")
+        assert family.table.copies_of(config) == {f"{front}lm_head.weight": f"{front}model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize(

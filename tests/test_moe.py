@@ -22,7 +22,9 @@ def made(tokens: int, experts: int, chosen: int, dtype: Any) -> tuple[Experts, j
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 33, 4), (9, 5, 5), (4, 1, 1), (13, 6, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen"), [(1, 33, 4), (1, 16, 4), (1, 15, 4), (9, 5, 5), (4, 1, 1), (13, 6, 1)]
+)
 def test_as_every_expert_on_every_token(tokens: int, experts: int, chosen: int, dtype: Any, limit: float) -> None:
     layer, x_BTD, ids_BTX, weights_BTX = made(tokens, experts, chosen, dtype)
     x, gate, up, down = (
@@ -39,7 +41,15 @@ def test_as_every_expert_on_every_token(tokens: int, experts: int, chosen: int, 
     assert np.abs(np.asarray(y_BTD, np.float64) - wanted).max() <= limit * np.abs(wanted).max()
 
 
-def test_a_token_that_is_no_number_spoils_no_other() -> None:
-    layer, x_BTD, *routed = made(6, 3, 2, jnp.float32)
+@pytest.mark.parametrize(("rows", "primitive"), [(16, "gather"), (18, "ragged_dot")])
+def test_few_rows_read_the_weights_of_their_experts_alone(rows: int, primitive: str) -> None:
+    layer, *arguments = made(rows // 2, 32, 1, jnp.float32)
+    traced = str(jax.make_jaxpr(lambda *arrays: layer(*arrays))(*arguments))
+    assert ("ragged_dot" in traced) == (primitive == "ragged_dot")
+
+
+@pytest.mark.parametrize("experts", [3, 48])
+def test_a_token_that_is_no_number_spoils_no_other(experts: int) -> None:
+    layer, x_BTD, *routed = made(6, experts, 2, jnp.float32)
     y_BTD = layer(x_BTD.at[1, 4].set(jnp.nan), *routed)
     assert np.array_equal(np.isnan(y_BTD).any(-1), np.arange(12).reshape(2, 6) == 10)

@@ -83,7 +83,6 @@ def small_cuts(monkeypatch):
     monkeypatch.setattr(plan_module, "CHUNK_BYTES", 8000)
     monkeypatch.setattr(plan_module, "PIECE_BYTES", 20_000)
     monkeypatch.setattr(plan_module, "UNIT_BYTES", 100_000)
-    monkeypatch.setattr(encode, "STRIP_BYTES", 3000)
 
 
 def quantize(ckpt: Path, out: Path, rules: QuantConfig, **kwargs):

@@ -264,6 +264,7 @@ def tpuconv(verbose: bool) -> None:
 @click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
+@click.option("--include-mtp", is_flag=True, help="Convert the layers that predict further tokens (DeepSeek), too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
@@ -278,6 +279,7 @@ def convert(
     quantize: str | None,
     scan_layers: bool,
     layers: range | None,
+    include_mtp: bool,
     revision: str | None,
     overwrite: bool,
     max_memory: int | None,
@@ -307,7 +309,8 @@ def convert(
     with resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
-        plan = _plan(source, family, family.table, Options(dtype, scan_layers, layers, encoding), rules)
+        options = Options(dtype, scan_layers, layers, include_mtp, encoding)
+        plan = _plan(source, family, family.table, options, rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             plan.check()

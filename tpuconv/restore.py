@@ -1,5 +1,6 @@
 """From a checkpoint to a Flax NNX model with its weights, quantized or not."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import DTypeLike
 
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
-from tpuconv.convert.names import QVALUE, SCALE
+from tpuconv.convert.names import QVALUE, SCALE, collapse
 from tpuconv.convert.source import read_json
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig, UsageError
 from tpuconv.models.registry import get_family
 from tpuconv.quantize.config import QuantConfig
 from tpuconv.sharding import partition
 
+MTP_TREE = "mtp."
+"""What the arrays of layers that predict further tokens are called."""
+
 
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
     """The model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`; `model(ids_BT)` gives its logits
     [B, T, V] in float32. A quantized one is the model as Qwix quantizes it, its parameters QArrays.
+
+    The layers that predict further tokens (`convert --include-mtp`) are no part of it: a warning names their arrays,
+    which Orbax restores.
 
     Args:
         ckpt: the folder that holds the checkpoint.
@@ -50,9 +57,15 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
         )
         for name, value in flat.items()
     }
+    if unused := manifest.arrays.keys() - flat.keys():
+        patterns = ", ".join(collapse(sorted(unused)))
+        warnings.warn(f"{ckpt}: the model does not use, and does not load, {patterns}", stacklevel=2)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(manifest.params.absolute(), unflatten_dict(targets, sep="."))  # type: ignore[no-untyped-call]
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            tree = unflatten_dict(targets, sep=".")  # type: ignore[no-untyped-call]
+            how = ocp.checkpoint_utils.construct_restore_args(tree)
+            wanted = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
+            restored = checkpointer.restore(manifest.params.absolute(), wanted)
     except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
         raise CorruptOutput(
             f"{ckpt} cannot be restored: {str(e).partition(chr(10))[0][:200]}",
@@ -114,7 +127,7 @@ def _sharding(manifest: Manifest, name: str, mesh: Mesh | None) -> jax.sharding.
 
 
 def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    have = {name: array.shape for name, array in manifest.arrays.items()}
+    have = {name: array.shape for name, array in manifest.arrays.items() if not name.startswith(MTP_TREE)}
     want = {name: tuple(value.shape) for name, value in model.items()}
     faults = [
         f"{name}: {have.get(name)} stored, {want.get(name)} in the model"

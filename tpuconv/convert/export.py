@@ -108,7 +108,8 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
             hint="export the checkpoint that it was made from",
         )
     known = {scheme.title: scheme for scheme in schemes(released_config(manifest).get(ENCODING))}
-    for binding in (table.stack_layers() if manifest.scan_layers else table).bind(config):
+    own_table = table.stack_layers() if manifest.scan_layers else table
+    for binding in own_table.bind(config, bool(manifest.raw["options"].get("include_mtp"))):
         if facts := manifest.kept.get(binding.dst[0].names[0]):
             yield from _kept(binding, known[facts["kept"]], [Stored.from_json(each) for each in facts["stored"]])
         else:

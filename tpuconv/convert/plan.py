@@ -20,7 +20,7 @@ from tpuconv.convert.codecs import Tensor, decode_names
 from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
-from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, Binding, HasAxes, MappingTable
+from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
 from tpuconv.layout import Tensor as Axes
@@ -47,16 +47,24 @@ FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.flo
 @dataclass(frozen=True)
 class Options:
     """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
-    the layers that is converted, all where None; `encoding` one of ENCODINGS: what becomes of encoded tensors."""
+    the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
+    `encoding` is one of ENCODINGS: what becomes of encoded tensors."""
 
     dtype: str = "auto"
     scan_layers: bool = False
     layers: range | None = None
+    include_mtp: bool = False
     encoding: str = "dequantize"
 
     def to_json(self) -> dict[str, Any]:
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
-        return {"dtype": self.dtype, "scan_layers": self.scan_layers, "layers": layers, "encoding": self.encoding}
+        return {
+            "dtype": self.dtype,
+            "scan_layers": self.scan_layers,
+            "layers": layers,
+            "include_mtp": self.include_mtp,
+            "encoding": self.encoding,
+        }
 
 
 @dataclass(frozen=True)
@@ -367,7 +375,8 @@ def make_plan(
     """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
 
     Raises:
-        UsageError: `options.layers` lies outside the model, or nothing is encoded that could be kept.
+        UsageError: `options.layers` lies outside the model, it has not the layers of `include_mtp`, or nothing is
+            encoded that could be kept.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
     """
     if options.scan_layers:
@@ -376,11 +385,17 @@ def make_plan(
                 f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
             )
         table = table.stack_layers()
-    bindings = table.bind(_cut_layers(config, options.layers))
+    mtp = options.include_mtp
+    if mtp and not config.axes.get(MTP):
+        raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
+    if mtp and options.layers is not None:
+        raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
+    bindings = table.bind(_cut_layers(config, options.layers), mtp)
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     tensors, faults = decode_names(source.tensors, source.encoding)
     skipped: dict[str, list[str]] = {}
+    why_ignored, known_copies = table.ignored(config, mtp), table.copies_of(config, mtp)
     copies, unmapped = {}, []
     for name, tensor in tensors.items():
         if name in expected:
@@ -388,10 +403,10 @@ def make_plan(
         if name in everywhere:
             assert options.layers is not None
             reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
-        elif name in table.copies and table.copies[name] in expected:
-            copies[name] = table.copies[name]
-            reason = f"a copy of {table.copies[name]}"
-        elif (why := table.why_ignored(name)) is not None:
+        elif known_copies.get(name) in expected:
+            copies[name] = known_copies[name]
+            reason = f"a copy of {copies[name]}"
+        elif (why := why_ignored(name)) is not None:
             reason = why
         else:
             unmapped.append(name)
@@ -407,7 +422,7 @@ def make_plan(
         faults.append(_describe(tensors, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
     for copy, original in copies.items():
         if original in tensors and _kind(tensors[copy]) != _kind(tensors[original]):
-            faults.append(f"{copy}  is tied to {original} by config.json, but has another shape or dtype")
+            faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
     faults += _dtype_faults(tensors, bindings)
 
     kept: dict[str, Kept] = {}

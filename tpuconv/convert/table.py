@@ -21,6 +21,8 @@ INDEX = re.compile(r"\{(\w)\}")
 LAYERS, EXPERTS = "L", "E"
 LAYER_INDICES = "LIJ"
 """Letters whose values are numbers of layers."""
+MTP = "U"
+"""The letter of layers that predict further tokens: its rows exist where they are asked for."""
 
 
 class HasAxes(Protocol):
@@ -120,8 +122,8 @@ class Binding:
 @dataclass(frozen=True)
 class MappingTable:
     """The rows of a family. `ignore` names source tensors that are not converted, each with the reason; `{X}` stands
-    for a number and `*` for anything. `copies` names source tensors that may be on disk as copies of another one: they
-    are skipped too, once the two are found equal."""
+    for a number (one of those that the config lists, if it does) and `*` for anything. `copies` names source tensors
+    that may be on disk as copies of another one: they are skipped too, once the two are found equal."""
 
     rows: tuple[Map, ...]
     ignore: Mapping[str, str]
@@ -136,9 +138,9 @@ class MappingTable:
         for row in self.rows:
             _row_layout(row)
 
-    def bind(self, config: HasAxes) -> list[Binding]:
+    def bind(self, config: HasAxes, include_mtp: bool = False) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices."""
-        values = {x: range(value) if isinstance(value, int) else value for x, value in config.axes.items()}
+        values = _values(config, include_mtp)
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
         for row in self.rows:
@@ -146,9 +148,8 @@ class MappingTable:
                 continue
             loop, stack = _indices(row)
             layout = _row_layout(row)
-            for at in product(*(values[x] for x in loop)):
-                known = dict(zip(loop, at, strict=True))
-                steps = [known | dict(zip(stack, s, strict=True)) for s in product(*(values[x] for x in stack))]
+            for known in _steps(loop, values):
+                steps = [known | step for step in _steps(stack, values)]
                 src = tuple(Stack(tuple(_fill(name, step) for step in steps), len(stack)) for name in row.hf_names)
                 dst = tuple(Stack((_fill(name, known),), 0) for name in row.jax_names)
                 bindings.append(Binding(row, layout, sizes, src, dst))
@@ -166,9 +167,20 @@ class MappingTable:
             rows.append(row)
         return MappingTable(rows, ignore=self.ignore, copies=self.copies)
 
-    def why_ignored(self, name: str) -> str | None:
-        """The reason why a source tensor is not converted; None where the table does not ignore it."""
-        return next((why for pattern, why in self.ignore.items() if _pattern(pattern).fullmatch(name)), None)
+    def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
+        """Gives the reason why a source tensor is not converted; None where the table does not ignore it."""
+        left_out = {MTP: ()} if include_mtp else {}
+        patterns = [(_pattern(text, {**config.axes, **left_out}), why) for text, why in self.ignore.items()]
+        return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
+
+    def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
+        """`copies` with the values of their indices."""
+        values = _values(config, include_mtp)
+        return {
+            _fill(copy, at): _fill(original, at)
+            for copy, original in self.copies.items()
+            for at in _steps(INDEX.findall(copy), values)
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -202,5 +214,19 @@ def _fill(name: str, indices: Mapping[str, Any]) -> str:
     return INDEX.sub(lambda m: str(indices[m[1]]), name)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(text)).replace(r"\*", ".*"))
+def _values(config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
+    """The values of every letter as an index."""
+    values = {x: range(value) if isinstance(value, int) else value for x, value in config.axes.items()}
+    return values if include_mtp else {**values, MTP: ()}
+
+
+def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    return (dict(zip(letters, at, strict=True)) for at in product(*(values[x] for x in letters)))
+
+
+def _pattern(text: str, axes: Mapping[str, int | Sequence[int]]) -> re.Pattern[str]:
+    def numbers(index: re.Match[str]) -> str:
+        listed = axes.get(index[1], 0)
+        return r"\d+" if isinstance(listed, int) else f"(?:{'|'.join(map(str, listed)) or '(?!)'})"
+
+    return re.compile(re.sub(r"\\\{(\w)\\\}", numbers, re.escape(text)).replace(r"\*", ".*"))

@@ -10,6 +10,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.layers import Keys, normal
 
+FEW = 0.5
+"""Rows for each expert, up to which the weights of every row's expert are gathered: no other expert is read. Where rows
+are many, experts are read once for all of theirs (benchmarks/moe.py)."""
+
 
 class Rows(NamedTuple):
     """Tokens sorted by expert: the rows of one expert follow each other, so that a grouped product (`ragged_dot`)
@@ -49,7 +53,11 @@ class Expert(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((shape[0], shape[2]), dtype)) if bias else None
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        y = jax.lax.ragged_dot(x, self.kernel[...], rows.counts_E)
+        kernel_EDM = self.kernel[...]
+        if len(x) <= FEW * self.kernel.shape[0]:
+            y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
+        else:
+            y = jax.lax.ragged_dot(x, kernel_EDM, rows.counts_E)
         return y if self.bias is None else y + self.bias[...][rows.expert]
 
 

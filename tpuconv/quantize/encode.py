@@ -21,11 +21,9 @@ from qwix._src.core import numerics, qarray
 from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import Part
 from tpuconv.errors import GateError, UnsupportedConfig
-from tpuconv.quantize.config import QTYPES, TILES
+from tpuconv.quantize import kernels
+from tpuconv.quantize.config import INTEGERS, QTYPES, TILES
 from tpuconv.quantize.rules import How
-
-STRIP_BYTES = 1 << 19
-"""Float32 values at a time: they stay in the second-level cache through all passes."""
 
 CHECK_ELEMENTS = 1 << 18
 """Of the box that is compared with Qwix at once."""
@@ -114,7 +112,7 @@ class QwixEncoder:
         kind = Kind(self.how.qtype, self.method, self.how.tiles)
         if self.dtype == BF16 and self.method.startswith("absmax"):
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-            with np.errstate(divide="ignore", invalid="ignore"):  # by scales that are 0, which is found below
+            with np.errstate(all="ignore"):  # scales that are 0 are found below, absurd values have absurd figures
                 parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
                 parts, figures = _by_qwix(values.transpose(order), kind.transposed(order))
@@ -193,58 +191,27 @@ def _scales(qtype: str, method: str) -> np.ndarray:
         out: jax.Array = qarray.compute_scale_zero_point({"absmax": absmax}, qtype)[0]
         return out.astype(jnp.bfloat16)
 
-    return np.asarray(scale(_all_bfloat16()[: 1 << 15])).astype(np.float32)
+    return np.asarray(jax.jit(scale)(_all_bfloat16()[: 1 << 15])).astype(np.float32)
 
 
 def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
     """`values` lie in memory in the order of their axes, nearly."""
-    shape, tiles, qtype = values.shape, kind.tiles, kind.qtype
-    split = [n for size, tile in zip(shape, tiles, strict=True) for n in (size // tile, tile)]
-    tiled = np.lib.stride_tricks.as_strided(
-        values.view(np.uint16),
-        split,
-        [s for stride, tile in zip(values.strides, tiles, strict=True) for s in (stride * tile, stride)],
-        writeable=False,
-    )
-    within = tuple(range(1, 2 * len(shape), 2))
-    codes = np.empty(split, np.uint8)
-    scales = np.empty([n if axis not in within else 1 for axis, n in enumerate(split)], np.float32)
-    table, code_of, value_of = _scales(qtype, kind.method), _code_bytes(qtype), _decoded(qtype)
-    figures = {"signal": 0.0, "noise": 0.0, "clipped": 0.0, "count": float(values.size)}
-    may_clip = "," in kind.method
-    for box in _strips(split, within):
-        bits = tiled[box]
-        absmax = np.bitwise_and(bits, 0x7FFF).max(axis=within, keepdims=True)
-        scale = scales[box] = table[absmax]
-        quotient = bits.view(BF16).astype(np.float32)
-        np.divide(quotient, scale, out=quotient)
-        own = np.take(code_of, quotient.astype(BF16).view(np.uint16), mode="clip")
-        codes[box] = own
-        decoded = np.take(value_of, own, mode="clip")
-        if may_clip:
-            figures["clipped"] += float(np.count_nonzero(np.abs(quotient) > _largest(qtype)))
-        decoded -= quotient
-        squares = np.square(scale, dtype=np.float64)
-        figures["signal"] += _weighted_sum(quotient, squares, within)
-        figures["noise"] += _weighted_sum(decoded, squares, within)
-    return [codes.reshape(shape), scales.astype(BF16).reshape(split[::2])], figures
-
-
-def _strips(split: list[int], within: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Boxes of whole tiles, cut along the outer axes first, small enough to stay in the cache."""
-    boxes: list[tuple[slice, ...]] = [()]
-    elements = prod(split)
-    for axis, n in enumerate(split):
-        step = n if axis in within else max(1, min(n, n * (STRIP_BYTES // 4) // elements))
-        elements = elements // n * step
-        boxes = [(*box, slice(i, min(i + step, n))) for box in boxes for i in range(0, n, step)]
-    return boxes
-
-
-def _weighted_sum(x: np.ndarray, weights: np.ndarray, within: tuple[int, ...]) -> float:
-    """The sum of weights * x^2, where each tile has one weight."""
-    squares = np.einsum(x, list(range(x.ndim)), x, list(range(x.ndim)), [i for i in range(x.ndim) if i not in within])
-    return float(np.vdot(squares.astype(np.float64), weights.reshape(squares.shape)))
+    shape, tiles = values.shape, kind.tiles
+    counts = [n // tile for n, tile in zip(shape, tiles, strict=True)]
+    bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1, shape[-1])
+    tile_row = np.zeros(1, np.int64)
+    for n, tile, count in zip(shape[:-1], tiles, counts, strict=False):
+        tile_row = (tile_row[:, None] * count + np.arange(n) // tile).reshape(-1)
+    largest = np.zeros((prod(counts[:-1]), counts[-1]), np.uint16)
+    kernels.absmax(bits, tile_row, tiles[-1], largest)
+    scales = _scales(kind.qtype, kind.method)[largest]
+    codes = np.empty(bits.shape, np.uint8)
+    integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGERS else 0
+    bound = _largest(kind.qtype) if "," in kind.method else np.inf
+    tables = _code_bytes(kind.qtype), _decoded(kind.qtype)
+    signal, noise, clipped = kernels.encode(bits, tile_row, tiles[-1], scales, integers, *tables, bound, codes)
+    figures = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
+    return [codes.reshape(shape), scales.astype(BF16).reshape(counts)], figures
 
 
 def _largest(qtype: str) -> float:
@@ -273,7 +240,7 @@ def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, 
         box.append(slice(first * tile, (first + count) * tile))
         scale_box.append(slice(first, first + count))
     part = values[tuple(box)]
-    array = qarray.quantize(jnp.asarray(part), kind.in_qwix(part.shape))
+    array = jax.jit(lambda x: qarray.quantize(x, kind.in_qwix(part.shape)))(jnp.asarray(part))
     same = as_bytes(np.asarray(array.qvalue)) == codes[tuple(box)]
     same_scale = np.asarray(array.scale).view(np.uint16) == scales[tuple(scale_box)].view(np.uint16)
     if not same.all() or not same_scale.all():

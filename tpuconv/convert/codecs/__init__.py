@@ -20,6 +20,8 @@ from tpuconv.layout import Shape
 
 STRIP_BYTES = 1 << 20
 """Decoded float32 values at a time: they stay in the second-level cache until they are rounded."""
+LARGE_BLOCK = 1 << 12
+"""Values that share a scale, from which on a table of their own pays."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class Tensor:
         block_rows, block_columns = self.scheme.block(self.shape, self.scales.shape)
         scales_RC = self.scheme.decode_scales(scales.view(DTYPES[self.scales.dtype]))
         scales_RC = scales_RC.reshape(-1, -(-columns // block_columns))
+        whole = start % columns == out.size % columns == columns % block_columns == 0
+        large = block_rows * block_columns >= LARGE_BLOCK and scales_RC.shape[1] <= 256
+        if whole and large and self.scheme.per_element == 1:
+            codes, values = raw.reshape(-1, columns), out.reshape(-1, columns)
+            self._decode_by_tables(codes, start // columns, scales_RC, block_rows, values)
+            return
         strip = max(1, STRIP_BYTES // (4 * columns))
         buffer = np.empty(min(out.size, strip * columns), np.float32)
         done = 0
@@ -101,6 +109,29 @@ class Tensor:
                 part *= np.repeat(own, block_columns, axis=1)[:, first : first + part.shape[1]]
             np.copyto(out[done : done + count].reshape(part.shape), part, casting="unsafe")
             done += count
+
+    def _decode_by_tables(
+        self, codes: np.ndarray, first_row: int, scales_RC: np.ndarray, block_rows: int, out: np.ndarray
+    ) -> None:
+        """The same for whole rows of large blocks of bytes: one look-up among the 256 products of each block, rounded
+        beforehand. At most 256 blocks stand side by side: that many tables have indices of 16 bits."""
+        assert self.scheme is not None
+        blocks = scales_RC.shape[1]
+        first_codes = (256 * np.arange(blocks, dtype=np.uint16))[:, None]
+        strip = max(1, STRIP_BYTES // (4 * out.shape[1]))
+        indices = np.empty((strip, *out.shape[1:]), np.uint16)
+        bits = np.dtype(f"u{out.itemsize}")
+        at, stop = first_row, first_row + len(out)
+        while at < stop:
+            end = min(stop, at - at % block_rows + block_rows)
+            products = scales_RC[at // block_rows, :, None] * self.scheme.table.reshape(-1)
+            table = products.astype(out.dtype).reshape(-1).view(bits)
+            for i in range(at - first_row, end - first_row, strip):
+                n = min(strip, end - first_row - i)
+                by_block = indices[:n].reshape(n, blocks, -1)
+                np.add(codes[i : i + n].reshape(by_block.shape), first_codes, out=by_block)
+                np.take(table, indices[:n], out=out[i : i + n].view(bits), mode="clip")
+            at = end
 
 
 def decode_names(

@@ -77,6 +77,7 @@ class Config(DecoderConfig):
         dense = min(self.first_k_dense_replace, self.num_hidden_layers)
         return {
             "D": self.hidden_size,
+            "A": self.hidden_size,
             "N": self.num_attention_heads,
             "K": self.num_attention_heads,
             "G": 1,
@@ -92,6 +93,7 @@ class Config(DecoderConfig):
             "L": self.num_hidden_layers,
             "I": tuple(range(dense)),
             "J": tuple(range(dense, self.num_hidden_layers)),
+            "U": tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)),
         }
 
     @property
@@ -130,35 +132,42 @@ class Config(DecoderConfig):
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
 
+ATTENTION = (
+    Map("input_layernorm.weight", "attn_norm.scale", "D"),
+    Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
+    Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
+    Map("self_attn.q_a_proj.bias", "attn.q_a.bias", "Q", when="has_query_latent_bias"),
+    Map("self_attn.q_a_layernorm.weight", "attn.q_a_norm.scale", "Q", when="has_query_latent"),
+    Map("self_attn.q_b_proj.weight", QUERIES, "(N (P + R)) Q -> Q N P, Q N R", when="has_query_latent"),
+    Map("self_attn.kv_a_proj_with_mqa.weight", KEYS_VALUES, "(C + R) D -> D C, D R"),
+    Map(
+        "self_attn.kv_a_proj_with_mqa.bias",
+        ("attn.kv_a.bias", "attn.k_rope.bias"),
+        "(C + R) -> C, R",
+        when="attention_bias",
+    ),
+    Map("self_attn.kv_a_layernorm.weight", "attn.kv_a_norm.scale", "C"),
+    Map("self_attn.kv_b_proj.weight", ("attn.k_b.kernel", "attn.v_b.kernel"), "(N (P + H)) C -> C N P, C N H"),
+    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+    Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+)
+
+EXPERTS = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+    Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
+    Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
+    Map("shared_experts.up_proj.weight", "shared.up.kernel", "M D -> D M"),
+    Map("shared_experts.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+)
+
 TABLE = MappingTable(
     (
         Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
-            Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
-            Map("self_attn.q_a_proj.bias", "attn.q_a.bias", "Q", when="has_query_latent_bias"),
-            Map("self_attn.q_a_layernorm.weight", "attn.q_a_norm.scale", "Q", when="has_query_latent"),
-            Map("self_attn.q_b_proj.weight", QUERIES, "(N (P + R)) Q -> Q N P, Q N R", when="has_query_latent"),
-            Map("self_attn.kv_a_proj_with_mqa.weight", KEYS_VALUES, "(C + R) D -> D C, D R"),
-            Map(
-                "self_attn.kv_a_proj_with_mqa.bias",
-                ("attn.kv_a.bias", "attn.k_rope.bias"),
-                "(C + R) -> C, R",
-                when="attention_bias",
-            ),
-            Map("self_attn.kv_a_layernorm.weight", "attn.kv_a_norm.scale", "C"),
-            Map(
-                "self_attn.kv_b_proj.weight",
-                ("attn.k_b.kernel", "attn.v_b.kernel"),
-                "(N (P + H)) C -> C N P, C N H",
-            ),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
-            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-        ),
+        *under("model.layers.{L}", "layers.{L}", *ATTENTION),
         *under(
             "model.layers.{I}.mlp",
             "layers.{I}.mlp",
@@ -166,26 +175,30 @@ TABLE = MappingTable(
             Map("up_proj.weight", "up.kernel", "F D -> D F"),
             Map("down_proj.weight", "down.kernel", "D F -> F D"),
         ),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERTS),
         *under(
-            "model.layers.{J}.mlp",
-            "layers.{J}.moe",
-            Map("gate.weight", "router.kernel", "E D -> D E"),
-            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
-            Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
-            Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
-            Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
-            Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
-            Map("shared_experts.up_proj.weight", "shared.up.kernel", "M D -> D M"),
-            Map("shared_experts.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+            "model.layers.{U}",
+            "mtp.{U}",
+            *ATTENTION,
+            *under("mlp", "moe", *EXPERTS),
+            Map("enorm.weight", "embed_norm.scale", "D"),
+            Map("hnorm.weight", "hidden_norm.scale", "D"),
+            # Side by side: of the next token's embedding, and of the hidden state.
+            Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
+            Map("shared_head.norm.weight", "norm.scale", "D"),
         ),
         Map("model.norm.weight", "norm.scale", "D"),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
     ignore={
         "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
-        "model.layers.61.*": "the layer that predicts a further token (MTP), which the model's own logits do not need",
+        "model.layers.{U}.*": "predicts further tokens (MTP), which the model's own logits do not need",
     },
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    copies={
+        "lm_head.weight": "model.embed_tokens.weight",
+        "model.layers.{U}.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.{U}.shared_head.head.weight": "lm_head.weight",
+    },
 )
 
 FAMILY = Family(

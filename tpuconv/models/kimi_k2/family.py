@@ -14,6 +14,8 @@ class Config(deepseek_v3.Config):
     model_type: ClassVar[str] = "kimi_k2"
     only: ClassVar = {**deepseek_v3.Config.only, "num_nextn_predict_layers": (0,)}
 
+    num_nextn_predict_layers: int = 0
+
 
 FAMILY = Family(
     name="kimi_k2",

@@ -1,0 +1,122 @@
+"""Layers that predict further tokens (MTP): left out with a reason, or converted beside the model."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import random_tensor, read_tensors, write_checkpoint
+from families import CASES, save
+from test_cli import LISTINGS, every_name
+from test_convert import assert_same, convert, plan_for, restore, same_bits
+
+import tpuconv
+from tpuconv.convert.plan import Options
+from tpuconv.errors import MappingError, SourceError, UsageError
+from tpuconv.models.registry import find_family
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory) -> Path:
+    """A DeepSeek V3 of 3 layers as `save_pretrained` writes it, and a layer of that kind beside, with its copies."""
+    folder = tmp_path_factory.mktemp("mtp")
+    save(next(case for case in CASES if case.id == "kimi_k2-one-group"), folder, "bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    tensors, rng = read_tensors(folder), np.random.default_rng(0)
+    front, last = "model.layers.3.", "model.layers.2."
+    layer = {name.replace(last, front): x[::-1] for name, x in tensors.items() if name.startswith(last)}
+    D = config["hidden_size"]
+    norms = {
+        f"{front}{name}.weight": random_tensor(rng, (D,), "bfloat16") for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    copies = {
+        f"{front}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        f"{front}shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    tensors |= layer | norms | copies | {f"{front}eh_proj.weight": random_tensor(rng, (D, 2 * D), "bfloat16")}
+    return write_checkpoint(folder, config, tensors)
+
+
+def test_a_layer_that_predicts_further_tokens_is_skipped_or_converted(with_mtp, tmp_path):
+    source = read_tensors(with_mtp)
+    own = {name for name in source if name.startswith("model.layers.3.")}
+    without = convert(with_mtp, tmp_path / "without")
+    assert all("MTP" in skip.reason for skip in without.skipped)
+    assert sum(skip.count for skip in without.skipped) == len(own)
+    plan = convert(with_mtp, tmp_path / "with", Options(include_mtp=True))
+    assert {skip.reason for skip in plan.skipped} == {"a copy of model.embed_tokens.weight", "a copy of lm_head.weight"}
+    arrays, front = restore(tmp_path / "with"), "model.layers.3."
+    plain = restore(tmp_path / "without")
+    assert_same({name: x for name, x in arrays.items() if not name.startswith("mtp.")}, plain)
+    mtp = {name.removeprefix("mtp.3.") for name in arrays.keys() - plain.keys()}
+    block = {name.removeprefix("layers.2.") for name in plain if name.startswith("layers.2.")}
+    assert block < mtp
+    assert mtp - block == {
+        "embed_norm.scale",
+        "hidden_norm.scale",
+        "from_embed.kernel",
+        "from_hidden.kernel",
+        "norm.scale",
+    }
+    D = len(source["model.norm.weight"])
+    side_by_side = source[f"{front}eh_proj.weight"]
+    assert same_bits(arrays["mtp.3.from_embed.kernel"], side_by_side[:, :D].T)
+    assert same_bits(arrays["mtp.3.from_hidden.kernel"], side_by_side[:, D:].T)
+    config = find_family(plan.source.config).config.from_hf(plan.source.config)
+    back: dict[str, np.ndarray] = {}
+    for binding in plan.table.bind(config, include_mtp=True):
+        back |= binding.inverse(arrays.__getitem__)
+    assert len(set(source) - set(back)) == 2
+    assert_same(back, {name: source[name] for name in back})
+
+
+def test_a_model_is_loaded_without_the_layer_that_predicts_further_tokens(with_mtp, tmp_path):
+    convert(with_mtp, tmp_path / "without")
+    convert(with_mtp, tmp_path / "with", Options(include_mtp=True))
+    with pytest.warns(UserWarning, match=r"does not load, mtp\.3\.attn\.k_b\.kernel, .*mtp\.3\.norm\.scale"):
+        model = tpuconv.load(tmp_path / "with")
+    ids = np.array([[3, 1, 4, 1, 5]])
+    assert np.array_equal(model(ids), tpuconv.load(tmp_path / "without")(ids))
+
+
+def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
+    def change(**config):
+        write_checkpoint(tmp_path / "hf", config, tensors)
+        return plan_for(tmp_path / "hf", Options(include_mtp=True))
+
+    config = json.loads((with_mtp / "config.json").read_text())
+    tensors = read_tensors(with_mtp) | {"model.layers.3.foo.weight": np.zeros(3, "f4")}
+    with pytest.raises(MappingError, match=r"model\.layers\.3\.foo\.weight"):
+        change(**config).check()
+    del tensors["model.layers.3.foo.weight"]
+    with pytest.raises(MappingError, match=r"model\.layers\.4\..* is missing"):
+        change(**config | {"num_nextn_predict_layers": 2}).check()
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][::-1]
+    change(**config).check()
+    with pytest.raises(SourceError, match=r"(?s)should be a copy of model\.embed_tokens.*leave out --include-mtp"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True))
+    with pytest.raises(UsageError, match="no layers that predict further tokens"):
+        change(**config | {"num_nextn_predict_layers": 0})
+    with pytest.raises(UsageError, match="does not go with --layers"):
+        plan_for(with_mtp, Options(include_mtp=True, layers=range(1, 2)))
+
+
+def test_of_the_real_one_everything_is_used_or_a_copy(tmp_path):
+    listing = LISTINGS["deepseek-ai/DeepSeek-R1"]
+    tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    write_checkpoint(tmp_path / "hf", listing["config"], tensors, shards=3)
+    plan = plan_for(tmp_path / "hf", Options(include_mtp=True))
+    plan.check()
+    assert {skip.pattern for skip in plan.skipped} == {
+        "model.layers.61.embed_tokens.weight",
+        "model.layers.61.shared_head.head.weight",
+    }
+    own = {name: shape for name, (_, shape) in tensors.items() if name.startswith("model.layers.61.")}
+    unique = sum(prod(shape) for name, shape in own.items() if name.endswith(".weight") and len(shape) < 3)
+    copies = 2 * prod(tensors["lm_head.weight"][1])
+    assert plan.parameters == listing["parameters"] + unique - copies
+    assert (
+        round((unique - copies) / 1e9, 1) == 11.6
+    )  # the model's card says 11.5 with 0.9 + 0.9 of copies, and 14 in all
