@@ -16,7 +16,7 @@ from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 SAMPLE = EXAMPLE.parent / "sample.txt"
-COMMANDS = ("convert", "verify", "generate", "inspect", "families")
+COMMANDS = ("convert", "quantize", "export", "verify", "generate", "inspect", "families")
 
 
 def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -257,6 +257,7 @@ def tpuconv(verbose: bool) -> None:
         "tpuconv convert Qwen/Qwen3-8B",
         "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
         "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
+        "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
         "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
     ),
 )
@@ -268,6 +269,13 @@ def tpuconv(verbose: bool) -> None:
     default="auto",
     show_default=True,
     help="Of the parameters; auto keeps the source's.",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["dequantize", "keep"]),
+    default="dequantize",
+    show_default=True,
+    help="What becomes of FP8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
 )
 @click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
@@ -283,6 +291,7 @@ def convert(
     src: str,
     out: Path | None,
     dtype: str,
+    encoding: str,
     quantize: str | None,
     scan_layers: bool,
     layers: range | None,
@@ -304,6 +313,11 @@ def convert(
     from tpuconv.convert.source import open_source
     from tpuconv.models.registry import find_family
 
+    if quantize and encoding == "keep":
+        raise UsageError(
+            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
+            hint="give one of them",
+        )
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
     with _progress("downloading", as_json) as show:
@@ -311,7 +325,8 @@ def convert(
     with resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
-        plan = _plan(source, family, family.table, Options(dtype, scan_layers, layers, include_mtp), rules)
+        options = Options(dtype, scan_layers, layers, include_mtp, encoding)
+        plan = _plan(source, family, family.table, options, rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             plan.check()
@@ -583,9 +598,52 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
         worst = kind.worst
         clipped = f"{100 * max(row.clipped for row in kind.rows):.3g}%"
         figures = (f"{worst.bits:.2f}", f"{worst.snr_db:.1f}", f"{kind.mean_db:.1f}", clipped)
-        table.add_row(kind.pattern, str(len(kind.rows)), worst.qtype, *figures)
+        source = ", ".join(dict.fromkeys(row.source for row in kind.rows if row.source))
+        qtype = f"{worst.qtype}, {source}" if source else worst.qtype
+        table.add_row(kind.pattern, str(len(kind.rows)), qtype, *figures)
     console.print(table)
     console.print(f"dB: signal to noise, worst first; plots in {out / REPORT}", soft_wrap=True)
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=("tpuconv export Qwen3-8B-orbax Qwen3-8B-again", "tpuconv export DeepSeek-R1-orbax /data/DeepSeek-R1"),
+)
+@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@JSON
+def export(ckpt: Path, out: Path, as_json: bool) -> None:
+    """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that it had.
+
+    What was neither cast nor dequantized comes back byte for byte; codes and scales do where they were kept. OUT
+    appears whole or not at all.
+    """
+    from tpuconv.convert import export as exporter
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.models.registry import get_family
+
+    manifest = read_manifest(ckpt)
+    family = get_family(manifest.family)
+    config = family.config.from_hf(exporter.released_config(manifest))
+    began, total = time.monotonic(), 0
+    with _progress("exporting", as_json) as show:
+        for at in exporter.export(manifest, family.table, config, out):
+            show(at.done, at.total)
+            total = at.total
+    seconds = time.monotonic() - began
+    files = len(list(out.glob("*.safetensors")))
+    facts = {"out": str(out), "family": family.name, "files": files, "bytes": total, "seconds": round(seconds, 3)}
+    if as_json:
+        _print_json(facts | {"peak_memory_bytes": _peak_memory()})
+        return
+    _console().print(
+        f"[bold]{out}[/bold]: {family.name}, {_size(total)} in {files} {'files' if files > 1 else 'file'}, "
+        f"{seconds:.1f} s ({_size(total / max(seconds, 1e-9))}/s)",
+        soft_wrap=True,
+    )
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -786,7 +844,7 @@ def _verify_logits(
             hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
         ours = logits.model_logits(manifest.folder, ids, own)
-    gates = manifest.quantization["gates"] if manifest.quantization else logits.GATES[own]
+    gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
     failures = [f"{departing[0].name} is the first to depart"] if departing else []
@@ -800,7 +858,7 @@ def _verify_logits(
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
     if failures:
-        what = "quantized" if manifest.quantization else "converted"
+        what = "quantized" if manifest.is_rounded else "converted"
         error = GateError(f"the {what} model does not compute what the original does", details=failures)
         if as_json:
             sys.exit(error.exit_code)

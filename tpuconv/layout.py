@@ -372,7 +372,8 @@ def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) 
             for axis in tensor:
                 spread(axis, block_of(axis))
 
-    letter_blocks = {letter: letter_blocks.get(letter) or sizes[letter] for letter in sizes}
+    # A letter may have no value at all, such as the experts' layers of a model without experts.
+    letter_blocks = {letter: letter_blocks.get(letter) or sizes[letter] or 1 for letter in sizes}
     scale_sizes = {letter: -(-sizes[letter] // block) for letter, block in letter_blocks.items()}
     src_blocks = [[block_of(axis) for axis in tensor] for tensor in layout.src]
     shapes = layout.src_shapes(sizes)

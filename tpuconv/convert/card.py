@@ -24,6 +24,12 @@ COPIED = (
 SOURCE_CARD = "README.source.md"
 
 
+def _quantized(rules: Mapping[str, Any]) -> str:
+    if "rules" not in rules:
+        return f"{rules['summary']}; nothing was quantized again"
+    return f"quantized by `{rules['name']}` ({rules['summary']}): `{REPORT}` shows what it cost"
+
+
 def model_card(manifest: Mapping[str, Any]) -> str:
     """The README.md of a checkpoint with this manifest."""
     source, arrays = manifest["source"], manifest["arrays"]
@@ -35,7 +41,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"{manifest['parameters']:,} parameters in {len(arrays)} arrays, {manifest['bytes'] / 1e9:.2f} GB, {dtypes}",
         f"layers {'stacked in one array each' if manifest['options']['scan_layers'] else 'as arrays of their own'}",
         *([f"only layers {part[0]} to {part[1]}: a part of the model, for trials"] if part else []),
-        *([f"quantized by `{rules['name']}` ({rules['summary']}): `{REPORT}` shows what it cost"] if rules else []),
+        *([_quantized(rules)] if rules else []),
     ]
     return f"""# {source["name"]} for JAX
 

@@ -65,6 +65,32 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors, shards, manifest=manifest)
 
 
+def read_box(manifest: Manifest, name: str, box: tuple[slice, ...], out: np.ndarray) -> None:
+    """Fills `out` with a box of an array.
+
+    Raises:
+        CorruptOutput: it cannot be read, or a chunk does not hold its checksum.
+    """
+    import tensorstore as ts
+
+    path = manifest.params / name
+    try:
+        stored = ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(path.absolute())},
+                "cache_pool": {"total_bytes_limit": 0},
+                "fill_missing_data_reads": False,
+            }
+        ).result()
+        ts.array(out).write(stored[box]).result()
+    except ValueError as e:
+        raise CorruptOutput(
+            f"{path} cannot be read: {str(e).splitlines()[0][:200]}",
+            hint=f"`tpuconv verify {manifest.folder}` names all damaged arrays",
+        ) from None
+
+
 class CheckpointReader:
     """Reads boxes of arrays from any number of threads."""
 
@@ -73,29 +99,8 @@ class CheckpointReader:
         self._manifest = _identity(source.folder / MANIFEST)
 
     def read_box(self, name: str, box: tuple[slice, ...], out: np.ndarray) -> None:
-        """Fills `out` with a box of an array.
-
-        Raises:
-            CorruptOutput: it cannot be read, or a chunk does not hold its checksum.
-        """
-        import tensorstore as ts
-
-        path = self.source.manifest.params / name
-        try:
-            stored = ts.open(
-                {
-                    "driver": "zarr3",
-                    "kvstore": {"driver": "file", "path": str(path.absolute())},
-                    "cache_pool": {"total_bytes_limit": 0},
-                    "fill_missing_data_reads": False,
-                }
-            ).result()
-            ts.array(out).write(stored[box]).result()
-        except ValueError as e:
-            raise CorruptOutput(
-                f"{path} cannot be read: {str(e).splitlines()[0][:200]}",
-                hint=f"`tpuconv verify {self.source.folder}` names all damaged arrays",
-            ) from None
+        """Fills `out` with a box of an array; see the function `read_box`."""
+        read_box(self.source.manifest, name, box, out)
 
     def check_unchanged(self) -> None:
         """Raises SourceError if the checkpoint was replaced."""

@@ -18,13 +18,14 @@ import numpy as np
 import xxhash
 
 from tpuconv.convert.journal import MANIFEST
+from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import FORMAT, Plan
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.layout import Shape
 
 PARAMS = "params"
-QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
-"""What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
+KEPT = "as released"
+"""The name, in the place of a config's, under which parameters are quantized that stay encoded."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 
 
@@ -83,16 +84,28 @@ class Manifest:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The rules by which parameters were quantized, and what became of each; None where none was."""
+        """The rules by which parameters were quantized, and what became of each; without rules where they are kept as
+        they were released; None where none is quantized."""
         quantization: Mapping[str, Any] | None = self.raw.get("quantization")
         return quantization
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parameters were quantized by rules, so that values are not the source's."""
+        return self.quantization is not None and "rules" in self.quantization
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """Of each parameter that is encoded as it was released, how."""
+        parameters = (self.quantization or {}).get("parameters", {})
+        return {name: facts for name, facts in parameters.items() if "kept" in facts}
 
     @property
     def dtype(self) -> str:
         """The dtype in which the model computes: that of most of the bytes, quantized ones aside."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
-            if array.name.endswith((QVALUE, ZERO_POINT)):
+            if array.name.endswith((QVALUE, SCALE, ZERO_POINT)):
                 continue
             total[array.dtype] = total.get(array.dtype, 0) + prod(array.shape) * element_bytes(array.dtype)
         return max(total, key=lambda name: total[name])
@@ -147,10 +160,32 @@ def build(
     }
     if plan.quantization:
         parameters = {
-            name: encoder.to_json() | {"figures": figures[name]} for name, encoder in plan.quantization.encoders.items()
+            name: encoder.to_json() | _undone(plan, name) | {"figures": figures[name]}
+            for name, encoder in plan.quantization.encoders.items()
+        } | {
+            name: kept.to_json() | {"rule": plan.quantization.kept[name], "figures": _nothing_lost(plan, name)}
+            for name, kept in plan.kept.items()
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
+    elif plan.kept:
+        titles = dict.fromkeys(kept.scheme.title for kept in plan.kept.values())
+        manifest["quantization"] = {
+            "name": KEPT,
+            "summary": f"codes and scales as released: {', '.join(titles)}",
+            "parameters": {name: kept.to_json() for name, kept in plan.kept.items()},
+        }
     return manifest
+
+
+def _undone(plan: Plan, name: str) -> dict[str, str]:
+    """The encoding of the source that a parameter had before it was quantized to another."""
+    source = plan.arrays[plan.stored_names(name)[0]].sources[0]
+    scheme = plan.tensors[source].scheme
+    return {"requantized": scheme.title} if scheme else {}
+
+
+def _nothing_lost(plan: Plan, name: str) -> dict[str, float]:
+    return {"signal": 0.0, "noise": 0.0, "clipped": 0.0, "count": float(prod(plan.arrays[name + QVALUE].shape))}
 
 
 def read_manifest(folder: Path) -> Manifest:

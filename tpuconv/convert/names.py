@@ -1,7 +1,10 @@
-"""Many names as few patterns: `model.layers.{0...31}.mlp.up_proj.weight`."""
+"""Names of parameters: many as few patterns, `model.layers.{0...31}.mlp.up_proj.weight`; what encoded ones end in."""
 
 import re
 from collections.abc import Iterable
+
+QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
+"""What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -7,7 +7,7 @@ dtypes fit. Faults are collected and raised together before a weight byte is rea
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import lcm, prod
@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor, decode_names
+from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
@@ -38,18 +39,22 @@ BASE_MEMORY = 128 * MIB
 
 REPORT = "quantization.html"
 
+ENCODINGS = ("dequantize", "keep")
+
 FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
 class Options:
     """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
-    the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens."""
+    the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
+    `encoding` is one of ENCODINGS: what becomes of encoded tensors."""
 
     dtype: str = "auto"
     scan_layers: bool = False
     layers: range | None = None
     include_mtp: bool = False
+    encoding: str = "dequantize"
 
     def to_json(self) -> dict[str, Any]:
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
@@ -58,6 +63,7 @@ class Options:
             "scan_layers": self.scan_layers,
             "layers": layers,
             "include_mtp": self.include_mtp,
+            "encoding": self.encoding,
         }
 
 
@@ -93,11 +99,13 @@ class Encoder(Protocol):
 @dataclass(frozen=True)
 class Quantization:
     """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
-    text of the file `REPORT`."""
+    text of the file `REPORT`. `kept` are the parameters that the source has in the very type that is asked for, with
+    the number of the rule that asks."""
 
     encoders: Mapping[str, Encoder]
     config: Mapping[str, Any]
     report: Callable[[Mapping[str, Any]], str]
+    kept: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,8 @@ class Skip:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. `faults` is empty in a plan that can be run: `check` raises them."""
+    """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
+    raises them."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -212,6 +221,7 @@ class Plan:
     table: MappingTable
     options: Options
     quantization: Quantization | None
+    kept: Mapping[str, Kept]
     bindings: tuple[Binding, ...]
     arrays: Mapping[str, Array]
     units: tuple[Unit, ...]
@@ -285,7 +295,7 @@ class Plan:
     def is_stored_as_wanted(self, piece: Piece) -> bool:
         """Whether the bytes of the source are those of the values."""
         tensor = self.tensors[piece.binding.src[0].names[0]]
-        return tensor.scheme is None and tensor.dtype == piece.dtype
+        return tensor.is_stored_as(piece.dtype)
 
     def stored_bytes(self, piece: Piece) -> int:
         """Bytes read for the values of a piece, scales aside."""
@@ -365,7 +375,8 @@ def make_plan(
     """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
 
     Raises:
-        UsageError: `options.layers` lies outside the model, or it has not the layers of `include_mtp`.
+        UsageError: `options.layers` lies outside the model, it has not the layers of `include_mtp`, or nothing is
+            encoded that could be kept.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
     """
     if options.scan_layers:
@@ -414,6 +425,15 @@ def make_plan(
             faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
     faults += _dtype_faults(tensors, bindings)
 
+    kept: dict[str, Kept] = {}
+    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
+        raise UsageError(
+            f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
+        )
+    wanted = [b for b in bindings if options.encoding == "keep" or _all_kept(b, quantization)]
+    if wanted and not faults:
+        tensors, bindings, kept, faults = keep(tensors, bindings, wanted)
+
     arrays: dict[str, Array] = {}
     units: tuple[Unit, ...] = ()
     if not faults:
@@ -432,6 +452,7 @@ def make_plan(
         table=table,
         options=options,
         quantization=quantization,
+        kept=kept,
         bindings=tuple(bindings),
         arrays=arrays,
         units=units,
@@ -440,6 +461,10 @@ def make_plan(
         unmapped=tuple(unmapped),
         faults=tuple(faults),
     )
+
+
+def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:
+    return quantization is not None and all(name in quantization.kept for s in binding.dst for name in s.names)
 
 
 @dataclass(frozen=True)
@@ -506,7 +531,7 @@ def _cut(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    values = first.dtype if dtype == "auto" or binding.row.buffer else FLOATS[dtype]
+    values = first.dtype if dtype == "auto" or binding.row.buffer or first.kept else FLOATS[dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
     targets = [
         _Target(axes, shape, encoders.get(stack.names[0]), values, letters)

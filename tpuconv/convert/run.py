@@ -31,6 +31,9 @@ from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Shard, Store, page_buffer
 from tpuconv.errors import ResourceError, SourceError, UsageError
 
+CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
+"""Stored types that have NaN and are searched for it; the other types of codes have none."""
+
 TILE_BYTES = 512
 """Of each row, and as many rows as elements, are transposed together: a copy of them stays in the second-level
 cache."""
@@ -227,7 +230,7 @@ class _Workers:
             if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
                 chunk[...] = 0
             copy_strided(chunk[tuple(map(slice, view.shape))], view)
-            if array.dtype.name in FLOATS and not all_finite(chunk, array.dtype):
+            if array.dtype.name in CAN_BE_NAN and not all_finite(chunk, array.dtype):
                 raise _not_finite(array.name, array.sources, f" in the chunk at {start}")
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
             checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
@@ -300,8 +303,8 @@ def copy_strided(out: np.ndarray, view: np.ndarray) -> None:
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     """Whether no element is infinite or not a number, from the bit patterns of floats.
 
-    Those are the patterns from that of infinity on, of either sign, so that the largest signed and the largest unsigned
-    pattern decide: two passes at the speed of memory and no temporary.
+    Those are the patterns from that of infinity on (of NaN, where a type has no infinity), of either sign, so that the
+    largest signed and the largest unsigned pattern decide: two passes at the speed of memory and no temporary.
     """
     if not bits.size:
         return True

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from qwix._src.core import numerics, qarray
 
-from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT
+from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import Part
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.quantize import kernels

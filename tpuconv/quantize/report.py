@@ -9,14 +9,15 @@ from html import escape
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.convert.manifest import QVALUE, SCALE, ZERO_POINT, element_bytes
-from tpuconv.convert.names import collapse
+from tpuconv.convert.manifest import element_bytes
+from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT, collapse
 
 
 @dataclass(frozen=True)
 class Row:
     """One quantized parameter. `bits` are those of a weight with its share of the scales, `clipped` the share of the
-    weights beyond the range of the codes, `rule` the number of the rule in the config."""
+    weights beyond the range of the codes, `rule` the number of the rule in the config. `source` says of a parameter
+    that the source has encoded whether codes and scales are "kept" or it is "requantized"; it is empty of others."""
 
     name: str
     qtype: str
@@ -25,6 +26,7 @@ class Row:
     count: int
     snr_db: float
     clipped: float
+    source: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
@@ -67,6 +69,7 @@ def report(manifest: Mapping[str, Any]) -> Report:
                 count=int(figures["count"]),
                 snr_db=10 * log10(figures["signal"] / noise) if noise and figures["signal"] else inf,
                 clipped=figures["clipped"] / figures["count"],
+                source=next((how for how in ("kept", "requantized") if how in own), ""),
             )
         )
     parts = (QVALUE, SCALE, ZERO_POINT)

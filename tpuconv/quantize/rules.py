@@ -18,7 +18,7 @@ from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.config import QuantConfig, Rule
 
 TOKENS = 1024
 """Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
@@ -77,7 +77,8 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.act_calibration_method,
             )
             lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
-        return ragged_dot(lhs, rhs, group_sizes)
+        out_dtype = lhs.dtype  # of float32 scales the product is float32
+        return ragged_dot(lhs, rhs, group_sizes).astype(out_dtype)
 
 
 def _rows_times_int8(lhs: jax.Array, rhs: Any, group_sizes: jax.Array) -> jax.Array:
@@ -101,6 +102,16 @@ class How:
     @property
     def qtype(self) -> str:
         return str(self.how.qtype)
+
+
+def kept_rules(kept: Mapping[str, Mapping[str, Any]]) -> QuantConfig:
+    """A config that quantizes the modules of these parameters and no others, each in the type that it is kept in; their
+    scales are those of the checkpoint, not what Qwix would make."""
+    modules: dict[str, list[str]] = {}
+    for name, facts in kept.items():
+        modules.setdefault(facts["qtype"], []).append(re.escape("/".join(name.split(".")[:-1])))
+    rules = [Rule(0, module_path="|".join(paths), weight_qtype=qtype) for qtype, paths in modules.items()]
+    return QuantConfig("as released", "", tuple(rules))
 
 
 def quantized(model: nnx.Module, config: QuantConfig) -> Any:

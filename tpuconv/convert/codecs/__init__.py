@@ -35,6 +35,9 @@ class Tensor:
     extra: tuple[TensorInfo, ...] = ()
     scheme: Scheme | None = None
 
+    kept = False
+    """Whether it stays encoded, so that it is never cast."""
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the values: the stored one, or bfloat16 where they are decoded."""
@@ -52,6 +55,10 @@ class Tensor:
     def stored_bytes(self, count: int) -> int:
         """Bytes in which `count` values are stored, scales aside."""
         return count * self.values.nbytes // max(1, self.size)
+
+    def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        """Whether its bytes are values of that dtype."""
+        return self.scheme is None and self.dtype == dtype
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """Fills `out`, flat and of any float dtype, with the values from number `start` on. `raw` is room for their

@@ -33,14 +33,15 @@ E2M1 = _nibbles(np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).asty
 @dataclass(frozen=True)
 class Scheme:
     """`values` and `scales` are the suffixes of stored names, `name` that of the tensor they make; `dtype` is the
-    stored one of values, `per_element` how many values an element holds. `blocks` is the block by rows and columns,
-    None along an axis that the shape of the scales decides: one scale, or one for each."""
+    stored one of values, `per_element` how many values an element holds, `qtype` the type of one. `blocks` is the block
+    by rows and columns, None along an axis that the shape of the scales decides: one scale, or one for each."""
 
     title: str
     values: str
     scales: str
     name: str
     dtype: str
+    qtype: str
     table: np.ndarray
     per_element: int
     blocks: tuple[int | None, int | None]
@@ -70,6 +71,13 @@ class Scheme:
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The inverse of `shape`."""
+        if self.groups_apart:
+            assert self.blocks[1] is not None
+            return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
+        return (*shape[:-1], shape[-1] // self.per_element)
 
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
         """Rows and columns of a block; leading axes count as rows."""
@@ -115,6 +123,7 @@ MXFP4 = Scheme(
     scales="_scales",
     name="",
     dtype="U8",
+    qtype="float4_e2m1fn",
     table=E2M1,
     per_element=2,
     blocks=(1, 32),
@@ -135,6 +144,7 @@ def _fp8_blocks(quantization: Mapping[str, Any]) -> Scheme:
         scales=".weight_scale_inv",
         name=".weight",
         dtype="F8_E4M3",
+        qtype="float8_e4m3fn",
         table=E4M3,
         per_element=1,
         blocks=(block[0], block[1]),
@@ -159,6 +169,7 @@ def _compressed(weights: Mapping[str, Any]) -> Scheme:
             scales=".weight_scale",
             name=".weight",
             dtype="F8_E4M3",
+            qtype="float8_e4m3fn",
             table=E4M3,
             per_element=1,
             blocks=(None, None),
@@ -171,6 +182,7 @@ def _compressed(weights: Mapping[str, Any]) -> Scheme:
             scales=".weight_scale",
             name=".weight",
             dtype="I32",
+            qtype="int4",
             table=INT4,
             per_element=8,
             blocks=(1, size),

@@ -1,0 +1,620 @@
+"""`--encoding keep`: codes and scales through the layouts, against the values that they stand for."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import test_quantize
+from checkpoints import read_tensors, write_checkpoint
+from families import CASES, Case, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cli import LISTINGS, every_name
+from test_codecs import BF16, FP8, compressed_config, fp8_config
+from test_convert import LIMITS, convert, plan_for, restore, same_bits
+from test_mtp import with_mtp  # noqa: F401
+
+import tpuconv
+from tpuconv.convert import export as export_module
+from tpuconv.convert import plan as plan_module
+from tpuconv.convert.codecs import Tensor
+from tpuconv.convert.codecs.kept import Codes, Scales
+from tpuconv.convert.codecs.schemes import schemes
+from tpuconv.convert.export import export, file_names, released_config
+from tpuconv.convert.keep import keep
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.convert.names import QVALUE, SCALE
+from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.run import run
+from tpuconv.convert.source import DTYPES, TensorInfo, open_source
+from tpuconv.convert.table import Binding, Map, MappingTable
+from tpuconv.errors import MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.layout import LETTERS
+from tpuconv.models.registry import FAMILIES, find_family, get_family
+from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.config import parse_config
+from tpuconv.quantize.report import report
+from tpuconv.verify.weights import check
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+# -- every row of every family, in memory ------------------------------------------------------------------------------
+
+
+def rows() -> list[Any]:
+    """The rows that can be encoded: matrices, with layers stacked or not. The same layout is tried once."""
+    out = {}
+    for name in FAMILIES:
+        for table in (get_family(name).table, get_family(name).table.stack_layers()):
+            for row in table:
+                binding = bind(row, dict.fromkeys(LETTERS, 2))
+                if min(len(shape) for shape in binding.src_shapes().values()) > 1:
+                    out[str(binding.layout), bool(binding.src[0].depth)] = pytest.param(row, id=f"{name}-{row.layout}")
+    return list(out.values())
+
+
+def bind(row: Map, sizes: dict[str, int]) -> Binding:
+    config = SimpleNamespace(axes=sizes, **({row.when: True} if row.when else {}))
+    return MappingTable((row,)).bind(config, include_mtp=True)[0]
+
+
+class Memory:
+    """In the place of a `Reader`."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays = arrays
+
+    def info(self, name: str) -> TensorInfo:
+        array = self.arrays[name]
+        return TensorInfo(name, CODES[array.dtype], array.shape, "", 0, array.nbytes)
+
+    def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
+        data = np.ascontiguousarray(self.arrays[info.name]).reshape(-1).view(np.uint8)
+        out[:] = data[start : start + len(out)].data
+
+
+def whole(tensor: Tensor, memory: Memory, at: tuple[int, ...] = ()) -> np.ndarray:
+    """A tensor, read in parts that begin at the numbers `at`."""
+    out = np.empty(tensor.size, tensor.dtype)
+    for start, stop in zip((0, *at), (*at, tensor.size), strict=True):
+        tensor.read(memory, start, np.empty(4 * tensor.size, np.uint8), out[start:stop])
+    return out.reshape(tensor.shape)
+
+
+def expanded(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """As a QArray does it: each axis is a multiple of that of the scales."""
+    for axis, (n, s) in enumerate(zip(shape, scales.shape, strict=True)):
+        assert n % s == 0
+        scales = np.repeat(scales, n // s, axis)
+    return scales
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return (codes.astype("f4") * expanded(scales, codes.shape).astype("f4")).astype(BF16)
+
+
+@pytest.mark.parametrize("row", rows())
+@given(data=st.data())
+@settings(max_examples=25)
+def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
+    sizes = data.draw(st.fixed_dictionaries({letter: st.integers(1, 6) for letter in LETTERS}))
+    binding = bind(row, sizes)
+    rank = min(len(shape) for shape in binding.src_shapes().values())
+    kinds = ["blocks"] if rank > 2 else ["blocks", "channel", "tensor"]
+    kind = data.draw(st.sampled_from(kinds))
+    block = data.draw(st.tuples(st.integers(1, 9) if rank == 2 else st.just(1), st.integers(1, 9)))
+    if kind == "blocks":
+        (scheme,) = schemes(fp8_config(*block))
+    else:
+        (scheme,) = schemes(compressed_config(type="float", num_bits=8, strategy=kind))
+    scheme = replace(scheme, values="_codes", scales="_scales", name="")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    dtype = data.draw(st.sampled_from(["f4", BF16, ml_dtypes.float8_e8m0fnu]))
+    arrays: dict[str, np.ndarray] = {}
+    for name, shape in binding.src_shapes().items():
+        codes = rng.integers(0, 256, shape).astype(np.uint8)
+        arrays[f"{name}_codes"] = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8).view(FP8)
+        grid = scheme.scale_shape(shape, (1,) if kind == "tensor" else (*shape[:-1], 1))
+        scales = rng.uniform(0.1, 3, grid)
+        arrays[f"{name}_scales"] = (2.0 ** np.round(scales) if dtype == DTYPES["F8_E8M0"] else scales).astype(dtype)
+    memory = Memory(arrays)
+    tensors = {
+        name: Tensor(name, shape, memory.info(f"{name}_codes"), memory.info(f"{name}_scales"), (), scheme)
+        for name, shape in binding.src_shapes().items()
+    }
+    kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding], [binding])
+    assert not faults
+    at = data.draw(st.lists(st.integers(0, min(t.size for t in kept_tensors.values())), max_size=3).map(sorted))
+    at_once = binding(lambda name: whole(tensors[name], memory))
+    targets = [
+        part(lambda name: whole(kept_tensors[name], memory, tuple(at)))
+        for part in (codes, scales)
+    ]  # fmt: skip
+    for name, want in at_once.items():
+        own, scale = targets[0][name + QVALUE], targets[1][name + SCALE]
+        assert own.dtype == FP8
+        assert kept[name].tiles == tuple(n // s for n, s in zip(own.shape, scale.shape, strict=True))
+        assert same_bits(decoded(own, scale), want)
+
+
+# -- whole checkpoints of every family ---------------------------------------------------------------------------------
+
+
+@cache
+def _saved(case: Case, root: str) -> Path:
+    return save(case, Path(root) / case.id, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The checkpoint of a case, written once."""
+    root = str(tmp_path_factory.mktemp("saved"))
+    return lambda case: _saved(case, root)
+
+
+def encode_fp8(x, block=(5, 7), scale_dtype="f4"):
+    grid = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+    scales = np.random.default_rng(x.size).uniform(0.5, 2, grid) * np.abs(x).max() / 448
+    if np.dtype(scale_dtype) == DTYPES["F8_E8M0"]:
+        scales = 2.0 ** np.ceil(np.log2(scales))
+    scales = scales.astype(scale_dtype)
+    every = np.repeat(np.repeat(scales.astype("f4"), block[0], 0), block[1], 1)[tuple(map(slice, x.shape))]
+    codes = (x / every).clip(-448, 448).astype(FP8)
+    return codes, scales, codes.astype("f4") * every
+
+
+# Each gives the stored tensors of a matrix, and the values in float32 that they stand for.
+
+
+def fp8(name, x):
+    codes, scales, values = encode_fp8(x)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, values
+
+
+def fp8_powers_of_two(name, x):
+    codes, scales, values = encode_fp8(x, (8, 4), ml_dtypes.float8_e8m0fnu)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, values
+
+
+def fp8_channel(name, x):
+    codes, scales, values = encode_fp8(x, (1, x.shape[1]), BF16)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, values
+
+
+def fp8_tensor(name, x):
+    codes, scales, values = encode_fp8(x, x.shape)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales.reshape(1)}, values
+
+
+def int4(name, x):
+    if x.shape[1] % 8:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    groups = -(-x.shape[1] // 16)
+    scales = (np.random.default_rng(x.size).uniform(0.5, 2, (x.shape[0], groups)) * np.abs(x).max() / 7).astype(BF16)
+    every = np.repeat(scales.astype("f4"), 16, 1)[:, : x.shape[1]]
+    values = np.round(x / every).clip(-8, 7) + 0.0  # no negative zero
+    codes = (values + 8).astype(np.uint32)
+    packed = np.zeros((x.shape[0], x.shape[1] // 8), np.uint32)
+    for i in range(8):
+        packed |= codes[:, i::8] << np.uint32(4 * i)
+    stored = {
+        f"{name}.weight_packed": packed.view(np.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": np.array(x.shape, np.int64),
+    }
+    return stored, values * every
+
+
+INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
+ENCODINGS = {
+    fp8: fp8_config(5, 7),
+    fp8_powers_of_two: fp8_config(8, 4),
+    fp8_channel: compressed_config(type="float", num_bits=8, strategy="channel"),
+    fp8_tensor: compressed_config(type="float", num_bits=8, strategy="tensor"),
+    int4: INT4,
+}
+PARTS = (".w1", ".w2", ".w3", "_proj", "_mqa", "q_a_proj", "q_b_proj", "kv_b_proj")
+
+
+def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, np.ndarray]:
+    """Writes the checkpoint `plain` with its matrices encoded, and gives the values that they stand for. A weight and
+    its scales lie in different shards."""
+    tensors: dict[str, np.ndarray] = {}
+    values: dict[str, np.ndarray] = {}
+    for name, x in read_tensors(plain).items():
+        base = name.removesuffix(".weight")
+        if base != name and base.endswith(PARTS) and "vision" not in name:
+            stored, own = encoding(base, x.astype("f4"))
+            tensors |= stored
+            values[name] = own.astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": ENCODINGS[encoding]}
+    write_checkpoint(folder, config, tensors, shards)
+    return values
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], "f4")
+
+
+def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
+    """The same of gpt-oss with random experts in MXFP4."""
+    rng, tensors = np.random.default_rng(3), read_tensors(plain)
+    values = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape  # of the plain form, which is transposed
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16)).astype(np.uint8)
+        scales = rng.integers(120, 127, (experts, columns, rows // 32)).astype(np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        own = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], -1).reshape(experts, columns, rows)
+        values[name] = (own * np.repeat(np.exp2(scales.astype("f4") - 127), 32, -1)).astype(BF16)
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    write_checkpoint(folder, config, tensors, 2)
+    return values
+
+
+GPT_OSS = [
+    replace(case, config={**case.config, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4})
+    for case in CASES
+    if case.family == "gpt_oss"
+]
+FORMS = [
+    pytest.param(case, encoding, id=f"{case}-{encoding.__name__}")
+    for i, case in enumerate(CASES)
+    for j, encoding in enumerate(ENCODINGS)
+    if encoding is fp8 or i % len(ENCODINGS) == j
+] + [pytest.param(case, mxfp4, id=f"{case}-mxfp4") for case in GPT_OSS]
+
+
+LOADED = [
+    pytest.param(case, encoding, id=f"{case}-{encoding.__name__}")
+    for case, encoding in (
+        *((case, fp8) for case in CASES if case.id in ("llama-biases", "llama4-maverick", "deepseek_v3-groups")),
+        *((case, int4) for case in CASES if case.id in ("deepseek_v3-plain-queries", "mixtral-plain")),
+        *((case, fp8_channel) for case in CASES if case.id in ("qwen3-tied", "qwen3_moe-few-experts")),
+        *((case, fp8_tensor) for case in CASES if case.id == "olmo2-plain"),
+        (GPT_OSS[0], mxfp4),
+    )
+]
+
+
+def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.ndarray]:
+    return mxfp4(saved(case), folder) if encoding is mxfp4 else encoded(saved(case), folder, encoding)
+
+
+def by_the_table(folder: Path, values: dict[str, np.ndarray], *, scan_layers: bool) -> dict[str, np.ndarray]:
+    raw, out = json.loads((folder / "config.json").read_text()), {}
+    family = find_family(raw)
+    table = family.table.stack_layers() if scan_layers else family.table
+    for binding in table.bind(family.config.from_hf(raw)):
+        out |= binding(values.__getitem__)
+    return out
+
+
+def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    out = {name: x for name, x in arrays.items() if not name.endswith((QVALUE, SCALE))}
+    for name in arrays:
+        if name.endswith(QVALUE):
+            base = name.removesuffix(QVALUE)
+            out[base] = decoded(arrays[name], arrays[base + SCALE])
+    return out
+
+
+def small_pieces(case: Case, monkeypatch) -> None:
+    """Pieces and chunks so small that most matrices are cut, along rows of codes too, or those of many experts are."""
+    experts = max(case.config.get(f"{key}_experts", 1) for key in ("num", "num_local", "n_routed"))
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 300 * max(1, experts // 4))
+    monkeypatch.setattr(plan_module, "PIECE_BYTES", 1500 * max(1, experts // 4))
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 20_000)
+
+
+@pytest.mark.parametrize(("case", "encoding"), FORMS)
+def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path, monkeypatch):
+    small_pieces(case, monkeypatch)
+    values = write_encoded(case, encoding, saved, tmp_path / "hf")
+    scan_layers = not case.no_scan and encoding is not fp8
+    plan = convert(tmp_path / "hf", tmp_path / "out", Options(scan_layers=scan_layers, encoding="keep"))
+    arrays, want = restore(tmp_path / "out"), by_the_table(tmp_path / "hf", values, scan_layers=scan_layers)
+    have = dequantized(arrays)
+    assert set(have) == set(want)
+    assert len(have) < len(arrays)
+    assert not [name for name in want if not same_bits(have[name], want[name])]
+    buffers = {name for binding in plan.bindings if binding.row.buffer for name in binding.dst_shapes()}
+    assert plan.parameters == sum(x.size for name, x in want.items() if name not in buffers)
+    assert plan.mapped == len(plan.source.tensors) - sum(skip.count for skip in plan.skipped)
+    manifest = read_manifest(tmp_path / "out")
+    assert {name.removesuffix(QVALUE) for name in arrays if name.endswith(QVALUE)} == set(manifest.kept)
+    for name, facts in manifest.kept.items():
+        codes, scales = (manifest.arrays[name + part] for part in (QVALUE, SCALE))
+        assert tuple(facts["tiles"]) == tuple(n // s for n, s in zip(codes.shape, scales.shape, strict=True))
+        assert codes.dtype == facts["qtype"]
+    assert [array.fault for array in check(manifest)] == [None] * len(plan.arrays)
+    assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+
+
+# -- and back ---------------------------------------------------------------------------------------------------------
+
+
+def exported(ckpt: Path, out: Path) -> dict[str, np.ndarray]:
+    manifest = read_manifest(ckpt)
+    family = get_family(manifest.family)
+    config = family.config.from_hf(released_config(manifest))
+    done = [at.done for at in export(manifest, family.table, config, out)]
+    assert done == sorted(done)
+    return read_tensors(out)
+
+
+def assert_came_back(folder: Path, out: Path, plan) -> None:
+    """What was not skipped, bit for bit."""
+    want, have = read_tensors(folder), exported(out, out.with_name("back"))
+    gone = want.keys() - have.keys()
+    assert have.keys() <= want.keys()
+    assert len(gone) == sum(skip.count for skip in plan.skipped)
+    assert not [name for name in have if not same_bits(have[name], want[name])]
+    again = json.loads((out.with_name("back") / "config.json").read_text())
+    assert again == json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_family_comes_back_as_it_was(case, saved, tmp_path):
+    options = Options(scan_layers=not case.no_scan)
+    assert_came_back(saved(case), tmp_path / "out", convert(saved(case), tmp_path / "out", options))
+
+
+def test_what_was_dequantized_comes_back_as_a_plain_checkpoint(saved, tmp_path):
+    """gpt-oss' in the plain form, whose matrices are transposed: transformers reads it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    values = mxfp4(saved(GPT_OSS[0]), tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out")
+    back = exported(tmp_path / "out", tmp_path / "back")
+    assert not any("quantization" in key for key in json.loads((tmp_path / "back" / "config.json").read_text()))
+    for name, x in values.items():
+        want = x.swapaxes(1, 2) if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else x
+        assert same_bits(back[name], want), name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    ids = np.random.default_rng(0).integers(3, 100, (2, 9))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(ids)).logits.numpy()
+    ours = np.asarray(tpuconv.load(tmp_path / "out", "float32")(ids))
+    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+
+
+def test_layers_that_predict_further_tokens_come_back_too(with_mtp, tmp_path):  # noqa: F811
+    encoded(with_mtp, tmp_path / "hf", fp8)
+    plan = convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True, encoding="keep"))
+    assert any(name.startswith("mtp.") for name in plan.kept)
+    assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+
+
+def test_files_are_cut_and_indexed(saved, tmp_path, monkeypatch):
+    case = next(case for case in CASES if case.id == "deepseek_v3-groups")
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 50_000)
+    plan = convert(saved(case), tmp_path / "out")
+    assert_came_back(saved(case), tmp_path / "out", plan)
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert files == file_names(len(files))
+    assert len(files) > 3
+    assert all((tmp_path / "back" / name).stat().st_size < 60_000 for name in files)
+
+
+# -- as models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "encoding"), LOADED)
+def test_a_kept_model_computes_what_the_dequantized_one_does(case, encoding, saved, tmp_path):
+    """In float32, where both have the same weights to the bit."""
+    write_encoded(case, encoding, saved, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain", Options(dtype="float32"))
+    ids = np.random.default_rng(0).integers(3, 100, (2, 9))
+    model = tpuconv.load(tmp_path / "kept", "float32")
+    have, want = (np.asarray(m(ids)) for m in (model, tpuconv.load(tmp_path / "plain", "float32")))
+    assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
+    in_bfloat16 = tpuconv.load(tmp_path / "kept")
+    assert in_bfloat16.norm.scale.dtype == jnp.bfloat16
+    # A router that rounds otherwise chooses other experts for some tokens, so that the largest difference says little.
+    assert np.median(np.abs(np.asarray(in_bfloat16(ids)) - want)) < 0.03 * np.abs(want).max()
+
+
+# -- with a config that asks for some of it ----------------------------------------------------------------------------
+
+
+def quantized(folder: Path, out: Path, text: str) -> Any:
+    """In one pass from the source, as `convert --quantize` does it."""
+    rules = parse_config(text.encode(), "mine", "mine.yaml")
+    source = open_source(folder)
+    family = find_family(source.config)
+    config = family.config.from_hf(source.config)
+    plain = plan_for(folder)
+    own = quantization(plain, family, config, rules)
+    for _ in run(make_plan(source, family.name, family.table, config, Options(), own), out, LIMITS):
+        pass
+    return rules
+
+
+SOME = """
+qwix:
+  rules:
+    - {module_path: 'layers/0/attn/v_b', weight_qtype: int8}
+    - {module_path: 'layers/.*/attn/.*', weight_qtype: float8_e4m3fn, act_qtype: float8_e4m3fn}
+    - {module_path: 'layers/.*/moe/(?!router).*', weight_qtype: int8}
+"""
+
+
+def test_what_has_the_type_that_is_asked_for_is_kept(saved, tmp_path):
+    case = next(case for case in CASES if case.id == "deepseek_v3-groups")
+    encoded(saved(case), tmp_path / "hf", fp8)
+    rules = quantized(tmp_path / "hf", tmp_path / "out", SOME)
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain")
+    test_quantize.quantize(tmp_path / "plain", tmp_path / "requantized", rules)
+    have, kept, others = (restore(tmp_path / name) for name in ("out", "kept", "requantized"))
+    how = {row.name: row.source for row in report(read_manifest(tmp_path / "out").raw).rows}
+    assert set(have) == set(others)
+    for name, x in have.items():
+        parameter = name.partition(".array.")[0]
+        assert same_bits(x, (kept if how.get(parameter) == "kept" else others)[name]), name
+    # A row is kept as a whole or not at all: of the first layer's kv_b the config wants two types.
+    wanted = {
+        name: "kept" if ".attn." in name and not name.startswith(("layers.0.attn.k_b", "layers.0.attn.v_b")) else ""
+        for name in how
+    }
+    assert how == {name: own or "requantized" for name, own in wanted.items()}
+    assert sorted(set(how.values())) == ["kept", "requantized"]
+    assert np.isfinite(np.asarray(tpuconv.load(tmp_path / "out")(np.array([[3, 1, 4, 1, 5]])))).all()
+    with pytest.raises(UsageError, match="quantized, with mine"):
+        exported(tmp_path / "out", tmp_path / "back")
+
+
+def test_mxfp4_is_kept_where_mxfp4_is_asked_for(saved, tmp_path):
+    mxfp4(saved(GPT_OSS[0]), tmp_path / "hf")
+    rule = "qwix: {rules: [{module_path: 'layers/.*/moe/(?!router).*', weight_qtype: mxfp4, tile_size: 32}]}"
+    quantized(tmp_path / "hf", tmp_path / "out", rule)
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    have, want = restore(tmp_path / "out"), restore(tmp_path / "kept")
+    assert have.keys() == want.keys()
+    assert not [name for name in want if not same_bits(have[name], want[name])]
+    ids = np.array([[3, 1, 4, 1, 5]])
+    logits = [np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("out", "kept")]
+    np.testing.assert_array_equal(*logits)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+LLAMA = next(case for case in CASES if case.id == "llama-plain")
+UP = "model.layers.1.mlp.up_proj"
+
+
+def spoil_code(tensors):
+    tensors[f"{UP}.weight"].view(np.uint8)[3, 5] = 0xFF
+
+
+def spoil_scale(tensors):
+    tensors[f"{UP}.weight_scale_inv"][1, 1] = np.inf
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"), [(spoil_code, "mlp.up.kernel.array.qvalue"), (spoil_scale, "mlp.up.kernel.array.scale")]
+)
+def test_codes_and_scales_that_are_not_finite_are_refused(spoil, name, saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8, shards=1)
+    tensors = {name: x.copy() for name, x in read_tensors(tmp_path / "hf").items()}
+    spoil(tensors)
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"(?s){name} is not finite.*made from {UP}"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding="keep"))
+
+
+def test_a_shape_that_is_not_that_of_the_values_is_refused(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", int4, shards=1)
+    tensors = read_tensors(tmp_path / "hf") | {f"{UP}.weight_shape": np.array([56, 47])}
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"{UP}.weight_shape says \[56, 47\], but the values are \[56, 48\]"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding="keep"))
+
+
+@pytest.mark.parametrize("changed", ["dtype", "plain"])
+def test_tensors_of_one_parameter_are_encoded_alike(changed, saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8, shards=1)
+    tensors = read_tensors(tmp_path / "hf")
+    if changed == "dtype":
+        tensors[f"{UP}.weight_scale_inv"] = tensors[f"{UP}.weight_scale_inv"].astype(BF16)
+    else:
+        tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].astype(BF16)
+        del tensors[f"{UP}.weight_scale_inv"]
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
+    with pytest.raises(
+        MappingError, match=r"mlp\.up_proj.weight  has not the (scales|dtype) of the tensors it is joined"
+    ):
+        plan_for(tmp_path / "hf", Options(scan_layers=True, encoding="keep")).check()
+    plan_for(tmp_path / "hf", Options(encoding="keep")).check()  # as arrays of their own they may differ
+
+
+def test_where_nothing_is_encoded_nothing_is_kept(saved):
+    with pytest.raises(UsageError, match="is not encoded"):
+        plan_for(saved(LLAMA), Options(encoding="keep"))
+
+
+def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    convert(tmp_path / "hf", tmp_path / "scan", Options(scan_layers=True, encoding="keep"))
+    with pytest.raises(UnsupportedConfig, match="Qwix cannot compute"):
+        tpuconv.load(tmp_path / "scan")
+    convert(tmp_path / "hf", tmp_path / "part", Options(layers=range(1, 2), encoding="keep"))
+    with pytest.raises(UsageError, match="a trial and no model"):
+        exported(tmp_path / "part", tmp_path / "back")
+    with pytest.raises(OutputError, match="exists already"):
+        exported(tmp_path / "scan", tmp_path / "hf")
+    facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
+    facts["quantization"] = {"name": "int8_default", "parameters": {}}
+    (tmp_path / "scan" / "tpuconv.json").write_text(json.dumps(facts))
+    with pytest.raises(UsageError, match="quantized, with int8_default"):
+        exported(tmp_path / "scan", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_commands(saved, tmp_path):
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    command = [sys.executable, "-m", "tpuconv"]
+    both = run([*command, "convert", "hf", "--encoding", "keep", "--quantize", "int8_default"])
+    assert (both.returncode, "exclude each other" in both.stderr) == (2, True)
+    done = run([*command, "convert", "hf", "--encoding", "keep", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert "codes and scales as released: FP8, blocks of 5x7" in (tmp_path / "hf-orbax" / "README.md").read_text()
+    looked = run([*command, "inspect", "hf-orbax", "--json"])
+    dtypes = {facts["pattern"]: facts["dtype"] for facts in json.loads(looked.stdout)["patterns"]}
+    assert dtypes["layers.{0,1}.mlp.up.kernel.array.qvalue"] == "float8_e4m3fn"
+    assert run([*command, "verify", "hf-orbax"]).returncode == 0
+    back = run([*command, "export", "hf-orbax", "back", "--json"])
+    assert back.returncode == 0, back.stderr
+    assert json.loads(back.stdout)["bytes"] == sum(x.nbytes for x in read_tensors(tmp_path / "hf").values())
+    assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "hf").keys()
+    assert run([*command, "export", "hf-orbax", "back"]).returncode == 9
+
+
+# -- full size ---------------------------------------------------------------------------------------------------------
+
+
+FULL_SIZE = {
+    "deepseek-ai/DeepSeek-R1": 1,
+    "Qwen/Qwen3-30B-A3B-FP8": 1,
+    "moonshotai/Kimi-K2-Thinking": 2,
+    "openai/gpt-oss-20b": 2,
+}
+"""Codes in a byte of the source."""
+
+
+@pytest.mark.parametrize("model", FULL_SIZE)
+def test_real_models_are_planned_whole(model, tmp_path):
+    """Every code of the source is one of the output; what scales are repeated adds little to them."""
+    listing = LISTINGS[model]
+    tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    write_checkpoint(tmp_path, listing["config"], tensors, shards=7)
+    began = time.monotonic()
+    plan = plan_for(tmp_path, Options(encoding="keep"))
+    assert time.monotonic() - began < 20
+    plan.check()
+    assert plan.parameters == listing["parameters"]
+    assert plan.peak_memory(2) < 4e8
+    used = {name for array in plan.arrays.values() for name in array.sources}
+    codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Codes))
+    scales = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Scales))
+    own = {part: sum(a.nbytes for n, a in plan.arrays.items() if n.endswith(part)) for part in (QVALUE, SCALE)}
+    assert own[QVALUE] == codes * FULL_SIZE[model]
+    wider = 2 if model == "openai/gpt-oss-20b" else 1  # powers of two, a byte each, in bfloat16
+    assert scales * wider <= own[SCALE] <= 1.1 * scales * wider
