@@ -1,0 +1,60 @@
+"""What each quantization config costs the trained example, against the same model unquantized.
+
+    python benchmarks/recipes.py [--bytes 16384]
+
+Prints the table of the README. The text is examples/sample.txt, cut in pieces; divergences are KL in nats for every
+predicted token, the reference is the unquantized model in the same dtype. Fails if a config does not hold its gates.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.quantize.config import config_names, find_config
+from tpuconv.quantize.report import report
+from tpuconv.verify.logits import compare, model_logits, tokenize
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PIECE = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, default=16384)
+    text = (EXAMPLES / "sample.txt").read_text()[: parser.parse_args().bytes]
+    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    failed = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tpuconv = [sys.executable, "-m", "tpuconv"]
+        run = {"check": True, "stdout": subprocess.DEVNULL}
+        subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
+        ids = tokenize(folder / "plain", prompts, 0)
+        reference = model_logits(folder / "plain", ids, "bfloat16")
+        plain = compare(ids, reference, reference, "bfloat16", {})
+        nbytes = read_manifest(folder / "plain").raw["bytes"]
+        print("| config | bits a weight | bytes | mean KL | p99.9 KL | top-1 | perplexity |")
+        print("|---|---|---|---|---|---|---|")
+        print(f"| none | 16 | {nbytes:,} | 0 | 0 | 100% | {plain.perplexity_jax:.4f} |")
+        for config in config_names():
+            if config == "mxfp4_weight_only":  # for experts, of which the example has none
+                continue
+            out = folder / config
+            subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", config], **run)
+            own = report(read_manifest(out).raw)
+            figures = compare(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", find_config(config).gates)
+            failed += [f"{config}: {failure}" for failure in figures.failures()]
+            print(
+                f"| `{config}` | {own.weight_bits:.2f} | {own.bytes:,} | {figures.mean_kl:.2g} | {figures.p999_kl:.2g} "
+                f"| {100 * figures.top1:.2f}% | {figures.perplexity_jax:.4f} |",
+                flush=True,
+            )
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()
