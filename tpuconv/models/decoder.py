@@ -97,12 +97,18 @@ class Decoder(nnx.Module):
     def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array: ...
     @overload
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache
+        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache, last_only: bool = False
     ) -> tuple[jax.Array, Cache]: ...
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache | None = None
+        self,
+        ids_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        *,
+        cache: Cache | None = None,
+        last_only: bool = False,
     ) -> jax.Array | tuple[jax.Array, Cache]:
-        """Logits [B, T, V] in float32; with a cache, (logits, cache), and the tokens follow those that it holds.
+        """Logits [B, T, V] in float32; with a cache, (logits, cache), and the tokens follow those that it holds. With
+        `last_only` the logits are those of the last column, [B, 1, V]: of a long prompt all would be the largest array.
 
         `mask_BT` is True where a token is real; padding may stand left or right, and positions count real tokens alone.
         Where more tokens than slots cannot be seen in time, because `used` is traced, the logits are NaN.
@@ -122,6 +128,7 @@ class Decoder(nnx.Module):
         taken = cache.take(pos_BT)
         x_BTD, layers = self._run(x_BTD, Step(pos_BT, taken.positions_BS, cache.used, turns), cache.layers)
         overrun = taken.used > taken.positions_BS.shape[1]
+        x_BTD = x_BTD[:, -1:] if last_only else x_BTD
         logits_BTV = self._logits(jnp.where(overrun, jnp.nan, x_BTD))
         return logits_BTV, Cache(layers, taken.positions_BS, taken.used)
 

@@ -59,7 +59,7 @@ class Expert(nnx.Module):
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         kernel_EDM = self.kernel[...]
         # On a mesh rows of other chips' experts are among these, which the grouped product alone skips.
-        if len(x) <= FEW * len(kernel_EDM) and jax.sharding.get_abstract_mesh().empty:
+        if len(x) <= FEW * self.kernel.shape[0] and jax.sharding.get_abstract_mesh().empty:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
             y = jax.lax.ragged_dot(x, kernel_EDM, rows.counts_E)

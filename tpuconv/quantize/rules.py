@@ -20,7 +20,7 @@ from qwix._src.utils import flax_util
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.quantize.config import QuantConfig
 
-TOKENS = 64
+TOKENS = 1024
 """Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
 
 EMBEDDING = "embed"
