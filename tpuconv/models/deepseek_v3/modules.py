@@ -97,8 +97,8 @@ class Attention(nnx.Module):
         q_BTNR = placed(q_BTNR, "B T N R", ATTENTION)
         scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
-        y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC), "B T N C")
-        return self.v_b.product("BTNC,CNH->BTNH", y_BTNC)
+        y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC), "B T N C", ATTENTION)
+        return self.v_b.product("BTNC,CNH->BTNH", placed(y_BTNC, "B T N C"))
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """Of the scores without position and those with."""
