@@ -1,8 +1,16 @@
 """Property tests take the time that a loaded machine needs, and the same examples in every run of CI."""
 
 import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from families import Case
 
 settings.register_profile(
     "tpuconv",
@@ -12,3 +20,24 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("tpuconv")
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
+    """The folder of a case as transformers saves it, in float32."""
+    from families import save
+
+    return cache(lambda case: save(case, tmp_path_factory.mktemp("hf")))
+
+
+@pytest.fixture(scope="session")
+def orbax(hf: "Callable[[Case], Path]", tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
+    """The folder of a case as tpuconv converts it."""
+    from test_convert import convert
+
+    def converted(case: "Case") -> Path:
+        out = tmp_path_factory.mktemp("orbax") / "out"
+        convert(hf(case), out)
+        return out
+
+    return cache(converted)

@@ -16,7 +16,7 @@ from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 SAMPLE = EXAMPLE.parent / "sample.txt"
-COMMANDS = ("convert", "quantize", "export", "verify", "inspect", "families")
+COMMANDS = ("convert", "quantize", "export", "verify", "generate", "inspect", "families")
 
 
 def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -91,6 +91,21 @@ def test_a_wrong_model_fails_the_gates(tmp_path, prompts):
     assert len(facts["failures"]) == 2
 
 
+def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, prompts):
+    tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
+    tensors["model.layers.2.self_attn.q_norm.weight"][:] = 1
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
+    args = ("verify", "--compare-hf", "--layerwise", "--source", EXAMPLE, "--prompts", prompts)
+    done = tpuconv(*args, cwd=tmp_path, code=3)
+    assert "layer 2 is the first to depart" in done.stderr
+    assert re.search(r"layer 2 .* departs: the gate is 0\.05\n +layer 3 (?!.*departs)", done.stdout)
+    facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
+    assert facts["first_departing"] == "layer 2"
+    assert [part["departs"] for part in facts["layers"]] == [False, False, False, True, False, False]
+    assert facts["passed"] is False
+
+
 def test_without_a_tokenizer_token_ids_are_compared(tmp_path):
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     tpuconv("convert", "hf", cwd=tmp_path)
@@ -111,6 +126,49 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     facts = json.loads(tpuconv("verify", "out", "--json", cwd=tmp_path, code=10).stdout)
     assert facts["passed"] is False
     assert [fault["name"] for fault in facts["faults"]] == ["layers.1.mlp.up.kernel"]
+
+
+# -- generate, benchmark -----------------------------------------------------------------------------------------------
+
+
+def test_the_example_writes_on(converted):
+    """As transformers does, and as it comes."""
+    args = ("generate", "--prompt", "The king said", "--max-new-tokens", "40")
+    shown = tpuconv(*args, cwd=converted).stdout
+    first, text = shown.split("\n", 1)
+    assert first == "Generating with tiny-qwen3-orbax, the newest checkpoint here."
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE)
+    prompt = tokenizer("The king said", return_tensors="pt")
+    ids = AutoModelForCausalLM.from_pretrained(EXAMPLE).generate(**prompt, max_new_tokens=40, do_sample=False)
+    assert text == tokenizer.decode(ids[0]) + "\n"
+    sampling = ("--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--seed", "1")
+    facts = json.loads(tpuconv(*args, *sampling, "--json", cwd=converted).stdout)
+    assert (len(facts["ids"]), facts["stopped"]) == (40, "length")
+    assert len(facts["text"]) == 40  # a token is a byte
+    assert facts["text"] not in text
+
+
+def test_a_benchmark_tells_what_was_reached_and_on_what(converted):
+    args = ("verify", "--benchmark", "--batch", "1,2", "--prompt-length", "9", "--new-tokens", "5", "--repeats", "1")
+    facts = json.loads(tpuconv(*args, "--json", cwd=converted).stdout)
+    assert {"device", "versions", "commit", "dtype", "limits"} <= set(facts)
+    assert facts["text"].startswith("Once upon a time, there was a little")
+    assert len(facts["text"]) == len("Once upon a time, there was a little") + 5  # a token is a byte
+    assert [(t["batch"], t["prompt_length"], t["new_tokens"]) for t in facts["timings"]] == [(1, 9, 5), (2, 9, 5)]
+    for timing in facts["timings"]:
+        assert timing["tokens_per_second"] == pytest.approx(timing["batch"] / timing["step_seconds"])
+        assert 0 < timing["bandwidth_share"] < 1
+        assert 0 < timing["peak_share"] < 1
+        assert timing["memory_bytes"] > timing["step_bytes"] > facts_bytes(converted)
+    table = tpuconv(*args[:2], *args[4:], "--markdown", cwd=converted).stdout
+    assert re.search(r"^\| batch \| prompt \| new \|.*\n\|( --- \|)+\n\| 1 \| 9 \| 5 \|", table, re.MULTILINE)
+
+
+def facts_bytes(folder: Path) -> int:
+    return json.loads(tpuconv("inspect", folder / "tiny-qwen3-orbax", "--json").stdout)["bytes"]
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -238,7 +296,11 @@ MISTAKES = {
     "a dtype": (("convert", "x", "--dtype", "float3"), 2, "float32"),
     "a size": (("convert", "x", "--max-memory", "lots"), 2, "is no size"),
     "layers": (("convert", "x", "--layers", "5-3"), 2, "is no range of layers"),
-    "an option that does not go alone": (("verify", EXAMPLE, "--source", "x"), 2, "no checkpoint made by tpuconv"),
+    "an option that does not go alone": (("verify", "--source", "x"), 2, "--source goes with --compare-hf"),
+    "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "--batch goes with --benchmark"),
+    "two ways to verify": (("verify", "--benchmark", "--compare-hf"), 2, "two commands"),
+    "a list": (("verify", "--benchmark", "--batch", "1;2"), 2, "is no list of positive numbers"),
+    "one new token": (("verify", EXAMPLE, "--benchmark", "--new-tokens", "1"), 2, "2 or more"),
     "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
     "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
 }

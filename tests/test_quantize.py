@@ -31,7 +31,7 @@ from tpuconv.quantize import encode
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
-from tpuconv.quantize.rules import How, Provider, resolve
+from tpuconv.quantize.rules import How, Provider, quantized, resolve
 from tpuconv.verify.weights import check
 
 MLA = {
@@ -64,7 +64,7 @@ def even(case: Case) -> Case:
 
 ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
 WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4"}
-FAST = {"int8_default", "int4_ends_int8", "mxfp4_weight_only"}
+FAST = {"int8_default", "mxfp4_weight_only"}
 
 
 def pairs():
@@ -73,7 +73,7 @@ def pairs():
         for family, case in ONE_OF_EACH.items():
             if name == "mxfp4_weight_only" and family not in WITH_EXPERTS:
                 continue
-            slow = name not in FAST and family not in ("qwen3", "deepseek_v3")
+            slow = name not in FAST and family != "qwen3"
             yield pytest.param(name, case, id=f"{name}-{family}", marks=[pytest.mark.slow] if slow else [])
 
 
@@ -129,7 +129,7 @@ def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converte
     quantize(ckpt, tmp_path / "out", rules)
     assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
     ids = jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
-    theirs = qwix.quantize_model(tpuconv.load(ckpt), Provider(rules), ids)
+    theirs = quantized(tpuconv.load(ckpt), rules)
     ours = tpuconv.load(tmp_path / "out")
     assert_same(leaves(ours), leaves(theirs))
     assert np.array_equal(np.asarray(ours(ids)), np.asarray(theirs(ids)))
@@ -231,7 +231,7 @@ def test_other_methods_and_types_are_qwixs_too(rule, dtype, tmp_path, small_cuts
     convert(random_checkpoint(tmp_path / "hf", qwen3_config(**sizes), dtype), tmp_path / "ckpt")
     rules = parse_config(f"qwix: {{rules: [{{module_path: 'layers/.*/.*', {rule}}}]}}".encode(), "c", "c.yaml")
     quantize(tmp_path / "ckpt", tmp_path / "out", rules)
-    theirs = qwix.quantize_model(tpuconv.load(tmp_path / "ckpt"), Provider(rules), jnp.asarray([[3, 1, 4]]))
+    theirs = quantized(tpuconv.load(tmp_path / "ckpt"), rules)
     assert_same(leaves(tpuconv.load(tmp_path / "out")), leaves(theirs))
 
 

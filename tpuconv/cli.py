@@ -95,6 +95,20 @@ class Layers(click.ParamType[range]):
         return range(int(first), int(last or first) + 1)
 
 
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Positive numbers: 1,8,64."""
+
+    name = "N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"'{value}' is no list of positive numbers; write 1,8", param, ctx)
+        return tuple(map(int, parts))
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 
@@ -173,6 +187,8 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
 
 
 def _size(nbytes: float) -> str:
+    if nbytes < 0:
+        return f"-{_size(-nbytes)}"
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -639,10 +655,15 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
         "tpuconv verify",
         "tpuconv verify Qwen3-8B-orbax --compare-hf",
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+        "tpuconv verify meta-llama/Llama-3.3-70B-Instruct --topology v5e:4x4 --batch 8 --context 2048",
+        "tpuconv verify Qwen/Qwen3-32B --topology v5e,v6e,v5p",
+        "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
+        "tpuconv verify Qwen3-8B-orbax --benchmark --batch 1,8 --prompt-length 128 --new-tokens 64",
     ),
 )
-@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.argument("ckpt", required=False)
 @click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
+@click.option("--layerwise", is_flag=True, help="Compare a layer at a time: no model is in memory whole.")
 @click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
 @click.option(
     "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file with a prompt a line."
@@ -654,28 +675,96 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     show_default=True,
     help="To compute in; float32 compares the mathematics alone.",
 )
+@click.option(
+    "--topology",
+    "topologies",
+    multiple=True,
+    help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
+)
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
+@click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
+@click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
+@click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
+@click.option("--prompt-length", type=Numbers(), default="128", show_default=True, help="Tokens of a prompt; a list.")
+@click.option("--new-tokens", type=Numbers(), default="64", show_default=True, help="Tokens for each prompt; a list.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; medians are shown.")
+@click.option("--markdown", is_flag=True, help="Print the benchmark as a Markdown table.")
 @JSON
 def verify(
-    ckpt: Path | None, compare_hf: bool, source: str | None, prompts: Path | None, dtype: str, as_json: bool
+    ckpt: str | None,
+    compare_hf: bool,
+    layerwise: bool,
+    source: str | None,
+    prompts: Path | None,
+    dtype: str,
+    topologies: tuple[str, ...],
+    context: int,
+    mesh: str | None,
+    quantize: str | None,
+    benchmark: bool,
+    batch: tuple[int, ...],
+    prompt_length: tuple[int, ...],
+    new_tokens: tuple[int, ...],
+    repeats: int,
+    markdown: bool,
+    as_json: bool,
 ) -> None:
-    """Check every array of CKPT against its checksum, or with --compare-hf its model against the original.
+    """Check every array of CKPT against its checksum, with --compare-hf its model against the original, with
+    --benchmark how fast it is, or with --topology which TPUs it fits.
 
-    CKPT is the newest checkpoint in the current folder by default. Exit code 3: a gate of the comparison failed; 10:
-    the checkpoint is damaged.
+    CKPT is the newest checkpoint in the current folder by default. With --topology it may also be a source, a Hub id, a
+    folder or a config.json: no weights are read and no TPU is needed. Exit code 3: a gate of the comparison failed, or
+    the model does not fit; 10: the checkpoint is damaged.
     """
     from tpuconv.convert.manifest import read_manifest
 
-    chosen = ckpt or _newest_checkpoint()
-    if ckpt is None and not as_json:
-        _console().print(f"Verifying [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
-    manifest = read_manifest(chosen)
-    if not compare_hf:
-        for option, value in (("--source", source), ("--prompts", prompts)):
-            if value is not None:
-                raise UsageError(f"{option} goes with --compare-hf")
-        _verify_weights(manifest, as_json)
+    _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
+    _goes_with("--topology", bool(topologies), "context", "mesh", "quantize")
+    _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
+    _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch")
+    if compare_hf + benchmark + bool(topologies) > 1:
+        raise UsageError("--compare-hf, --benchmark and --topology exclude each other", hint="run one after the other")
+    if topologies:
+        from tpuconv.verify import tpu
+
+        if len(batch) > 1:
+            raise UsageError("--topology takes one --batch", hint="ask for one after the other")
+        src = ckpt or str(_newest_checkpoint())
+        question = tpu.Question(
+            **_described(src, quantize),
+            batch=batch[0],
+            context=context,
+            dtype="bfloat16" if dtype == "auto" else dtype,
+            mesh=tpu.parse_mesh(mesh) if mesh else None,
+        )
+        _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
+        return
+    from tpuconv.verify.decode import shapes
+
+    wanted = shapes(batch, prompt_length, new_tokens)
+    manifest = read_manifest(_chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown))
+    if compare_hf:
+        _verify_logits(manifest, source, prompts, dtype, layerwise, as_json)
+    elif benchmark:
+        _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
     else:
-        _verify_logits(manifest, source, prompts, dtype, as_json)
+        _verify_weights(manifest, as_json)
+
+
+def _goes_with(option: str, given: bool, *others: str) -> None:
+    """Raises UsageError if one of the other options is given without `option`."""
+    ctx = click.get_current_context()
+    for name in others:
+        if not given and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} goes with {option}")
+
+
+def _chosen_checkpoint(ckpt: Path | None, doing: str, quiet: bool) -> Path:
+    chosen = ckpt or _newest_checkpoint()
+    if ckpt is None and not quiet:
+        _console().print(f"{doing} [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+    return chosen
 
 
 def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
@@ -730,33 +819,55 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
         )
 
 
-def _verify_logits(manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, as_json: bool) -> None:
+def _verify_logits(
+    manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, layerwise: bool, as_json: bool
+) -> None:
     from tpuconv.convert.hub import resolve
     from tpuconv.verify import logits
+    from tpuconv.verify.layerwise import compare_layers
 
     origin = manifest.raw["source"]
     with _progress("downloading", as_json) as show:
         resolved = resolve(
             source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
         )
+    parts: list[Any] = []
     with resolved:
         lines = prompt_file.read_text().splitlines() if prompt_file else []
         vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
         ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
         own = manifest.dtype if dtype == "auto" else dtype
-        hf = logits.reference_logits(resolved.folder, ids, own)
+        if layerwise:
+            show_part = (lambda part: None) if as_json else _show_part
+            parts, hf, ours = compare_layers(manifest, resolved.folder, ids, own, show_part)
+        else:
+            hf = logits.reference_logits(resolved.folder, ids, own)
+    if not layerwise:
+        ours = logits.model_logits(manifest.folder, ids, own)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
-    result = logits.compare(ids, hf, logits.model_logits(manifest.folder, ids, own), own, gates)
+    result = logits.compare(ids, hf, ours, own, gates)
+    departing = [part for part in parts if part.departs]
+    failures = [f"{departing[0].name} is the first to depart"] if departing else []
+    failures += result.failures()
     if as_json:
-        _print_json({"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()})
+        facts = {"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()}
+        if layerwise:
+            facts["layers"] = [part.to_json() for part in parts]
+            facts["first_departing"] = departing[0].name if departing else None
+        _print_json(facts | {"passed": not failures, "failures": failures})
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
-    if not result.passed:
+    if failures:
         what = "quantized" if manifest.is_rounded else "converted"
-        error = GateError(f"the {what} model does not compute what the original does", details=result.failures())
+        error = GateError(f"the {what} model does not compute what the original does", details=failures)
         if as_json:
             sys.exit(error.exit_code)
         raise error
+
+
+def _show_part(part: Any) -> None:
+    verdict = f"[red]departs[/red]: the gate is {part.gate:g}" if part.departs else ""
+    _console().print(f"{part.name:>10}  by itself {part.own:8.2g}  gathered {part.error:8.2g}  {verdict}")
 
 
 def _comparison_table(result: Any, name: str) -> "Table":
@@ -787,6 +898,232 @@ def _comparison_table(result: Any, name: str) -> "Table":
         )
         table.add_row(figure, value, text)
     return table
+
+
+def _described(src: str, quantize: str | None) -> dict[str, Any]:
+    """The config and the quantization of a source or a checkpoint, without its weights."""
+    from tpuconv.convert.hub import fetch_config
+    from tpuconv.convert.journal import MANIFEST
+    from tpuconv.convert.manifest import read_manifest
+
+    quantization: Any = None
+    if (Path(src) / MANIFEST).is_file():
+        quantization = read_manifest(Path(src)).quantization
+    if quantize:
+        if quantization:
+            raise UsageError(f"{src} is quantized already, by {quantization['name']}", hint="leave --quantize out")
+        rules = _rules(quantize)
+        quantization = rules.to_json() if rules else None
+    return {"config": fetch_config(src), "quantize": quantization}
+
+
+def _verify_topology(src: str, question: Any, groups: Sequence[Sequence[Any]], as_json: bool) -> None:
+    from tpuconv.verify import tpu
+
+    answers = []
+    for answer in tpu.ask(question, groups):
+        answers.append(answer)
+        if not as_json:
+            _console().print(_answer_line(answer), soft_wrap=True)
+    fitting = [answer for answer in answers if answer.fits]
+    smallest = min(fitting, key=lambda answer: answer.devices, default=None)
+    if as_json:
+        asked = {"source": src, "batch": question.batch, "context": question.context, "dtype": question.dtype}
+        asked["quantization"] = question.quantize and question.quantize["name"]
+        found = {"fits": bool(fitting), "smallest": smallest and smallest.topology}
+        _print_json({**asked, **found, "slices": [answer.to_json() for answer in answers]})
+    else:
+        for table in _answer_tables(src, question, answers):
+            if table.row_count:
+                _console().print(table)
+    if not fitting:
+        error = GateError(
+            f"{src} does not fit at batch {question.batch} and context {question.context}",
+            details=[f"{answer.topology}: {answer.why}" for answer in answers],
+            hint=tpu.advice(question, answers[-1]),
+        )
+        if as_json:
+            sys.exit(error.exit_code)
+        raise error
+
+
+def _answer_line(answer: Any) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in answer.mesh.items())
+    return f"  {answer.topology} ({sizes}): " + (f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]")
+
+
+def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
+    from tpuconv.verify.tpu import ESTIMATE_ERROR
+
+    kind = question.quantize["name"] if question.quantize else question.dtype
+    kinds = ("weights", "cache", "temporaries", "code", "peak", "available", "headroom")
+    table = _table(
+        f"{src}, batch {question.batch}, context {question.context}, {kind}: memory of a device",
+        "slice", *kinds, right=kinds,
+    )  # fmt: skip
+    for answer in answers:
+        table.add_row(answer.topology, *(_size(getattr(answer.memory, kind)) for kind in kinds))
+    yield table
+    columns = ("compiled in", "HBM read", "written", "floor", "estimate")
+    table = _table(
+        f"a step; estimates are experimental: {ESTIMATE_ERROR}",
+        "slice", "program", *columns, "collectives", "products: multiplied (stored)", "large copies", right=columns,
+    )  # fmt: skip
+    for answer in answers:
+        for program in answer.programs:
+            table.add_row(
+                answer.topology,
+                f"{program.name}, {program.tokens} tokens" if program.tokens > 1 else program.name,
+                f"{program.compile_seconds:.0f} s",
+                _size(program.hbm_read),
+                _size(program.hbm_written),
+                f"{1e3 * program.floor:.2f} ms",
+                f"{1e3 * program.estimate:.2f} ms",
+                "\n".join(f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives),
+                "\n".join(f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products),
+                "\n".join(f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]),
+            )
+    yield table
+
+
+def _benchmark(
+    manifest: Any, dtype: str, wanted: Sequence[Any], repeats: int, as_json: bool, as_markdown: bool
+) -> None:
+    from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+    from tpuconv.verify import decode
+
+    own = manifest.dtype if dtype == "auto" else dtype
+    tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
+    spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
+    machine = decode.machine()
+    timings = list(decode.measure(_load(manifest.folder, own), wanted, repeats, machine.limits, spoken))
+    text = decode.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True) if tokenizer else None
+    origin = manifest.raw["source"]
+    if as_json:
+        _print_json(
+            {
+                "checkpoint": str(manifest.folder),
+                "source": origin["name"],
+                "commit": origin["commit"],
+                "dtype": own,
+                "repeats": repeats,
+                **machine.to_json(),
+                "text": text,
+                "timings": [timing.to_json() for timing in timings],
+            }
+        )
+        return
+    columns: dict[str, Callable[[Any], str]] = {
+        "batch": lambda t: f"{t.shape.batch}",
+        "prompt": lambda t: f"{t.shape.prompt_length}",
+        "new": lambda t: f"{t.shape.new_tokens}",
+        "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
+        "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
+        "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
+        "tokens/s each": lambda t: f"{t.per_sequence:.4g}",
+        "tokens/s in all": lambda t: f"{t.in_all:.4g}",
+        "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
+        "memory": lambda t: _size(t.peak_memory_bytes or t.memory_bytes),
+        "compiled in": lambda t: f"{t.compile_seconds:.1f} s",
+    }
+    rows = [[cell(timing) for cell in columns.values()] for timing in timings]
+    limits = machine.limits
+    title = f"{manifest.folder.name}, {own}, {machine.devices} x {machine.device}, median of {repeats}"
+    footer = (
+        f"limits {'measured here' if limits.measured else 'of the chip'}: {_size(limits.bandwidth)}/s, "
+        f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
+        f"{origin['name']} at {origin['commit'] or 'no commit'}"
+    )
+    if as_markdown:
+        lines = [columns, ["---"] * len(columns), *rows]
+        click.echo("\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), "", footer]))
+        return
+    table = _table(title, *columns, right=columns)
+    for row in rows:
+        table.add_row(*row)
+    console = _console()
+    console.print(table)
+    console.print(footer, soft_wrap=True)
+    if text is not None:
+        console.print(f"\nGreedy: {text}", soft_wrap=True, markup=False)
+
+
+def _load(folder: Path, dtype: str | None = None) -> Any:
+    """The model on all devices here: the weights are divided where there are several."""
+    import jax
+    import numpy as np
+
+    from tpuconv.restore import load
+
+    devices = np.array(jax.devices())
+    return load(folder, dtype, jax.sharding.Mesh(devices, ("tensor",)) if devices.size > 1 else None)
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+@tpuconv.command(
+    cls=Example,
+    examples=(
+        'tpuconv generate --prompt "Once upon a time"',
+        'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
+    ),
+)
+@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Stop after these.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
+@click.option("--top-k", type=int, help="Only the k most likely tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@JSON
+def generate(
+    ckpt: Path | None,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Write on from a prompt with the model of CKPT, the newest checkpoint in the current folder by default."""
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+
+    folder = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json)).folder
+    tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+    from tpuconv.models.generate import Generator, Sampling
+
+    generator = Generator(_load(folder), Sampling(temperature, top_k, top_p))
+    ids = tokenizer(prompt)["input_ids"]
+    before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
+    new: list[int] = []
+    shown, times = "", [time.monotonic()]
+    if not as_json:
+        click.echo(prompt, nl=False)
+    for ids_B in generator([ids], max_new_tokens, eos=ends, seed=seed):
+        times.append(time.monotonic())
+        new.append(int(ids_B[0]))
+        text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
+        if not as_json and not text.endswith("\ufffd"):  # a character whose bytes are not all there
+            click.echo(text[len(shown) :], nl=False)
+            sys.stdout.flush()
+            shown = text
+    if as_json:
+        _print_json(
+            {
+                "checkpoint": str(folder),
+                "prompt": prompt,
+                "text": text,
+                "ids": new,
+                "stopped": "eos" if new[-1] in ends else "length",
+                "first_token_seconds": times[1] - times[0],
+                "seconds": times[-1] - times[0],
+            }
+        )
+    else:
+        click.echo(text[len(shown) :])
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------

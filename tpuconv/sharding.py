@@ -1,35 +1,89 @@
-"""From letters to mesh axes: how a parameter is laid over devices follows from the letters of its axes."""
+"""From letters to mesh axes: how an array is laid over devices follows from the letters of its axes.
 
-from collections.abc import Mapping
+A mesh has up to four axes. `tensor` divides heads and feed-forward widths, `expert` the experts, `data` batch and model
+width. `group` is there where a model has fewer key-value heads than chips: it divides what `tensor` cannot. What has no
+experts is divided by `expert` as well, as if it were a second `tensor`.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
 
 from tpuconv.layout import Shape, lead, parse_axes
 
-MESH_AXES: Mapping[str, str] = {
-    "V": "tensor",
-    "N": "tensor",
-    "K": "tensor",
-    "F": "tensor",
-    "M": "tensor",
-    "E": "expert",
-    "D": "data",
-}
-"""The mesh axis over which an axis is divided: heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model
-width fully sharded as in ZeRO (arXiv:1910.02054)."""
+Rules = Mapping[str, tuple[str, ...]]
+"""For each letter the mesh axes that may divide it, together. Letters come in the order in which they choose."""
+
+Part = str | tuple[str, ...] | None
+"""What divides one axis of an array: the entry of a `PartitionSpec`."""
+
+ALL = ("tensor", "group", "expert")
+AXES = ("data", *ALL)
+"""The names that an axis of a mesh may have."""
+
+MESH_AXES: Rules = {"E": ("expert",), "V": ALL, "N": ALL, "K": ("tensor",), "F": ALL, "M": ALL, "D": ("data",)}
+"""Heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model width fully sharded as in ZeRO
+(arXiv:1910.02054): two all-reduces for a layer, whatever the mesh."""
+
+ACTIVATIONS: Rules = {"B": ("data",), "N": ALL, "V": ALL}
+"""Between the layers: every chip has all tokens of its part of the batch, whole; of heads and logits its own."""
+
+ATTENTION: Rules = {"K": ("tensor",), "B": ("data", "group", "expert", "tensor"), "G": ("group", "expert"), "N": ALL}
+"""Inside of attention and in the cache: key-value heads first. The chips that are left divide the batch, so that no two
+hold the same keys, or where it is too small the queries of a key-value head."""
+
+LANES = 128
+"""Of a TPU's vector registers: a width that is no multiple of it is padded."""
 
 
-def partition(axes: str, shape: Shape, mesh: Mapping[str, int]) -> tuple[str | None, ...]:
-    """For every axis of a parameter the mesh axis that divides it, or None.
+def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[Part, ...]:
+    """For every axis of an array the mesh axes that divide it, or None.
 
-    `axes` is the parameter's letters ("D N H"), `mesh` the size of each mesh axis. An axis whose size the mesh axis
-    does not divide stays whole, and a mesh axis divides at most one axis of a parameter.
+    `axes` is the array's letters ("D N H"), `mesh` the size of each mesh axis. A mesh axis divides at most one axis of
+    an array, and only where the size is a multiple.
     """
+    letters = [lead(letters) for letters in parse_axes(axes)]
+    parts: list[Part] = [None] * len(letters)
     taken: set[str] = set()
-    parts: list[str | None] = []
-    for axis_letters, size in zip(parse_axes(axes), shape, strict=True):
-        axis = MESH_AXES.get(lead(axis_letters), "")
-        if axis not in mesh or axis in taken or size % mesh[axis]:
-            parts.append(None)
-        else:
-            taken.add(axis)
-            parts.append(axis)
+    for letter, names in rules.items():
+        for at, size in enumerate(shape):
+            if letters[at] != letter:
+                continue
+            chosen: list[str] = []
+            for name in names:
+                if name in mesh and name not in taken and size % prod(mesh[a] for a in (*chosen, name)) == 0:
+                    chosen.append(name)
+            taken.update(chosen)
+            parts[at] = tuple(chosen) if len(chosen) > 1 else chosen[0] if chosen else None
     return tuple(parts)
+
+
+def shard_shape(shape: Shape, parts: tuple[Part, ...], mesh: Mapping[str, int]) -> Shape:
+    """The shape of one device's part."""
+    names = [(part,) if isinstance(part, str) else part or () for part in parts]
+    return tuple(size // prod(mesh[name] for name in own) for size, own in zip(shape, names, strict=True))
+
+
+def decoding_mesh(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The mesh over which a model decodes with the fewest collectives, two all-reduces for a layer. `sizes` are those
+    of the config's letters.
+
+    A dense model has as much `tensor` as it has key-value heads for, and `group` for the rest. One with experts divides
+    each by `tensor` down to two registers' width and deals them out over the rest: with one expert whole on a chip, the
+    step would wait for the chip whose experts are asked for most.
+    """
+    heads = devices if "C" in sizes else sizes["K"]  # latent attention caches no heads
+    tensor = _largest(devices, lambda n: heads % n == 0)
+    if "E" not in sizes:
+        return _without_ones({"tensor": tensor, "group": devices // tensor})
+    tensor = _largest(tensor, lambda n: devices % n == 0 and sizes["M"] % (2 * LANES * n) == 0)
+    expert = _largest(devices // tensor, lambda n: sizes["E"] % n == 0)
+    return _without_ones({"tensor": tensor, "group": devices // tensor // expert, "expert": expert})
+
+
+def _largest(number: int, fits: Callable[[int], bool]) -> int:
+    """The largest divisor that fits, 1 if none does."""
+    return next((n for n in range(number, 1, -1) if number % n == 0 and fits(n)), 1)
+
+
+def _without_ones(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in mesh.items() if size > 1} or {"tensor": 1}

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tpuconv.convert.download import TICK_SECONDS, Meter, Progress, chunks_of, lock
 from tpuconv.convert.hub_errors import client_errors, is_unreachable, near_folders, raise_unreachable
-from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
+from tpuconv.errors import ConfigError, HubError, ResourceError, SourceError, UsageError
 
 COMPANIONS = (
     "config.json",
@@ -110,6 +111,26 @@ def resolve(
         raise UsageError(f"{revision!r} is no branch, tag or commit")
     with client_errors(src, revision or "main"):
         return _Hub(src, revision or "main").resolve(weights, progress)
+
+
+def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
+    """config.json of a folder or a Hub id, or `src` itself where it is such a file. Nothing else is read.
+
+    Raises:
+        UsageError: `src` is none of these.
+        ConfigError: config.json is missing or no JSON object.
+        HubError: the Hub refused, does not know it, or cannot be reached.
+    """
+    from tpuconv.convert.source import read_json
+
+    path = Path(src).expanduser()
+    if src and (path.is_dir() or path.suffix == ".json"):
+        return read_json(path / "config.json" if path.is_dir() else path, ConfigError)
+    _check_id(src, path)
+    from huggingface_hub import hf_hub_download
+
+    with client_errors(src, revision or "main"):
+        return read_json(Path(hf_hub_download(src, "config.json", revision=revision)), ConfigError)
 
 
 def wrong_hash(path: Path, expected: str, actual: str) -> SourceError:

@@ -600,7 +600,7 @@ class _Target:
 def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
     """The shape in which an array is stored and read: stacked axes are cut first, then those that a mesh divides, eight
     ways where it does not make crumbs, then whatever is left until a chunk is small enough."""
-    ranks = {letter: 2 if axis == "tensor" else 3 for letter, axis in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
+    ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
     order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
     counts = [1] * len(shape)
 

@@ -5,7 +5,7 @@ and decode are thereby one rule (`layers.is_visible`).
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,16 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.config import DecoderConfig
+from tpuconv.models.placement import placed
+from tpuconv.sharding import ATTENTION
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KV:
-    """One layer's keys and values; with a leading axis L those of all layers."""
+    """One layer's keys and values; with a leading axis L those of all layers. `axes` are the letters of each."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H")
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
@@ -57,6 +61,7 @@ class Cache:
 
 def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
     """All keys and values that this step's tokens may look at: the cache's with these written at `slot`, or these."""
+    k_BTKH, v_BTKH = (placed(new, KV.axes[0], ATTENTION) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
     at = (0, slot, 0, 0)

@@ -14,6 +14,7 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.cache import KV, Cache
 from tpuconv.models.config import DecoderConfig
 from tpuconv.models.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_turns
+from tpuconv.models.placement import placed
 
 EVERYTHING = 2**31 - 1
 """The window of a layer that has none, and the largest that positions in int32 can tell apart."""
@@ -96,12 +97,18 @@ class Decoder(nnx.Module):
     def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array: ...
     @overload
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache
+        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache, last_only: bool = False
     ) -> tuple[jax.Array, Cache]: ...
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache | None = None
+        self,
+        ids_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        *,
+        cache: Cache | None = None,
+        last_only: bool = False,
     ) -> jax.Array | tuple[jax.Array, Cache]:
-        """Logits [B, T, V] in float32; with a cache, (logits, cache), and the tokens follow those that it holds.
+        """Logits [B, T, V] in float32; with a cache, (logits, cache), and the tokens follow those that it holds. With
+        `last_only` the logits are those of the last column, [B, 1, V]: of a long prompt all would be the largest array.
 
         `mask_BT` is True where a token is real; padding may stand left or right, and positions count real tokens alone.
         Where more tokens than slots cannot be seen in time, because `used` is traced, the logits are NaN.
@@ -121,6 +128,7 @@ class Decoder(nnx.Module):
         taken = cache.take(pos_BT)
         x_BTD, layers = self._run(x_BTD, Step(pos_BT, taken.positions_BS, cache.used, turns), cache.layers)
         overrun = taken.used > taken.positions_BS.shape[1]
+        x_BTD = x_BTD[:, -1:] if last_only else x_BTD
         logits_BTV = self._logits(jnp.where(overrun, jnp.nan, x_BTD))
         return logits_BTV, Cache(layers, taken.positions_BS, taken.used)
 
@@ -130,7 +138,7 @@ class Decoder(nnx.Module):
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x_BTD, kv = block(x_BTD, step, window, None if kvs is None else kvs[i])
+                x_BTD, kv = block(placed(x_BTD, "B T D"), step, window, None if kvs is None else kvs[i])
                 new_kvs.append(kv)
             return x_BTD, tuple(new_kvs)
 
@@ -138,13 +146,13 @@ class Decoder(nnx.Module):
 
         def one(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
             block, kv, window = layer
-            x_BTD, new_kv = nnx.merge(graph, block)(x_BTD, step, window, kv)
+            x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), step, window, kv)
             return x_BTD, None if kv is None else new_kv  # without a cache nothing is kept
 
         layers: Any = (blocks, kvs, jnp.asarray(windows))
         return jax.lax.scan(one, x_BTD, layers)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = self.norm(x_BTD)
+        x_BTD = self.norm(placed(x_BTD, "B T D"))
         logits_BTV = self.embed.attend(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
-        return logits_BTV.astype(jnp.float32)
+        return placed(logits_BTV, "B T V").astype(jnp.float32)

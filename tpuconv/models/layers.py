@@ -1,14 +1,17 @@
 """Leaves that the families share, each with one mathematical meaning. Names end in the letters of their axes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.placement import placed
 from tpuconv.models.rope import Rope
+from tpuconv.sharding import ATTENTION
 
 HIDDEN = -1e38
 """The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
@@ -48,7 +51,14 @@ class Einsum(nnx.Module):
 
     def product(self, equation: str, x: jax.Array) -> jax.Array:
         """Another product with the same kernel, which only this module may touch: quantized, it is no array."""
-        return jnp.einsum(equation, x, self.kernel[...]).astype(x.dtype)
+        kernel = self.kernel[...]
+        if equation == self.equation and is_vector(x, kernel) and kernel.size <= x.size * CPU_OUTPUTS:
+            shape = (1, 1, *kernel.shape[x.ndim - 2 :])
+            return on_cpu(
+                lambda: vector_product(x, kernel.reshape(x.size, -1), 0).reshape(shape),
+                lambda: jnp.einsum(equation, x, kernel),
+            )
+        return jnp.einsum(equation, x, kernel).astype(x.dtype)
 
 
 class Embed(nnx.Module):
@@ -62,7 +72,40 @@ class Embed(nnx.Module):
         return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
 
     def attend(self, x_BTD: jax.Array) -> jax.Array:
-        return jnp.einsum("BTD,VD->BTV", x_BTD, self.embedding[...])
+        embedding = self.embedding[...]
+        by_einsum = partial(jnp.einsum, "BTD,VD->BTV", x_BTD, embedding)
+        if not is_vector(x_BTD, embedding):
+            return by_einsum()
+        return on_cpu(lambda: vector_product(x_BTD, embedding, 1)[None, None], by_einsum)
+
+
+# XLA multiplies bfloat16 on a CPU by way of a copy of the matrix in float32: for one token twenty times as slow as
+# reading the matrix. A product and a sum, fused, convert as they go; the barriers keep others from sharing the copy.
+
+barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
+
+CPU_OUTPUTS = 16384
+"""More sums than this, side by side, do not stay in the first caches, and then the copy is faster."""
+
+
+def is_vector(x: jax.Array, kernel: Any) -> bool:
+    """Whether this is one token's product with a matrix in bfloat16 (quantized, it is no array)."""
+    one = x.shape[:2] == (1, 1) and isinstance(kernel, jax.Array)
+    return one and x.dtype == kernel.dtype == jnp.bfloat16
+
+
+def on_cpu(fused: Callable[[], jax.Array], product: Callable[[], jax.Array]) -> jax.Array:
+    """`fused` in a program for CPUs, `product` in any other; decided when it is compiled."""
+    y: jax.Array = jax.lax.platform_dependent(cpu=fused, default=product)
+    return y
+
+
+def vector_product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """The product over an axis of the matrix, summed in float32."""
+    x, matrix = barrier((x.reshape(-1), matrix))
+    wide = jnp.expand_dims(x.astype(jnp.float32), 1 - axis)
+    y = jnp.sum(matrix.astype(jnp.float32) * wide, axis=axis)
+    return jnp.asarray(barrier(y), x.dtype)
 
 
 def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
@@ -115,10 +158,10 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_B
     """Softmax attention [B, T, N, H]; G = N/K query heads share a key-value head, which is not repeated in memory."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", ATTENTION)
     # Scores stay in float32, where the product has them anyway: rounded, they would be the coarsest numbers here.
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
     y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
-    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

@@ -1,14 +1,17 @@
 """Experts: feed-forward networks of which each token goes through a few."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from tpuconv.models.layers import Keys, normal
+from tpuconv.models.placement import automatic_mesh
+from tpuconv.sharding import ACTIVATIONS, MESH_AXES, Part, Rules, partition
 
 FEW = 0.5
 """Rows for each expert, up to which the weights of every row's expert are gathered: no other expert is read. Where rows
@@ -48,13 +51,15 @@ class Expert(nnx.Module):
     """One matrix of every expert: `Expert("EDM", sizes)` takes rows of D to rows of M. The bias is [E, M]."""
 
     def __init__(self, letters: str, sizes: Mapping[str, int], *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        self.letters = letters
         shape = tuple(sizes[letter] for letter in letters)
         self.kernel = nnx.Param(normal(keys(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros((shape[0], shape[2]), dtype)) if bias else None
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         kernel_EDM = self.kernel[...]
-        if len(x) <= FEW * self.kernel.shape[0]:
+        # On a mesh rows of other chips' experts are among these, which the grouped product alone skips.
+        if len(x) <= FEW * self.kernel.shape[0] and jax.sharding.get_abstract_mesh().empty:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
             y = jax.lax.ragged_dot(x, kernel_EDM, rows.counts_E)
@@ -74,6 +79,73 @@ class Experts(nnx.Module):
         self.down = Expert("EMD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
-        rows = Rows.of(x_BTD, ids_BTX, self.gate.kernel.shape[0])
-        hidden = self.act(self.gate(rows.x, rows)) * self.up(rows.x, rows)
-        return rows.summed(self.down(hidden, rows), weights_BTX)
+        act = self.act
+
+        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            return down(act(gate(rows.x, rows)) * up(rows.x, rows), rows)
+
+        return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX)
+
+
+WHOLE: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}
+"""How experts are divided where they multiply: the model width is gathered first."""
+
+
+def routed(
+    feed: Callable[..., jax.Array],
+    experts: Sequence[Expert],
+    x_BTD: jax.Array,
+    ids_BTX: jax.Array,
+    weights_BTX: jax.Array,
+) -> jax.Array:
+    """What the experts `ids_BTX` make of each token, weighted and added up [B, T, D]. `feed(*experts, rows)` takes rows
+    through the matrices of their experts.
+
+    On a mesh every chip takes its own experts' rows through its part of their width, and one all-reduce adds up: the
+    compiler, left to itself, would gather all experts on every chip.
+    """
+    E = experts[0].kernel.shape[0]
+    mesh = automatic_mesh()
+    if mesh is None:
+        rows = Rows.of(x_BTD, ids_BTX, E)
+        return rows.summed(feed(*experts, rows), weights_BTX)
+
+    sizes = dict(mesh.shape)
+    graphs, states = zip(*map(nnx.split, experts), strict=True)
+    specs = tuple(_spec(expert, state, sizes) for expert, state in zip(experts, states, strict=True))
+    by_expert, by_width = (_names(partition("E D M", _shape("EDM", experts), sizes, WHOLE)[at]) for at in (0, 2))
+    batch = PartitionSpec(partition("B", x_BTD.shape[:1], sizes, ACTIVATIONS)[0])  # type: ignore[no-untyped-call]
+
+    def on_one_chip(states: Any, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
+        own: list[Expert] = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
+        count = own[0].kernel.shape[0]
+        ids_BTX = ids_BTX - (jax.lax.axis_index(by_expert) * count if by_expert else 0)
+        is_mine_BTX = (ids_BTX >= 0) & (ids_BTX < count)
+        rows = Rows.of(x_BTD, jnp.where(is_mine_BTX, ids_BTX, count), count)  # those of others last, without a product
+        for expert in own:
+            if expert.bias is not None and expert.letters == "EMD" and by_width:  # once, not for each part of a width
+                expert.bias[...] = jnp.where(jax.lax.axis_index(by_width) == 0, expert.bias[...], 0)
+        y = jnp.where((rows.expert < count)[:, None], feed(*own, rows), 0)
+        y_BTD: jax.Array = jax.lax.psum(rows.summed(y, weights_BTX), (*by_expert, *by_width))  # type: ignore[no-untyped-call]
+        return y_BTD
+
+    divided = jax.shard_map(on_one_chip, in_specs=(specs, batch, batch, batch), out_specs=batch, check_vma=False)
+    return divided(states, x_BTD, ids_BTX, weights_BTX)
+
+
+def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:
+    return next(tuple(expert.kernel.shape) for expert in experts if expert.letters == letters)
+
+
+def _spec(expert: Expert, state: Any, sizes: Mapping[str, int]) -> Any:
+    """How each array of one matrix is divided; of a quantized one values and scales, of which each has all axes."""
+
+    def one(x: jax.Array) -> PartitionSpec:
+        letters = expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
+        return PartitionSpec(*partition(" ".join(letters), x.shape, sizes, WHOLE))  # type: ignore[no-untyped-call]
+
+    return jax.tree.map(one, state)
+
+
+def _names(part: Part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else part or ()

@@ -20,7 +20,7 @@ from qwix._src.utils import flax_util
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.quantize.config import QuantConfig, Rule
 
-TOKENS = 64
+TOKENS = 1024
 """Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
 
 EMBEDDING = "embed"
@@ -66,6 +66,9 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.weight_calibration_method,
             )
             rhs = ptq.create_quantized_param(name, rhs, how).array
+        is_plain_int8 = isinstance(rhs, qarray.QArray) and rhs.qvalue.dtype == jnp.int8 and rhs.zero_point is None
+        if is_plain_int8 and rhs.scale.shape[1] == 1 and rule.act_qtype is None:
+            return _rows_times_int8(lhs, rhs, group_sizes)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
                 qtype=rule.act_qtype,
@@ -76,6 +79,14 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
             lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
         out_dtype = lhs.dtype  # of float32 scales the product is float32
         return ragged_dot(lhs, rhs, group_sizes).astype(out_dtype)
+
+
+def _rows_times_int8(lhs: jax.Array, rhs: Any, group_sizes: jax.Array) -> jax.Array:
+    """Rows times int8 as it is, then times the scales: the TPU's kernel reads the experts that have rows, in int8.
+    Dequantized first, as Qwix does it, all of them are read, and in some programs written back in bfloat16."""
+    y = jax.lax.ragged_dot(lhs, rhs.qvalue, group_sizes, preferred_element_type=jnp.float32)
+    scale = jnp.repeat(rhs.scale[:, 0], group_sizes, axis=0, total_repeat_length=y.shape[0])
+    return (y * scale).astype(lhs.dtype)
 
 
 @dataclass(frozen=True)

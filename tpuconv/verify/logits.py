@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.source import INDEX_FILE, open_source
-from tpuconv.errors import UsageError
+from tpuconv.convert.source import INDEX_FILE, open_source, read_json
+from tpuconv.errors import ConfigError, UsageError
+from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
@@ -86,21 +87,33 @@ def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list
     Raises:
         UsageError: prompts without a tokenizer, or prompts that are too short to predict anything.
     """
-    if not any(source.glob("tokenizer*")) and not (source / "vocab.json").exists():
+    if not has_tokenizer(source):
         if prompts:
             raise UsageError(
                 f"{source} has no tokenizer for the prompts", hint="leave --prompts away to compare on token ids"
             )
         rng = np.random.default_rng(0)
         return [list(map(int, row)) for row in rng.integers(0, vocab_size, (ID_PROMPTS, ID_LENGTH))]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer = load_tokenizer(source)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts or PROMPTS]
     ids = [own for own in ids if len(own) > 1]
     if not ids:
         raise UsageError("the prompts are shorter than two tokens", hint="give longer ones")
     return ids
+
+
+READ_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers reads as another, which has the same mathematics: it would ask for remote code."""
+
+
+def reference_config(source: Path) -> Any:
+    """Transformers' config of the source."""
+    from transformers import AutoConfig
+
+    raw = read_json(source / "config.json", ConfigError)
+    if (other := READ_AS.get(raw.get("model_type", ""))) is None:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
 def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
@@ -113,7 +126,12 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+        source,
+        config=reference_config(source),
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        trust_remote_code=False,
+        use_safetensors=True,
     ).eval()
     with torch.no_grad():
         out = [model(torch.tensor([list(ids)])).logits[0].float().numpy() for ids in prompts]

@@ -1,7 +1,7 @@
 """DeepSeek V3 (arXiv:2412.19437), read from top to bottom."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.moe import Experts
+from tpuconv.models.placement import placed
+from tpuconv.sharding import ATTENTION
 
 LATENT_EPS = 1e-6
 """Of the norms of latent vectors, whatever config.json says of the others."""
@@ -20,7 +22,10 @@ LATENT_EPS = 1e-6
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Latent:
-    """What a layer caches: of each token the latent vector of all heads' keys and values, and the one rotary key."""
+    """What a layer caches: of each token the latent vector of all heads' keys and values, and the one rotary key.
+    `axes` are the letters of each."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R")
 
     c_BSC: jax.Array
     k_BSR: jax.Array
@@ -63,7 +68,7 @@ class Attention(nnx.Module):
         x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
         q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._turned(self.q_rope(x_BTQ), step)
         k_BTR = self._turned(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
-        new = Latent(self.kv_a_norm(self.kv_a(x_BTD)), k_BTR)
+        new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B S C", ATTENTION), placed(k_BTR, "B S R", ATTENTION))
         kv = new if kv is None else kv.extended(new, step.slot)
 
         visible_BTS = step.visible(window)
@@ -73,7 +78,7 @@ class Attention(nnx.Module):
         # space (the absorbed form), then scores and sums as wide as those are.
         expanding, absorbing = S * C * (P + H) + T * S * (P + H), T * C * (P + H) + T * S * 2 * C
         y_BTNH = (self._expanded if expanding <= absorbing else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
-        return self.o(y_BTNH), kv
+        return self.o(placed(y_BTNH, "B T N H")), kv
 
     def _turned(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
         return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.turns_in(x_BTNR.dtype))
@@ -87,10 +92,12 @@ class Attention(nnx.Module):
     def _absorbed(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
         what comes out. The same numbers, and a step reads no more than the cache."""
-        q_BTNC = self.k_b.product("BTNP,CNP->BTNC", q_BTNP)
+        # The cache has no heads to be divided by: the chips of a mesh divide the batch, and heads change over to it.
+        q_BTNC = placed(self.k_b.product("BTNP,CNP->BTNC", q_BTNP), "B T N C", ATTENTION)
+        q_BTNR = placed(q_BTNR, "B T N R", ATTENTION)
         scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
-        y_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC)
+        y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC), "B T N C")
         return self.v_b.product("BTNC,CNH->BTNH", y_BTNC)
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:

@@ -10,7 +10,9 @@ from tpuconv.models.cache import KV, remember
 from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.gpt_oss.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
-from tpuconv.models.moe import Expert, Rows
+from tpuconv.models.moe import Expert, Rows, routed
+from tpuconv.models.placement import placed
+from tpuconv.sharding import ATTENTION
 
 
 class RMSNorm(layers.RMSNorm):
@@ -27,7 +29,7 @@ def attention(
     """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", ATTENTION)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
     sinks_BKGT1 = jnp.broadcast_to(
@@ -35,7 +37,7 @@ def attention(
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
     y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :-1].astype(q_BTNH.dtype), v_BSKH)
-    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
 class Attention(nnx.Module):
@@ -70,12 +72,14 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         scores_BTX, ids_BTX = jax.lax.top_k(self.router(x_BTD), self.config.num_experts_per_tok)
-        rows = Rows.of(x_BTD, ids_BTX, self.config.num_local_experts)
-        limit = self.config.swiglu_limit
-        gate = jnp.minimum(self.gate(rows.x, rows), limit)
-        up = jnp.clip(self.up(rows.x, rows), -limit, limit)
-        hidden = (up + 1) * (gate * nnx.sigmoid(gate * self.config.swiglu_alpha))
-        return rows.summed(self.down(hidden, rows), nnx.softmax(scores_BTX))
+        limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
+
+        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            clamped = jnp.minimum(gate(rows.x, rows), limit)
+            hidden = (jnp.clip(up(rows.x, rows), -limit, limit) + 1) * (clamped * nnx.sigmoid(clamped * alpha))
+            return down(hidden, rows)
+
+        return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, nnx.softmax(scores_BTX))
 
 
 class Block(nnx.Module):

@@ -1,0 +1,104 @@
+"""Which is the smallest slice of each TPU that fits a model? Makes the table of docs/topology.md.
+
+    python benchmarks/topology.py > docs/topology.md
+
+Weights and cache are exact, of the whole model. The rest is what the compiler says of the same model cut to its first
+layers, where each kind of layer is: temporaries do not grow with depth, and the program grows with it evenly. That
+takes a minute for each cell; `tpuconv verify benchmarks/configs/NAME.json --topology v5e` compiles the whole model.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tpuconv.quantize.config import find_config
+from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, GIB, Question, Slice
+
+CONFIGS = Path(__file__).parent / "configs"
+MODELS = ("olmo2-32b", "gpt-oss-120b", "llama-4-scout", "qwen3-235b-a22b", "llama-4-maverick", "kimi-k2")
+KINDS = ("v5e", "v6e", "v5p", "tpu7x")
+BATCH, CONTEXT, QUANTIZATION = 8, 4096, "int8_weight_only"
+DEPTH = 5
+"""Layers that are compiled: the three dense ones of DeepSeek's kind, and some with experts."""
+
+
+def cut(config: dict, layers: int) -> dict:
+    """The model's first layers."""
+    config = json.loads(json.dumps(config))
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = layers
+    if text.get("layer_types"):
+        text["layer_types"] = text["layer_types"][:layers]
+    return config
+
+
+def question(config: dict) -> Question:
+    return Question(config, BATCH, CONTEXT, quantize=find_config(QUANTIZATION).to_json())
+
+
+def sizes(config: dict, one: Slice) -> tuple[int, int]:
+    """Bytes of a device's weights and cache."""
+    from tpuconv.models.registry import find_family
+    from tpuconv.sharding import decoding_mesh
+    from tpuconv.verify.aot import _bytes, _Compilation
+
+    family = find_family(config)
+    parsed = family.config.from_hf(config)
+    letters = {letter: size for letter, size in parsed.axes.items() if isinstance(size, int)}
+    model = _Compilation(question(config), one, family, parsed, decoding_mesh(letters, one.devices))
+    return _bytes(model.params), _bytes(model.cache)
+
+
+def cell(name: str, kind: str) -> dict:
+    """The smallest slice of a kind, and what a device of it holds. In a process of its own."""
+    from tpuconv.verify.aot import compile_for
+
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    for shape in CHIPS[kind].slices:
+        one = Slice(f"{kind}:{shape}")
+        try:
+            weights, cache = sizes(config, one)
+        except Exception as e:
+            return {"error": f"{one.name}: {str(e)[:200]}"}
+        if weights + cache > one.chip.hbm:
+            continue
+        shallow = compile_for(question(cut(config, DEPTH)), one)
+        if shallow["why"]:
+            continue
+        memory = shallow["memory"]
+        peak = weights + cache + memory["temporaries"] + memory["code"] * layers // DEPTH
+        if peak <= one.chip.hbm:
+            return {"slice": one.name, "peak": peak, "weights": weights, "cache": cache, "mesh": shallow["mesh"]}
+    return {}
+
+
+def main() -> None:
+    print("# The smallest slice that fits\n")
+    print(
+        f"Batch {BATCH}, context {CONTEXT}, `{QUANTIZATION}`; GiB of a device in use, of those that it has. No TPU was"
+    )
+    print("used: the TPU's compiler says so ([benchmarks/topology.py](../benchmarks/topology.py) says how).\n")
+    print("| model | " + " | ".join(f"{kind}, {CHIPS[kind].hbm / GIB:.2f} GiB" for kind in KINDS) + " |")
+    print("|---|" + "---|" * len(KINDS))
+    for name in MODELS:
+        row = []
+        for kind in KINDS:
+            command = [sys.executable, __file__, name, kind]
+            done = subprocess.run(
+                command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
+            )
+            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-200:]}
+            text = f"{found['slice'].partition(':')[2]}: {found['peak'] / GIB:.1f}" if "slice" in found else "none"
+            row.append(text)
+            print(name, kind, found, file=sys.stderr, flush=True)
+        print(f"| {name} | " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(cell(*sys.argv[1:])))
+    else:
+        main()

@@ -1,0 +1,137 @@
+"""Generation: the tokens that a full forward pass would choose, one at a time, in place, alone or in a batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import CASES, Case
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpuconv
+from tpuconv.errors import UsageError
+from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded
+
+NEW = 6
+RNG = np.random.default_rng(3)
+PROMPTS = [list(map(int, RNG.integers(3, 101, length))) for length in (9, 4, 1)]
+
+
+BY_ID = {case.id: case for case in CASES}
+
+
+def tokens(generate: Generator, prompts: list[list[int]], **options: Any) -> np.ndarray:
+    return np.stack(list(generate(prompts, NEW, **options)), axis=1)
+
+
+def right_padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """A row is as it would be alone: no token sees what comes after it."""
+    width = max(map(len, rows))
+    mask_BT = np.arange(width) < np.array([[len(row)] for row in rows])
+    return np.array([row + [0] * (width - len(row)) for row in rows]), mask_BT
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_greedy_tokens_are_those_of_a_full_forward_pass(case: Case, orbax: Any) -> None:
+    """Prompts of different lengths in one batch, each step against each sequence at once."""
+    model = tpuconv.load(orbax(case))
+    new_BT = tokens(Generator(model), PROMPTS)
+    assert new_BT.shape == (len(PROMPTS), NEW)
+    whole = [prompt + list(map(int, new)) for prompt, new in zip(PROMPTS, new_BT, strict=True)]
+    logits_BTV = np.asarray(nnx.jit(lambda model, *padded: model(*padded))(model, *right_padded(whole)))
+    for prompt, new, logits_TV in zip(PROMPTS, new_BT, logits_BTV, strict=True):
+        np.testing.assert_array_equal(logits_TV.argmax(-1)[len(prompt) - 1 : len(prompt) + NEW - 1], new)
+
+
+@pytest.fixture(scope="module")
+def greedy(orbax: Any) -> Generator:
+    return Generator(tpuconv.load(orbax(BY_ID["llama-mistral"])))
+
+
+def test_a_batch_is_each_prompt_alone(greedy: Generator) -> None:
+    together = tokens(greedy, PROMPTS)
+    for prompt, new in zip(PROMPTS, together, strict=True):
+        np.testing.assert_array_equal(tokens(greedy, [prompt])[0], new)
+
+
+def test_a_sequence_ends_at_eos_and_the_others_go_on(greedy: Generator) -> None:
+    free = tokens(greedy, PROMPTS)
+    eos = int(free[0, 2])
+    assert eos not in free[0, :2]
+    out = tokens(greedy, PROMPTS, eos=(eos,))
+    for own, other in zip(out, free, strict=True):
+        length = int(np.argmax(other == eos)) + 1 if eos in other else NEW
+        assert list(own) == [*other[:length], *[ENDED] * (NEW - length)]
+    assert len(list(greedy(PROMPTS[:1], NEW, eos=(eos,)))) == 3
+
+
+def test_the_cache_is_donated_and_a_shape_is_compiled_once(greedy: Generator) -> None:
+    ids_BT, mask_BT = left_padded(PROMPTS)
+    key = jax.random.key(0)
+    ids_B, cache = greedy.prefill(greedy.weights, ids_BT, mask_BT, key, ids_BT.shape[1] + NEW)
+    before = cache.layers[0].k_BSKH
+    at = before.unsafe_buffer_pointer()
+    compiled = greedy.decode._cache_size()
+    for _ in range(3):
+        ids_B, cache = greedy.decode(greedy.weights, ids_B, cache, key)
+    assert before.is_deleted()
+    assert cache.layers[0].k_BSKH.unsafe_buffer_pointer() == at
+    assert greedy.decode._cache_size() - compiled <= 1
+
+
+def test_a_seed_gives_the_same_tokens_again(orbax: Any) -> None:
+    sampled = Generator(tpuconv.load(orbax(BY_ID["llama-mistral"])), Sampling(temperature=3.0))
+    one, again, other = (tokens(sampled, PROMPTS, seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new"), [([], 1), ([[]], 1), ([[1], []], 1), ([[1]], 0)], ids=["none", "empty", "one empty", "no token"]
+)
+def test_nothing_to_do_is_refused(prompts: list[list[int]], new: int, greedy: Generator) -> None:
+    with pytest.raises(UsageError, match="every prompt needs a token"):
+        next(greedy(prompts, new))
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=7, max_size=7, unique=True)
+DRAWS = 64
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+def test_a_sampling_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="cannot be"):
+        Sampling(**wrong)
+
+
+@settings(max_examples=40)
+@given(logits=LOGITS, top_k=st.none() | st.sampled_from([1, 2, 5, 9]), top_p=st.floats(0.05, 1), seed=st.integers(0, 9))
+def test_only_what_top_k_and_top_p_leave_is_drawn(
+    logits: list[float], top_k: int | None, top_p: float, seed: int
+) -> None:
+    order = np.argsort(logits)[::-1][:top_k]
+    chances = np.exp(np.array(logits)[order] - max(logits))
+    likelier = np.cumsum(chances / chances.sum()) - chances / chances.sum()
+    left = set(order[likelier < top_p + 1e-5])
+    drawn = Sampling(1.0, top_k, top_p)(jnp.array([logits] * DRAWS, jnp.float32), jax.random.key(seed))
+    assert set(map(int, drawn)) <= left
+    greedy = Sampling()(jnp.array([logits], jnp.float32), jax.random.key(seed))
+    assert int(greedy[0]) == order[0]
+
+
+def test_tokens_are_drawn_as_often_as_their_chance_is() -> None:
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    keys = jax.random.key(7)
+
+    def shares(sampling: Sampling) -> np.ndarray:
+        return np.bincount(sampling(jnp.tile(logits, (40_000, 1)), keys), minlength=4) / 40_000
+
+    np.testing.assert_allclose(shares(Sampling(1.0)), [0.5, 0.3, 0.15, 0.05], atol=0.01)
+    np.testing.assert_allclose(shares(Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=0.01)
+    np.testing.assert_allclose(shares(Sampling(1.0, top_p=0.9)), [0.526, 0.316, 0.158, 0], atol=0.01)
+    np.testing.assert_allclose(shares(Sampling(0.5)), np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=0.01)

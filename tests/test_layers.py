@@ -1,0 +1,45 @@
+"""The shared leaves: one token's products in bfloat16, which have a form of their own on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpuconv.models.layers import Einsum, Embed, Keys
+
+SIZES = {"D": 96, "N": 4, "H": 10, "F": 70, "V": 301}
+
+
+def exact(equation: str, x: jax.Array, kernel: jax.Array) -> np.ndarray:
+    return np.einsum(equation, np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+
+
+def assert_rounded_once(y: jax.Array, wanted: np.ndarray) -> None:
+    assert (y.dtype, y.shape) == (jnp.bfloat16, wanted.shape)
+    assert np.abs(np.asarray(y, np.float64) - wanted).max() <= 2**-8 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("equation", ["BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF"])
+def test_products_in_bfloat16_are_rounded_once(equation: str, tokens: int) -> None:
+    layer = Einsum(equation, SIZES, bias=True, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
+    letters = equation.partition(",")[0][2:]
+    x = jax.random.normal(jax.random.key(1), (1, tokens, *(SIZES[letter] for letter in letters)), jnp.bfloat16)
+    assert_rounded_once(jax.jit(lambda x: layer(x))(x), exact(equation, x, layer.kernel[...]))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_logits_by_the_embedding_are_rounded_once(tokens: int) -> None:
+    embed = Embed(SIZES, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
+    x_BTD = jax.random.normal(jax.random.key(1), (1, tokens, SIZES["D"]), jnp.bfloat16)
+    assert_rounded_once(jax.jit(embed.attend)(x_BTD), exact("BTD,VD->BTV", x_BTD, embed.embedding[...]))
+
+
+def test_no_program_for_another_device_has_the_form_for_cpus() -> None:
+    layer = Einsum("BTD,DF->BTF", SIZES, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
+    step = jax.jit(lambda x: layer(x)).trace(jnp.ones((1, 1, SIZES["D"]), jnp.bfloat16))
+    texts = {platform: step.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu")}
+    assert "optimization_barrier" in texts["cpu"]
+    assert "dot_general" not in texts["cpu"]
+    assert "optimization_barrier" not in texts["tpu"]
+    assert "dot_general" in texts["tpu"]

@@ -1,0 +1,134 @@
+"""The comparison a layer at a time: the same numbers as in one piece, and the layer that departs is named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from families import CASES, Case, save
+from test_codecs import encode
+from test_convert import convert
+
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.convert.plan import Options
+from tpuconv.errors import SourceError, UsageError
+from tpuconv.verify.layerwise import Part, compare_layers
+from tpuconv.verify.logits import model_logits, reference_logits
+
+RNG = np.random.default_rng(5)
+PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
+BY_ID = {case.id: case for case in CASES}
+WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long
+
+
+def compared(out: Path, source: Path, dtype: str = "float32") -> tuple[list[Part], list[np.ndarray], list[np.ndarray]]:
+    return compare_layers(read_manifest(out), source, PROMPTS, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) -> None:
+    parts, theirs, ours = compared(orbax(case), hf(case))
+    layers = case.config.get("num_hidden_layers", 2)
+    assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
+    assert not [part for part in parts if part.departs]
+    for mine, whole in zip(theirs, reference_logits(hf(case), PROMPTS, "float32"), strict=True):
+        np.testing.assert_array_equal(mine, whole)
+    scale = max(np.abs(x).max() for x in theirs)
+    assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 2e-5 * scale
+    if case in WHOLE:
+        for mine, whole in zip(ours, model_logits(orbax(case), PROMPTS, "float32"), strict=True):
+            np.testing.assert_allclose(mine, whole, rtol=0, atol=5e-6 * scale)
+
+
+def test_stacked_layers_are_read_one_at_a_time(hf: Any, orbax: Any, tmp_path: Path) -> None:
+    case = BY_ID["qwen2-windows"]
+    convert(hf(case), tmp_path / "out", Options(scan_layers=True))
+    stacked, plain = compared(tmp_path / "out", hf(case)), compared(orbax(case), hf(case))
+    assert stacked[0] == plain[0]
+    np.testing.assert_array_equal(stacked[2][0], plain[2][0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tensor", "first"),
+    [
+        ("model.layers.1.self_attn.o_proj.weight", "layer 1"),
+        ("model.layers.2.post_attention_layernorm.weight", "layer 2"),
+        ("model.embed_tokens.weight", "embedding"),
+    ],
+)
+def test_the_first_layer_that_departs_is_named(tensor: str, first: str, dtype: str, hf: Any, tmp_path: Path) -> None:
+    source = hf(BY_ID["llama-tied-llama3"])
+    tensors = {name: x.copy() for name, x in read_tensors(source).items()}
+    tensors[tensor][..., :20] *= -1
+    config = json.loads((source / "config.json").read_text())
+    convert(write_checkpoint(tmp_path / "damaged", config, tensors), tmp_path / "out")
+    parts, _, _ = compared(tmp_path / "out", source, dtype)
+    assert [part.name for part in parts if part.departs] == [first]  # by itself, whatever came before, no other does
+    at = [part.name for part in parts].index(first)
+    assert all(part.error > part.gate for part in parts[at:])
+
+
+def test_a_source_in_fp8_is_compared_by_its_values(tmp_path: Path) -> None:
+    """Which transformers would not load without a GPU."""
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    encode(folder, (8, 12))
+    convert(folder, tmp_path / "out")
+    parts, _, _ = compared(tmp_path / "out", folder)
+    assert max(part.error for part in parts) < 1e-5
+
+
+def test_a_source_in_mxfp4_is_compared_by_its_values(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2}
+    folder = save(Case("gpt_oss-mxfp4", "gpt_oss", "gpt_oss", sizes | {"head_dim": 12}), tmp_path / "hf")
+    tensors, rng = read_tensors(folder), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(122, 126, (experts, outputs, inputs // 32), np.uint8)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    convert(write_checkpoint(folder, config, tensors), tmp_path / "out")
+    parts, _, _ = compared(tmp_path / "out", folder)
+    assert max(part.error for part in parts) < 1e-5
+
+
+def test_what_cannot_be_compared_is_refused(hf: Any, orbax: Any, tmp_path: Path) -> None:
+    case = BY_ID["llama-plain"]
+    convert(hf(case), tmp_path / "part", Options(layers=range(1)))
+    with pytest.raises(UsageError, match="a part of the layers"):
+        compared(tmp_path / "part", hf(case))
+    tensors = read_tensors(hf(case))
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    write_checkpoint(tmp_path / "hf", json.loads((hf(case) / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight"):
+        compared(orbax(case), tmp_path / "hf")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from tpuconv.cli import _peak_memory
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.verify.layerwise import compare_layers
+peaks = []
+compare_layers(read_manifest(Path(sys.argv[1])), Path(sys.argv[2]), [[1, 2, 3]], "float32",
+               lambda part: peaks.append(_peak_memory()))
+print(*peaks)
+"""
+
+
+def test_memory_is_that_of_a_layer_and_not_of_the_model(tmp_path: Path) -> None:
+    layers = 12
+    config = qwen3_config(hidden_size=1024, intermediate_size=5120, num_hidden_layers=layers)
+    folder = hollow_checkpoint(tmp_path / "hf", config)
+    plan = convert(folder, tmp_path / "out")
+    layer = 4 * plan.parameters / layers  # in float32
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "out"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    _, _, second, *later = map(int, done.stdout.split())  # the first layer compiles
+    assert len(later) == layers - 2
+    assert later[-1] - second < layer

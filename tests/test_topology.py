@@ -1,0 +1,318 @@
+"""Compiling for a slice of TPUs that is not here: every family, what does not fit, mistakes. The compiler is the real
+one."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from checkpoints import qwen3_config
+from families import CASES
+from test_cli import EXAMPLE, tpuconv
+
+from tpuconv.errors import UsageError
+from tpuconv.models.registry import FAMILIES
+from tpuconv.sharding import ATTENTION, decoding_mesh, partition, shard_shape
+from tpuconv.verify.hlo import Schedule, values
+from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, Slice, parse_mesh, parse_topologies
+
+compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+
+MANY = """
+import json, sys
+from tpuconv.verify.aot import compile_for
+from tpuconv.verify.tpu import Question, Slice
+for line in sys.stdin:
+    print(json.dumps(compile_for(Question(json.loads(line), batch=2, context=32), Slice("v5e:2x2"))), flush=True)
+"""
+
+FIRST = {family: next(case for case in CASES if case.family == family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Of one tiny model of every family, from one process: starting takes as long as compiling."""
+    configs = []
+    for case in FIRST.values():
+        config = json.loads(case.hf_config().to_json_string())
+        configs.append(config | ({"model_type": case.written_as} if case.written_as else {}))
+    done = subprocess.run(
+        [sys.executable, "-c", MANY],
+        input="".join(json.dumps(config) + "\n" for config in configs),
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(FIRST, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@compiler
+@pytest.mark.parametrize("family", FIRST)
+def test_every_family_compiles_for_a_slice(family, answers):
+    answer = answers[family]
+    assert answer["why"] == ""
+    assert [program["name"] for program in answer["programs"]] == ["decode", "prefill"]
+    for program in answer["programs"]:
+        assert program["hbm_read"] > 0
+        assert 0 < program["floor"] < program["estimate"]
+        assert program["products"]
+    assert answer["memory"]["cache"] > 0
+
+
+def ask(folder, config, *args, code=0):
+    (folder / "config.json").write_text(json.dumps(config))
+    return tpuconv("verify", folder / "config.json", *args, code=code)
+
+
+DENSE = qwen3_config(
+    hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3,
+    head_dim=128, vocab_size=1024,
+)  # fmt: skip
+
+
+@compiler
+def test_a_dense_layer_has_two_all_reduces(tmp_path):
+    """And no other collective but the embedding's and the head's: heads and feed-forward are divided, nothing else."""
+    facts = json.loads(ask(tmp_path, DENSE, "--topology", "v5e:2x2", "--batch", 4, "--json").stdout)
+    (one,) = facts["slices"]
+    assert (facts["fits"], facts["smallest"], one["mesh"]) == (True, "v5e:2x2", {"tensor": 4})
+    decode = one["programs"]["decode"]
+    counts = {entry["op"]: entry["count"] for entry in decode["collectives"]}
+    assert counts["all-reduce"] == 2 * 3 + 1
+    assert "all-to-all" not in counts
+    assert decode["copies"] == []
+    assert one["memory"]["peak"] + one["memory"]["headroom"] == one["memory"]["available"] == CHIPS["v5e"].hbm
+    # A step reads every weight but the embedding, of which it reads rows, and the cache.
+    embedding = 2 * 256 * 1024 // 4
+    assert (
+        one["memory"]["weights"] - embedding
+        <= decode["hbm_read"]
+        <= 1.3 * sum(one["memory"][kind] for kind in ("weights", "cache"))
+    )
+
+
+@compiler
+def test_fewer_key_value_heads_than_chips_divide_the_batch(tmp_path):
+    """Of 2 heads and 4 chips, each chip has the keys of half of the sequences, and no two the same."""
+    facts = json.loads(
+        ask(tmp_path, DENSE | {"num_key_value_heads": 2}, "--topology", "v5e:2x2", "--batch", 4, "--json").stdout
+    )
+    (one,) = facts["slices"]
+    assert one["mesh"] == {"tensor": 2, "group": 2}
+    keys_and_values = 3 * 2 * 4 * 2048 * 2 * 128 * 2
+    positions_and_count = 4 * (4 * 2048 + 1)
+    assert one["memory"]["cache"] == keys_and_values // 4 + positions_and_count
+    counts = {entry["op"]: entry["count"] for entry in one["programs"]["decode"]["collectives"]}
+    assert counts["all-reduce"] == 2 * 3 + 1
+    assert counts["all-to-all"] == 2 * 3
+
+
+@compiler
+def test_what_does_not_fit_is_an_answer(tmp_path):
+    large = DENSE | {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 24}
+    done = ask(tmp_path, large, "--topology", "v5e:2x2", code=3)
+    assert "GateError" in done.stderr
+    assert "weights and cache alone take" in done.stderr
+    assert "--topology v5e:2x4" in done.stderr
+    assert "--quantize int8_weight_only" in done.stderr
+    facts = json.loads(ask(tmp_path, large, "--topology", "v5e:2x2", "--json", code=3).stdout)
+    assert (facts["fits"], facts["smallest"], facts["slices"][0]["programs"]) == (False, None, {})
+
+
+@compiler
+def test_what_the_compiler_cannot_place_is_an_answer_too(tmp_path):
+    """Weights and cache would fit, the logits of the prefill do not."""
+    wide = DENSE | {"vocab_size": 4 << 20, "hidden_size": 512, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    done = ask(tmp_path, wide, "--topology", "v5e:1x1", "--context", "2048", code=3)
+    assert "prefill does not fit" in done.stderr
+    assert "exceeds available HBM" in done.stderr
+
+
+@compiler
+def test_the_smallest_slice_is_found(tmp_path):
+    large = DENSE | {"hidden_size": 4096, "intermediate_size": 1 << 20, "num_hidden_layers": 1}
+    facts = json.loads(ask(tmp_path, large, "--topology", "v5e,v6e:1x1", "--context", 16, "--json").stdout)
+    fits = [(one["topology"], one["fits"]) for one in facts["slices"]]
+    assert fits == [("v5e:1x1", False), ("v5e:2x2", True), ("v6e:1x1", True)]
+    assert facts["smallest"] == "v6e:1x1"
+
+
+MISTAKES = {
+    "a chip": (("--topology", "v9:2x2"), "known are v4, v5e"),
+    "a shape": (("--topology", "v5e:2x2x2"), "a slice of v5e has 2 sizes"),
+    "an axis": (("--topology", "v5e:2x2", "--mesh", "model=4"), "axes are data, tensor, group, expert"),
+    "a size": (("--topology", "v5e:2x2", "--mesh", "tensor"), "axes are data, tensor, group, expert"),
+    "a batch": (("--topology", "v5e:2x2", "--batch", "0"), "--batch"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_an_answer_that_helps(mistake):
+    args, answer = MISTAKES[mistake]
+    assert answer in tpuconv("verify", EXAMPLE, *args, code=2).stderr
+
+
+@compiler
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (("--topology", "v5e:3x3"), "there is no slice v5e:3x3"),
+        (("--topology", "v5e:2x2", "--mesh", "tensor=8"), "the mesh tensor=8 has 8 devices, v5e:2x2 has 4"),
+    ],
+)
+def test_what_libtpu_does_not_know_is_a_mistake_too(args, answer):
+    assert answer in tpuconv("verify", EXAMPLE, *args, code=2).stderr
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch):
+    from tpuconv.verify import tpu
+
+    monkeypatch.setattr(tpu, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"tpuconv\[tpu\]"):
+        next(tpu.ask(tpu.Question({}), [[Slice("v5e:2x2")]]))
+
+
+# -- names and letters -------------------------------------------------------------------------------------------------
+
+
+def test_topologies_are_read():
+    groups = parse_topologies(["V5E:4x4,v6e:2x4", "v5p"])
+    assert [[one.name for one in group] for group in groups[:2]] == [["v5e:4x4"], ["v6e:2x4"]]
+    assert [one.name for one in groups[2]][:3] == ["v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2"]
+    assert (Slice("v5e:4x4").devices, Slice("tpu7x:2x2x1").devices) == (16, 8)
+    assert Slice("v5e:4x4").next == Slice("v5e:4x8")
+    assert Slice("v5e:16x16").next is None
+    assert parse_mesh("tensor=8, expert=2") == {"tensor": 8, "expert": 2}
+
+
+LLAMA_70B = {"D": 8192, "N": 64, "K": 8, "G": 8, "H": 128, "F": 28672, "V": 128256}
+DEEPSEEK = {"D": 7168, "N": 128, "K": 128, "G": 1, "C": 512, "E": 256, "M": 2048, "V": 129280}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "mesh"),
+    [
+        (LLAMA_70B, 8, {"tensor": 8}),
+        (LLAMA_70B, 16, {"tensor": 8, "group": 2}),
+        (LLAMA_70B, 1, {"tensor": 1}),
+        (DEEPSEEK, 64, {"tensor": 8, "expert": 8}),
+        (DEEPSEEK, 8, {"tensor": 8}),
+        (LLAMA_70B | {"E": 16, "M": 8192}, 16, {"tensor": 8, "expert": 2}),
+        (LLAMA_70B | {"E": 6, "M": 512}, 16, {"tensor": 2, "group": 4, "expert": 2}),
+    ],
+)
+def test_the_default_mesh(sizes, devices, mesh):
+    assert decoding_mesh(sizes, devices) == mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "mesh", "parts"),
+    [
+        ("D N H", (8192, 64, 128), {"tensor": 8, "group": 2}, (None, ("tensor", "group"), None)),
+        ("D K H", (8192, 8, 128), {"tensor": 8, "group": 2}, (None, "tensor", None)),
+        ("D N H", (5120, 40, 128), {"tensor": 8, "group": 2}, (None, "tensor", None)),
+        ("E D M", (256, 7168, 2048), {"tensor": 8, "expert": 8}, ("expert", None, "tensor")),
+        ("D M", (7168, 2048), {"tensor": 8, "expert": 8}, (None, ("tensor", "expert"))),
+        ("D F", (1024, 64), {"data": 2, "tensor": 4}, ("data", "tensor")),
+    ],
+)
+def test_parameters_are_divided_by_letters(axes, shape, mesh, parts):
+    assert partition(axes, shape, mesh) == parts
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "mesh", "parts"),
+    [
+        ("B S K H", (8, 64, 8, 128), {"tensor": 8, "group": 2}, ("group", None, "tensor", None)),
+        ("B S K H", (1, 64, 8, 128), {"tensor": 8, "group": 2}, (None, None, "tensor", None)),
+        ("B T K G H", (1, 1, 8, 8, 128), {"tensor": 8, "group": 2}, (None, None, "tensor", "group", None)),
+        ("B S C", (64, 64, 512), {"tensor": 8, "expert": 8}, (("expert", "tensor"), None, None)),
+        ("B S C", (8, 64, 512), {"tensor": 8, "expert": 8}, ("expert", None, None)),
+    ],
+)
+def test_the_cache_is_divided_by_heads_then_by_the_batch(axes, shape, mesh, parts):
+    assert partition(axes, shape, mesh, ATTENTION) == parts
+    assert all(size >= 1 for size in shard_shape(shape, parts, mesh))
+
+
+# -- the text of a compiled program ------------------------------------------------------------------------------------
+
+HLO = """HloModule small, is_scheduled=true
+
+%body (p: (s32[], bf16[16,256])) -> (s32[], bf16[16,256]) {
+  %p = (s32[], bf16[16,256]{1,0:T(8,128)(2,1)}) parameter(0)
+  %x = bf16[16,256]{1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %all-reduce.1 = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} all-reduce(%x), to_apply=%sum
+  %fusion.1 = bf16[16,256]{1,0:T(8,128)(2,1)} fusion(%all-reduce.1, %x), calls=%product, "estimated_cycles":"1500"
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %out = (s32[], bf16[16,256]{1,0:T(8,128)(2,1)}) tuple(%i, %fusion.1)
+}
+
+%condition (p: (s32[], bf16[16,256])) -> pred[] {
+  %p = (s32[], bf16[16,256]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %bound = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%product (a: bf16[16,256], w: s8[256,256]) -> bf16[16,256] {
+  %a = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %w = s8[256,256]{1,0:T(8,128)(4,1)} parameter(1)
+  %wide = bf16[256,256]{1,0:T(8,128)(2,1)} convert(%w)
+  ROOT %conv = bf16[16,256]{1,0:T(8,128)(2,1)} convolution(%a, %wide), dim_labels=bf_io->bf
+}
+
+%update (cache: bf16[4096,256], new: bf16[8,256], at: s32[]) -> bf16[4096,256] {
+  %cache = bf16[4096,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %new = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %dus = bf16[4096,256]{1,0:T(8,128)(2,1)} dynamic-update-slice(%cache, %new, %at, %at)
+}
+
+ENTRY %main (x: bf16[16,256], big: bf16[4096,256], w: s8[256,256]) -> bf16[4096,256] {
+  %x = bf16[16,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %big = bf16[4096,256]{1,0:T(8,128)(2,1)} parameter(1)
+  %w = s8[256,256]{1,0:T(8,128)(4,1)} parameter(2)
+  %zero = s32[]{:S(6)} constant(0)
+  %start = (bf16[4096,256]{1,0:T(8,128)(2,1)S(1)}, bf16[4096,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%big)
+  %init = (s32[], bf16[16,256]{1,0:T(8,128)(2,1)}) tuple(%zero, %x)
+  %while.1 = (s32[], bf16[16,256]{1,0:T(8,128)(2,1)}) while(%init), condition=%condition, body=%body
+  %done = bf16[4096,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%start)
+  %fusion.2 = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w), kind=kOutput, calls=%product
+  %copy.7 = bf16[4096,256]{0,1:T(8,128)(2,1)} copy(%big), metadata={op_name="jit(step)/relayout"}
+  ROOT %fusion.3 = bf16[4096,256]{1,0:T(8,128)(2,1)} fusion(%big, %x, %zero), kind=kLoop, calls=%update
+}
+"""
+
+
+def test_a_schedule_is_read_with_its_loops():
+    schedule = Schedule(HLO)
+    small, large, weight, row = 16 * 256 * 2, 4096 * 256 * 2, 256 * 256, 8 * 256 * 2
+    assert schedule.collectives() == [{"op": "all-reduce", "count": 5, "bytes": 5 * small}]
+    assert schedule.products()[0]["count"] == 6
+    assert {"multiplied": "bf16 x bf16", "stored": "bf16 x s8", "count": 6} in schedule.products()
+    assert schedule.copies() == [{"source": "jit(step)/relayout", "count": 1, "bytes": 2 * large}]
+    read, written = schedule.hbm
+    # the prefetch; five turns of the loop; the product with the weight; the copy; what is updated in place reads x
+    assert read == large + 5 * small + (small + weight) + large + small
+    assert written == 5 * small + large + row
+    assert schedule.estimate(819e9, 45e9, 1.5e9) > (read + written) / 819e9
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "space", "nbytes"),
+    [
+        ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", "bf16", 1, 2048),
+        ("f32[3,100]{1,0:T(8,128)}", "f32", 0, 8 * 128 * 4),
+        ("s4[7,256]{1,0:T(8,128)(8,1)}", "s4", 0, 8 * 256 // 2),
+        ("f8e4m3fn[128,32]{0,1:T(8,128)(4,1)}", "f8e4m3fn", 0, 128 * 32),
+        ("pred[]", "pred", 0, 1),
+    ],
+)
+def test_shapes_know_their_memory_and_padding(text, dtype, space, nbytes):
+    (value,) = values(text)
+    assert (value.dtype, value.space, value.nbytes) == (dtype, space, nbytes)

@@ -1,0 +1,25 @@
+"""Where arrays lie while a model runs on a mesh: by the letters of their axes, as parameters do."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from tpuconv.sharding import ACTIVATIONS, Rules, partition
+
+
+def automatic_mesh() -> Any | None:
+    """The mesh that `jax.sharding.set_mesh` has set; None without one, or where placement is not the compiler's to
+    choose."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
+
+
+def placed(x: jax.Array, axes: str, rules: Rules = ACTIVATIONS) -> jax.Array:
+    """`x`, laid over the mesh as `rules` have it for its axes ("B T D"). Without a mesh `x` as it is."""
+    mesh = automatic_mesh()
+    if mesh is None:
+        return x
+    spec = PartitionSpec(*partition(axes, x.shape, dict(mesh.shape), rules))  # type: ignore[no-untyped-call]
+    out: jax.Array = jax.lax.with_sharding_constraint(x, spec)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,36 @@
+"""The tokenizer beside a checkpoint, which transformers reads, and the tokens that end a text."""
+
+from pathlib import Path
+from typing import Any
+
+from tpuconv.convert.source import read_json
+from tpuconv.errors import ConfigError, UsageError
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of transformers, without remote code.
+
+    Raises:
+        UsageError: there is none in the folder, or transformers is not installed.
+    """
+    if not has_tokenizer(folder):
+        raise UsageError(f"{folder} has no tokenizer", hint="copy tokenizer.json and tokenizer_config.json into it")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError("text needs transformers' tokenizers", hint="pip install 'tpuconv[hf]'") from None
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """The ids after which a text ends, as generation_config.json has them, or config.json where that has none."""
+    for name in ("generation_config.json", "config.json"):
+        raw = read_json(folder / name, ConfigError) if (folder / name).exists() else {}
+        ids = raw.get("eos_token_id", raw.get("text_config", {}).get("eos_token_id"))
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()

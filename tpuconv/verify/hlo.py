@@ -1,0 +1,430 @@
+"""What a compiled TPU program does, read from its scheduled HLO text.
+
+XLA's own cost analysis counts the body of a loop once and prefetches many times. Here the schedule is walked as it
+runs, loops as often as they turn: bytes of HBM, collectives, which types the matrix units multiply, copies. Shapes in
+the text say in which memory a value lies: `S(1)` is on the chip (VMEM), none is HBM.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+BITS: Mapping[str, int] = {
+    **{"pred": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4},
+    **{"f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f8e8m0fnu": 8, "f8e4m3": 8, "f8e3m4": 8},
+    **{"bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f64": 64},
+}
+_SHAPE = re.compile(rf"\b({'|'.join(sorted(BITS, key=len, reverse=True))})\[([0-9,]*)\](?:\{{([^{{}}]*)\}})?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(")
+
+FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "partition-id",
+        "replica-id",
+        "after-all",
+        "iota",
+    }
+)
+"""Instructions that move nothing."""
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
+VIEWS = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
+BOOKKEEPING = frozenset({"ConcatBitcast", "SliceBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"})
+"""Custom calls that do nothing when they run."""
+
+LARGE = 1 << 20
+"""Bytes from which a copy is worth a line."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One array of a result: `space` 0 is HBM, `nbytes` includes the padding of its tiles."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+    nbytes: int
+
+
+def values(text: str) -> list[Value]:
+    """The arrays of a shape, `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` or a tuple of such."""
+    out = []
+    for dtype, dims_text, layout in _SHAPE.findall(text):
+        dims = tuple(int(size) for size in dims_text.split(",") if size)
+        padded, space = list(dims), 0
+        if layout:
+            order = [int(axis) for axis in layout.partition(":")[0].split(",") if axis]
+            in_space, tile = re.search(r"S\((\d+)\)", layout), re.search(r"T\(([0-9,]+)\)", layout)
+            space = int(in_space[1]) if in_space else 0
+            if tile and len(order) == len(dims):
+                for size, axis in zip(reversed(tile[1].split(",")), order, strict=False):
+                    padded[axis] = -(-padded[axis] // int(size)) * int(size)
+        out.append(Value(dtype, dims, space, prod(padded) * BITS[dtype] // 8))
+    return out
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line. `arguments` is the text between its brackets, `operands` the names in it, `attributes` what follows."""
+
+    name: str
+    result: str
+    op: str
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def values(self) -> list[Value]:
+        return values(self.result)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.values)
+
+    @property
+    def hbm(self) -> int:
+        """Bytes of the result that lie in HBM."""
+        return sum(value.nbytes for value in self.values if value.space == 0)
+
+    @property
+    def kind(self) -> str:
+        """The op; of the two halves of an asynchronous one the op without `-start`."""
+        return self.op.removesuffix("-start")
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's own estimate, 0 where there is none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else 0
+
+    def called(self, attribute: str) -> str:
+        """The computation that `attribute` names, or ""."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def source(self) -> str:
+        """The operation of the model that this belongs to, or ""."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The operands and the attributes of `operands), attributes`."""
+    depth = 0
+    for at, letter in enumerate(text):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            if depth == 0:
+                return text[:at], text[at + 1 :]
+            depth -= 1
+    return text, ""
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction as it runs: HBM bytes of one turn, and how often it runs."""
+
+    instruction: Instruction
+    computation: str
+    times: int
+    read: int
+    written: int
+
+
+class Schedule:
+    """The scheduled program of one device."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current: Computation = {}
+        for line in text.splitlines():
+            if not line.startswith(" "):
+                head = _COMPUTATION.match(line)
+                if head and line.rstrip().endswith("{"):
+                    current = self.computations.setdefault(head[2], {})
+                    self.entry = head[2] if head[1] else self.entry
+                continue
+            if found := _INSTRUCTION.match(line):
+                arguments, attributes = _split(found[5])
+                operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
+                current[found[2]] = Instruction(
+                    found[2], found[3], found[4], operands, arguments, attributes, bool(found[1])
+                )
+        self._users: dict[str, Mapping[str, list[tuple[Instruction, int]]]] = {}
+
+    # -- what runs ----------------------------------------------------------------------------------------------------
+
+    def steps(self, computation: str = "", times: int = 1) -> Iterator[Step]:
+        """All that runs, in order; of the branches of a condition the first, of a loop its body once, with `times`."""
+        computation = computation or self.entry
+        for i in self.computations[computation].values():
+            if i.op in FREE or (i.op == "custom-call" and i.target in BOOKKEEPING):
+                continue
+            if i.op == "while":
+                yield from self.steps(i.called("body"), times * self._turns(i.called("condition")))
+            elif i.op == "call":
+                yield from self.steps(i.called("to_apply"), times)
+            elif i.op == "conditional":
+                branches = re.search(r"branch_computations=\{%?([\w.\-]+)", i.attributes)
+                branch = branches[1] if branches else i.called("true_computation")
+                yield from self.steps(branch, times)
+            else:
+                yield Step(i, computation, times, *self._traffic(i, computation))
+
+    def _turns(self, condition: str) -> int:
+        """How often a loop turns: the bound that its condition compares with; 1 where it cannot be told."""
+        own = self.computations[condition]
+        root = next(i for i in own.values() if i.is_root)
+        near = [own[name] for name in root.operands if name in own and own[name].op == "constant"]
+        for i in near or own.values():
+            if i.op == "constant" and (found := re.match(r"(\d+)$", i.arguments)):
+                return int(found[1])
+        return 1
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def _traffic(self, i: Instruction, computation: str) -> tuple[int, int]:
+        """Bytes that one turn reads from HBM and writes to it."""
+        own = self.computations[computation]
+        operands = [own[name] for name in i.operands if name in own]
+        if i.op.endswith("-done") or i.kind in COLLECTIVES:
+            return 0, 0
+        if i.op == "fusion":
+            return self._fusion_traffic(i, own)
+        if i.op in ("copy-start", "slice-start"):
+            first, second = i.values[:2]
+            to, source = (first, second) if i.op == "copy-start" else (second, first)
+            return (0 if source.space else to.nbytes), (0 if to.space else to.nbytes)
+        if i.op == "dynamic-update-slice":
+            return 0, (own[i.operands[1]].nbytes if i.operands[1] in own and i.hbm else 0)
+        if i.op in ("dynamic-slice", "slice", "gather"):
+            return (i.nbytes if operands and operands[0].hbm else 0), i.hbm
+        return sum(operand.hbm for operand in {o.name: o for o in operands}.values()), i.hbm
+
+    def _fusion_traffic(self, i: Instruction, own: Computation) -> tuple[int, int]:
+        inner_name = i.called("calls")
+        inner = self.computations[inner_name]
+        parameters = {int(p.arguments): p.name for p in inner.values() if p.op == "parameter"}
+        read = 0
+        for at, name in enumerate(i.operands):
+            full = own[name].hbm if name in own else 0
+            if full:
+                read += min(self._touched(inner_name, parameters[at], full), full) if at in parameters else full
+        root = next(r for r in inner.values() if r.is_root)
+        roots = [inner[name] for name in root.operands] if root.op == "tuple" else [root]
+        written = 0
+        for value, result in zip(i.values, roots, strict=False):
+            if value.space == 0:
+                written += self._written(inner, result, value.nbytes)
+        return read, written
+
+    def _touched(self, computation: str, name: str, full: int, depth: int = 0) -> int:
+        """How much of the value `name`, of `full` bytes, a fused computation reads: slices count as slices."""
+        if computation not in self._users:
+            users = defaultdict(list)
+            for i in self.computations[computation].values():
+                for at, operand in enumerate(i.operands):
+                    users[operand].append((i, at))
+            self._users[computation] = users
+        total = 0
+        found = self._users[computation].get(name, [])
+        for i, at in found:
+            if i.op in ("dynamic-slice", "slice", "gather") and at == 0:
+                total += i.nbytes
+            elif i.op == "dynamic-update-slice" and at == 0:
+                continue
+            elif depth < 12 and i.op in VIEWS:
+                total += self._touched(computation, i.name, full, depth + 1)
+            elif depth < 12 and i.op == "fusion":
+                inner = self.computations[i.called("calls")]
+                parameter = next((p.name for p in inner.values() if p.op == "parameter" and p.arguments == str(at)), "")
+                in_place = f"output_to_operand_aliasing={{{{}}: ({at}," in i.attributes
+                total += (
+                    self._touched(computation, i.name, full, depth + 1)
+                    if in_place
+                    else self._touched(i.called("calls"), parameter, full, depth + 1)
+                )
+            else:
+                return full
+        return total if found else full
+
+    def _written(self, inner: Computation, result: Instruction, full: int) -> int:
+        """How much of a fusion's result is written: an update in place counts as the update."""
+        while result.op == "bitcast" and result.operands and result.operands[0] in inner:
+            result = inner[result.operands[0]]
+        if result.op == "dynamic-update-slice":
+            return inner[result.operands[1]].nbytes
+        if result.op == "fusion":
+            nested = self.computations[result.called("calls")]
+            root = next(r for r in nested.values() if r.is_root)
+            return nested[root.operands[1]].nbytes if root.op == "dynamic-update-slice" else full
+        return full
+
+    # -- what a person wants to know ----------------------------------------------------------------------------------
+
+    @cached_property
+    def all_steps(self) -> Sequence[Step]:
+        return tuple(self.steps())
+
+    @property
+    def hbm(self) -> tuple[int, int]:
+        """Bytes read and written in all."""
+        steps = self.all_steps
+        return sum(s.times * s.read for s in steps), sum(s.times * s.written for s in steps)
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """By op: how many, and the bytes of their results on one device."""
+        out: dict[str, list[int]] = {}
+        for step in self.all_steps:
+            if (op := _collective(step.instruction)) and not step.instruction.op.endswith("-done"):
+                count = out.setdefault(op, [0, 0])
+                count[0] += step.times
+                count[1] += step.times * _moved(step.instruction)
+        return [{"op": op, "count": count, "bytes": nbytes} for op, (count, nbytes) in sorted(out.items())]
+
+    def products(self) -> list[dict[str, Any]]:
+        """What the matrix units multiply: by the types of both operands how many, and in which types these lie in
+        memory where those are narrower (an int8 weight that is widened on the way is stored s8, multiplied bf16)."""
+        counts: dict[tuple[str, str], int] = defaultdict(int)
+        for step in self.all_steps:
+            for name in self._fused(step.instruction):
+                own = self.computations[name]
+                for i in own.values():
+                    if i.op in ("convolution", "dot") and len(i.operands) > 1:
+                        sides = [_origin(own, operand) for operand in i.operands[:2]]
+                        multiplied = " x ".join(sorted(side[0] for side in sides))
+                        stored = " x ".join(sorted(side[1] for side in sides))
+                        counts[multiplied, stored] += step.times
+        return [
+            {"multiplied": multiplied, "stored": stored, "count": count}
+            for (multiplied, stored), count in sorted(counts.items(), key=lambda item: -item[1])
+        ]
+
+    def _fused(self, i: Instruction) -> Iterator[str]:
+        """The computations inside a fusion."""
+        if i.op == "fusion" and (name := i.called("calls")):
+            yield name
+            for inner in self.computations[name].values():
+                yield from self._fused(inner)
+
+    def copies(self) -> list[dict[str, Any]]:
+        """Copies and relayouts inside of HBM, by the operation that they belong to: bytes read and written in all."""
+        out: dict[str, list[int]] = {}
+        for step in self.all_steps:
+            i = step.instruction
+            relays = i.op in ("copy", "transpose", "copy-start")
+            relays = relays or (i.op == "fusion" and i.name.startswith(("copy", "transpose")))
+            nbytes = step.read + step.written
+            if relays and step.read and step.written and nbytes >= LARGE:
+                count = out.setdefault(i.source or i.name, [0, 0])
+                count[0] += step.times
+                count[1] += step.times * nbytes
+        largest = sorted(out.items(), key=lambda item: -item[1][1])
+        return [{"source": source, "count": count, "bytes": nbytes} for source, (count, nbytes) in largest]
+
+    def custom_calls(self) -> list[dict[str, Any]]:
+        """Kernels, by target: how many, and the bytes of all operands and results in HBM, used or not."""
+        out: dict[str, list[int]] = {}
+        for step in self.all_steps:
+            if step.instruction.op == "custom-call":
+                count = out.setdefault(step.instruction.target, [0, 0])
+                count[0] += step.times
+                count[1] += step.times * (step.read + step.written)
+        return [{"target": target, "count": count, "bytes": nbytes} for target, (count, nbytes) in sorted(out.items())]
+
+    def estimate(self, bandwidth: float, ici: float, clock: float) -> float:
+        """Seconds of one run, experimental: two timelines, that of the core and that of the HBM, on which prefetches
+        queue; a core waits for what it needs. Loops run as often as they turn.
+
+        Two constants are fitted to published times: 90% of the bandwidth is reached, and a collective takes a
+        microsecond for each of six hops.
+        """
+        reached, hop, hops, links = 0.9 * bandwidth, 1e-6, 6, 2
+        core = memory = 0.0
+        arrives: dict[str, float] = {}
+        for step in self._unrolled():
+            i = step.instruction
+            if i.op in ("copy-start", "slice-start"):
+                memory = max(memory, core) + max(step.read, step.written) / reached
+                arrives[i.name] = memory
+            elif i.op.endswith("-done"):
+                core = max(core, arrives.get(i.operands[0], core))
+            elif op := _collective(i):
+                ways = 2 if op == "all-reduce" else 1
+                core += hop * hops * ways + ways * _moved(i) / (links * ici)
+            else:
+                nbytes = step.read + step.written
+                if nbytes:
+                    memory = max(memory, core) + nbytes / reached
+                core += i.cycles / clock if i.cycles else nbytes / reached
+        return max(core, memory)
+
+    def _unrolled(self) -> Iterator[Step]:
+        """The steps as often as they run. Loops may be nested: a run of steps of one inner loop repeats as a whole."""
+        steps = self.all_steps
+        at = 0
+        while at < len(steps):
+            end = at
+            while end < len(steps) and (steps[end].computation, steps[end].times) == (
+                steps[at].computation,
+                steps[at].times,
+            ):
+                end += 1
+            for _ in range(steps[at].times):
+                yield from steps[at:end]
+            at = end
+
+
+def _collective(i: Instruction) -> str:
+    """The collective that an instruction is or starts, or ""."""
+    if i.kind in COLLECTIVES:
+        return i.kind
+    if i.op == "async-start":
+        return next((name for name in COLLECTIVES if name in i.called("calls") or name in i.name), "")
+    return ""
+
+
+def _moved(i: Instruction) -> int:
+    """Bytes of a collective's result; the result of a start names the operands too."""
+    return i.nbytes // 2 if i.op.endswith("-start") else i.nbytes
+
+
+def _origin(own: Computation, name: str) -> tuple[str, str]:
+    """The type of an operand, and the narrowest type that it had on its way from a parameter of the fusion."""
+    first = own[name].values[0] if name in own and own[name].values else Value("f64", (), 0, 0)
+    narrowest, todo, seen = first, [name], set()
+    while todo:
+        i = own.get(todo.pop())
+        if i is None or i.name in seen or not i.values:
+            continue
+        seen.add(i.name)
+        value = i.values[0]
+        if prod(value.dims) < prod(first.dims):
+            continue  # a scale
+        if BITS[value.dtype] < BITS[narrowest.dtype] and value.dtype != "pred":
+            narrowest = value
+        if i.op in VIEWS | {"multiply", "dynamic-slice", "slice", "fusion"}:
+            todo += i.operands
+    return first.dtype, narrowest.dtype

@@ -1,0 +1,343 @@
+"""The comparison with the original, a layer at a time: neither model is ever in memory whole.
+
+Transformers' own modules are made without memory, on torch's meta device; one decoder layer after the other gets its
+weights from the source, runs, and is emptied again. What its forward pass hands to each layer besides the hidden states
+(masks, rotary positions) is recorded beforehand by running it with layers that do nothing. Ours are the blocks of the
+model, filled from the checkpoint one at a time.
+"""
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from tpuconv.convert.codecs import Tensor, decode_names
+from tpuconv.convert.codecs.schemes import MXFP4
+from tpuconv.convert.manifest import Manifest
+from tpuconv.convert.source import Reader, open_source
+from tpuconv.convert.table import MappingTable
+from tpuconv.errors import SourceError, UsageError
+from tpuconv.verify.logits import reference_config
+
+GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
+"""Largest error of a part by itself. Rounding makes about 1e-6 and 1e-2; a wrong layer makes 0.1 and more."""
+
+M_MMAP_THRESHOLD = -3
+"""Of mallopt(3): blocks from this size on are mapped each for itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the model, and the error of what comes out of it: the norm of the difference by that of the
+    reference, over all tokens. `own` is that of our part on the reference's input, `error` that on our own input: all
+    that has gathered up to here."""
+
+    name: str
+    own: float
+    error: float
+    gate: float
+
+    @property
+    def departs(self) -> bool:
+        return not self.own <= self.gate  # a NaN departs too
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "own_error": self.own, "error": self.error, "departs": self.departs}
+
+
+def compare_layers(
+    manifest: Manifest,
+    source: Path,
+    prompts: Sequence[Sequence[int]],
+    dtype: str,
+    show: Callable[[Part], None] = lambda part: None,
+) -> tuple[list[Part], list[np.ndarray], list[np.ndarray]]:
+    """The embedding and every layer, each shown as it is compared, and the logits [T, V] in float32 of transformers'
+    model and of ours, a prompt each: those that the models have in one piece.
+
+    Raises:
+        UsageError: the checkpoint is quantized, or holds a part of the layers only.
+        SourceError: the source lacks a tensor that transformers' model needs.
+    """
+    if manifest.layers is not None:
+        raise UsageError(f"{manifest.folder} holds a part of the layers, and no model", hint="convert without --layers")
+    if manifest.quantization is not None:
+        raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
+    _return_freed_memory()
+    theirs, ours = _Reference(source, manifest.family, prompts, dtype), _Ours(manifest, prompts, dtype)
+    parts: list[Part] = []
+
+    def compared(name: str, reference: Sequence[np.ndarray], own: Any, gathered: Any) -> None:
+        parts.append(Part(name, _error(reference, own), _error(reference, gathered), GATES[dtype]))
+        show(parts[-1])
+
+    with closing(theirs):
+        before, own = theirs.embed(), ours.embed()
+        compared("embedding", before, own, own)
+        for i in range(len(theirs.layers)):
+            after = theirs.layer(i)
+            compared(f"layer {i}", after, *ours.layer(i, before))
+            before = after
+        return parts, theirs.logits(), ours.logits()
+
+
+def _return_freed_memory() -> None:
+    """Large arrays go back to the system when they are freed. Left to itself, glibc learns from the first ones to keep
+    those of up to 32 MB, and the holes between them add up to several layers."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+def _error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float:
+    difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(reference, ours, strict=True))
+    size = sum(float(np.square(a, dtype=np.float64).sum()) for a in reference)
+    return float(np.sqrt(difference / max(size, 1e-300)))
+
+
+class _Reference:
+    """Transformers' model. `hidden` are the states [1, T, D] of every prompt after the last part that ran."""
+
+    def __init__(self, source: Path, family: str, prompts: Sequence[Sequence[int]], dtype: str):
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.utils import logging
+
+        from tpuconv.models.registry import get_family
+
+        logging.disable_progress_bar()
+        self.torch, self.dtype = torch, getattr(torch, dtype)
+        opened = open_source(source)
+        self.reader = Reader(opened, hashes=False)
+        self.tensors, _ = decode_names(opened.tensors, opened.config.get("quantization_config"))
+        known = get_family(family)
+        self.sources = sources_by_target(known.table, known.config.from_hf(opened.config))
+        config = reference_config(source)
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
+        self.conversions = get_model_conversion_mapping(self.model)
+        self.decoder = self.model.model
+        self.layers = list(self.decoder.layers)
+        # Its buffers are computed, not stored: they are made again, off the meta device.
+        self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=self.decoder.config)
+        self.prompts = [torch.tensor([list(ids)]) for ids in prompts]
+        self.hidden: list[Any] = []
+        self.given: list[list[tuple[Any, Any]]] = []
+
+    def embed(self) -> list[np.ndarray]:
+        """Runs the embedding, and records what the layers are given besides."""
+        torch = self.torch
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self._fill(embedding, "embed.")
+        self._fill(self.decoder.norm, "norm.")
+
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.enter_context(_instead(layer, self._record))
+            stack.enter_context(_instead(head, lambda x: x[..., :1]))
+            for ids in self.prompts:
+                self.given.append([])
+                with torch.no_grad():
+                    self.model(ids, use_cache=False)
+        self.hidden = [given[0][0][0] for given in self.given]
+        self._empty(embedding)
+        return self._states()
+
+    def _record(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.given[-1].append(((x, *args), kwargs))
+        return x
+
+    def layer(self, number: int) -> list[np.ndarray]:
+        layer = self.layers[number]
+        self._fill(layer, f"layers.{number}.")
+        with self.torch.no_grad():
+            for i, given in enumerate(self.given):
+                (_, *args), kwargs = given[number]
+                out = layer(self.hidden[i], *args, **kwargs)
+                self.hidden[i] = out[0] if isinstance(out, tuple) else out
+        self._empty(layer)
+        return self._states()
+
+    def logits(self) -> list[np.ndarray]:
+        """By transformers' forward pass, whose last layer gives the hidden states that are there."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
+        out = []
+        for ids, hidden in zip(self.prompts, self.hidden, strict=True):
+            with ExitStack() as stack:
+                stack.enter_context(_instead(embedding, lambda ids, x=hidden: x))
+                for layer in self.layers:
+                    stack.enter_context(_instead(layer, lambda x, *args, **kwargs: x))
+                with self.torch.no_grad():
+                    out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
+        self._empty(head)
+        return out
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def _states(self) -> list[np.ndarray]:
+        return [x[0].float().numpy() for x in self.hidden]
+
+    def _fill(self, module: Any, target: str) -> None:
+        """Gives a module its weights, by transformers' own loading: it renames, and stacks experts."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        names = {name for own, names in self.sources.items() if own.startswith(target) for name in names}
+        if absent := names - self.tensors.keys():
+            raise SourceError(
+                f"{self.reader.source.folder} has no {', '.join(sorted(absent)[:5])}",
+                hint="is it the source of this checkpoint? name the right one with --source",
+            )
+        state = {name: self._read(self.tensors[name]) for name in sorted(names)}
+        convert_and_load_state_dict_in_model(
+            self.model, state, LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.conversions)
+        )
+        if module is self.model.get_output_embeddings() and "lm_head.kernel" not in self.sources:
+            module.weight = self.model.get_input_embeddings().weight
+        missing = [name for name, value in module.state_dict().items() if value.is_meta]
+        if missing:
+            raise SourceError(
+                f"{self.reader.source.folder} gives transformers no {', '.join(missing[:5])} of {target[:-1]}",
+                hint="compare without --layerwise to see what transformers says",
+            )
+
+    def _read(self, tensor: Tensor) -> Any:
+        """The values of a tensor, decoded, as transformers' module wants them."""
+        out = np.empty(tensor.size, tensor.dtype)
+        tensor.read(self.reader, 0, np.empty(tensor.values.nbytes, np.uint8), out)
+        values = self._as_torch(tensor, out)
+        # Experts in MXFP4 are stored with rows for outputs; the module has columns, and its loader turns them.
+        return values.transpose(1, 2) if tensor.scheme is MXFP4 else values
+
+    def _as_torch(self, tensor: Tensor, out: np.ndarray) -> Any:
+        """Bfloat16, which numpy and torch do not share, goes by way of its bits."""
+        if tensor.dtype.name == "bfloat16":
+            return self.torch.from_numpy(out.view(np.int16)).view(self.torch.bfloat16).reshape(tensor.shape)
+        return self.torch.from_numpy(out).reshape(tensor.shape)
+
+    def _empty(self, module: Any) -> None:
+        module.to("meta")
+        gc.collect()
+
+
+def sources_by_target(table: MappingTable, config: Any) -> dict[str, list[str]]:
+    """The tensors of the source that each parameter is made of, layer by layer."""
+    return {
+        target: [name for stack in binding.src for name in stack.names]
+        for binding in table.bind(config)
+        for target in binding.dst_shapes()
+    }
+
+
+@contextmanager
+def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Calls of the module call `forward`."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # the class's shows again
+
+
+class _Ours:
+    """Our model, abstract. `hidden` are our states [1, T, D] after the last part that ran, all prompts padded on the
+    right to one length: one compilation for each kind of block."""
+
+    def __init__(self, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from tpuconv.models.decoder import EVERYTHING, Step
+        from tpuconv.models.layers import rope_turns
+        from tpuconv.restore import abstract_model
+
+        self.manifest, self.jax, self.nnx = manifest, jax, nnx
+        self.model = abstract_model(manifest, dtype)
+        config = self.model.config
+        self.windows = [min(window or EVERYTHING, EVERYTHING) for window in config.windows]
+        self.lengths = list(map(len, prompts))
+        width = max(self.lengths)
+        self.ids = [jnp.array([[*ids, *[0] * (width - len(ids))]]) for ids in prompts]
+        self.steps = []
+        for length in self.lengths:
+            pos_BT = jnp.where(jnp.arange(width) < length, jnp.arange(width), -1)[None]
+            self.steps.append(Step(pos_BT, pos_BT, 0, rope_turns(config.rope, config.rope_dim, pos_BT)))
+        self.hidden: list[Any] = []
+        # A TPU multiplies float32 in bfloat16 unless told otherwise.
+        self.precision = "highest" if dtype == "float32" else None
+        self.run_embed = nnx.jit(lambda part, ids_BT: part(ids_BT))
+        self.run_block = nnx.jit(
+            lambda block, x_BTD, step, window: block(x_BTD, step, window, None)[0], static_argnames="window"
+        )
+        self.run_head = nnx.jit(
+            lambda norm, head, x_BTD: (head.attend if self.model.lm_head is None else head)(norm(x_BTD)).astype(
+                jnp.float32
+            )
+        )
+
+    def embed(self) -> list[np.ndarray]:
+        part = self._filled(self.model.embed, "embed")
+        self.hidden = [self.run_embed(part, ids_BT) for ids_BT in self.ids]
+        return self._states(self.hidden)
+
+    def layer(self, number: int, reference: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """What comes out of the layer on the reference's states and on our own."""
+        if self.model.scan_layers:
+            block = self._filled(self.model.layers, "layers", number)
+        else:
+            block = self._filled(self.model.layers[number], f"layers.{number}")
+        padded = [self._padded(x_TD) for x_TD in reference]
+        both = []
+        for inputs in (padded, self.hidden):
+            with self.jax.default_matmul_precision(self.precision):
+                outs = [
+                    self.run_block(block, x_BTD, step, window=self.windows[number])
+                    for x_BTD, step in zip(inputs, self.steps, strict=True)
+                ]
+            both.append(outs)
+        self.hidden = both[1]
+        return self._states(both[0]), self._states(both[1])
+
+    def logits(self) -> list[np.ndarray]:
+        norm = self._filled(self.model.norm, "norm")
+        if self.model.lm_head is None:
+            head = self._filled(self.model.embed, "embed")
+        else:
+            head = self._filled(self.model.lm_head, "lm_head")
+        with self.jax.default_matmul_precision(self.precision):
+            return self._states([self.run_head(norm, head, x_BTD) for x_BTD in self.hidden])
+
+    def _padded(self, x_TD: np.ndarray) -> Any:
+        like = self.hidden[0]
+        out = np.zeros(like.shape, like.dtype)
+        out[0, : len(x_TD)] = x_TD
+        return self.jax.numpy.asarray(out)
+
+    def _states(self, padded: Sequence[Any]) -> list[np.ndarray]:
+        return [np.asarray(x[0, :n], np.float32) for x, n in zip(padded, self.lengths, strict=True)]
+
+    def _filled(self, part: Any, prefix: str, layer: int | None = None) -> Any:
+        """A part of the model with its arrays; of stacked ones those of one layer."""
+        graph, state = self.nnx.split(part)
+        flat = []
+        for path, value in self.nnx.to_flat_state(state):
+            array = read_array(self.manifest, ".".join(map(str, (prefix, *path))), layer)
+            flat.append((path, value.replace(self.jax.numpy.asarray(array, value.dtype))))
+        return self.nnx.merge(graph, self.nnx.from_flat_state(flat))
+
+
+def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:
+    """An array of a checkpoint, or what one layer has of it."""
+    path = str((manifest.params / name).absolute())
+    stored = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    return np.asarray((stored if layer is None else stored[layer]).read().result())

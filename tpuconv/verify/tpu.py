@@ -1,0 +1,297 @@
+"""Know before renting: what a model needs of a slice of TPUs, by the TPU's own compiler, with no TPU and no weights.
+
+libtpu compiles for any topology on a plain host. It wants an environment of its own, set before jax is imported, and
+aborts the process where it fails badly: so the compilation runs in a child (`tpuconv.verify.aot`), and this side
+imports no jax.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.sharding import AXES
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of TPU, by device: what jax calls a device is a chip, or on v4 and TPU7x one of its two cores.
+
+    `hbm` is what libtpu's compiler gives a program in bytes, less than is sold. `bandwidth` of the HBM and `ici`, of
+    one link in one direction, are in bytes a second, `clock` in Hz. Figures are those of Google's published
+    specifications (cloud.google.com/tpu/docs), halved where a device is half a chip.
+    """
+
+    hbm: int
+    bandwidth: float
+    ici: float
+    clock: float
+    devices: int = 1
+    dims: int = 2
+    slices: tuple[str, ...] = ()
+
+
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SOLID = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+
+CHIPS: Mapping[str, Chip] = {
+    "v4": Chip(int(15.25 * GIB), 614e9, 45e9, 1.05e9, devices=2, dims=3, slices=SOLID),
+    "v5e": Chip(int(15.75 * GIB), 819e9, 45e9, 1.5e9, slices=FLAT),
+    "v5p": Chip(int(95.74 * GIB), 2765e9, 90e9, 1.75e9, dims=3, slices=SOLID),
+    "v6e": Chip(int(31.25 * GIB), 1638e9, 90e9, 1.75e9, slices=FLAT),
+    "tpu7x": Chip(int(94.75 * GIB), 3690e9, 90e9, 2.2e9, devices=2, dims=3, slices=SOLID),
+}
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_LOG_DIR": "disabled",
+}
+"""Of the child: no metadata server is asked, no lock file taken, and no chip looked for."""
+
+COMPILER_OPTIONS: Mapping[str, str] = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.6"}
+"""For `compile(compiler_options=)` of a decode step on TPU. Without it the compiler fetches a layer's whole cache into
+fast memory, updates one token there and writes all of it back; so it prefetches only what is used more than moved."""
+
+ESTIMATE_ERROR = "0.8 to 1.25 of the published times on v5e, 0.9 to 2.1 on v6e; no hardware was measured"
+"""What is known of the estimated times: a fit of two constants to published figures."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A topology: `v5e:4x4`."""
+
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Slice":
+        """Raises UsageError for what no TPU has."""
+        chip, _, shape = text.strip().lower().partition(":")
+        if chip not in CHIPS:
+            raise UsageError(
+                f"'{text}' is no topology: there is no chip '{chip}'",
+                hint=f"known are {', '.join(CHIPS)}; write v5e:4x4",
+            )
+        dims = CHIPS[chip].dims
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") != dims - 1:
+            example = f"{chip}:{CHIPS[chip].slices[2]}"
+            raise UsageError(f"'{text}' is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}")
+        return cls(f"{chip}:{shape}")
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
+
+    @property
+    def chips(self) -> int:
+        return prod(map(int, self.name.partition(":")[2].split("x")))
+
+    @property
+    def devices(self) -> int:
+        return self.chips * self.chip.devices
+
+    @property
+    def bounds(self) -> list[int] | None:
+        """Chips of a host, where they are fewer than libtpu takes them to be."""
+        return [1, 1, 1] if self.chips == 1 else None
+
+    @property
+    def next(self) -> "Slice | None":
+        """The next larger slice of the same chip."""
+        larger = (Slice(f"{self.kind}:{shape}") for shape in self.chip.slices)
+        return next((other for other in larger if other.chips > self.chips), None)
+
+
+def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
+    """Groups of slices: `v5e:4x4` is a group of its own, `v5e` alone is all slices of that chip, the smallest first.
+    Each text may be a list with commas."""
+    names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
+    return [
+        [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
+        for name in names
+    ]
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`tensor=8,expert=2` as sizes by axis."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in AXES or name in mesh or not size.isdigit() or int(size) < 1:
+            raise UsageError(
+                f"'{part}' of the mesh '{text}' is no axis with a size",
+                hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
+            )
+        mesh[name] = int(size)
+    return mesh
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives."""
+
+    config: Mapping[str, Any]
+    batch: int = 1
+    context: int = 2048
+    dtype: str = "bfloat16"
+    mesh: Mapping[str, int] | None = None
+    quantize: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.context < 1:
+            raise UsageError(f"batch {self.batch} and context {self.context} must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at most in use, and what it has."""
+
+    available: int
+    weights: int
+    cache: int
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.cache + self.temporaries + self.code
+
+    @property
+    def headroom(self) -> int:
+        return self.available - self.peak
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program. Bytes and times are of one device and one step; `floor` is the time in seconds that its HBM
+    needs at full bandwidth, `estimate` comes from a simulation of the schedule (see `ESTIMATE_ERROR`)."""
+
+    name: str
+    tokens: int
+    compile_seconds: float
+    temporaries: int
+    code: int
+    hbm_read: int
+    hbm_written: int
+    floor: float
+    estimate: float
+    collectives: Sequence[Mapping[str, Any]]
+    products: Sequence[Mapping[str, Any]]
+    copies: Sequence[Mapping[str, Any]]
+    custom_calls: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the compiler says of one slice. `why` is empty where the model fits; `programs` are those that compiled."""
+
+    topology: str
+    devices: int
+    mesh: Mapping[str, int]
+    memory: Memory
+    why: str = ""
+    programs: Sequence[Program] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not self.why
+
+    def program(self, name: str) -> Program | None:
+        return next((program for program in self.programs if program.name == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
+        facts = {key: value for key, value in vars(self).items() if key != "programs"}
+        programs = {program.name: vars(program) for program in self.programs}
+        return {**facts, "fits": self.fits, "memory": memory, "programs": programs}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Answer":
+        memory, programs = Memory(**facts["memory"]), [Program(**program) for program in facts["programs"]]
+        return cls(**{**facts, "memory": memory, "programs": programs})
+
+
+def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answer]:
+    """The answers, each from a child of its own: what a child compiled would stay in its memory. Of each group of
+    slices, the smallest first, those up to the first that fits.
+
+    Raises:
+        UsageError: libtpu is not installed, or the mesh does not fit the slice.
+        TpuconvError: the compiler failed for another reason than memory.
+    """
+    if find_spec("libtpu") is None:
+        raise UsageError(
+            "--topology asks the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
+        )
+    for slices in groups:
+        for one in slices:
+            answer = _ask_child(question, one)
+            yield answer
+            if answer.fits:
+                break
+
+
+def advice(question: Question, answer: Answer) -> str:
+    """What would make it fit: a larger slice, fewer sequences, narrower weights."""
+    memory, one = answer.memory, Slice(answer.topology)
+    ways = []
+    # What the compiler gave up on is not known: an eighth is left for temporaries.
+    spare = memory.temporaries + memory.code or memory.available // 8
+    larger = one.next
+    while larger and (memory.weights + memory.cache) * one.devices / larger.devices + spare > memory.available:
+        larger = larger.next
+    if larger:
+        ways.append(f"--topology {larger.name}")
+    batch = (memory.available - memory.weights - spare) * question.batch // max(memory.cache, 1)
+    if 1 <= batch < question.batch:
+        ways.append(f"--batch {batch}")
+    if question.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
+        ways.append("--quantize int8_weight_only")
+    return (
+        "it may fit with " + " or ".join(ways) if ways else f"no slice of {one.kind} is large enough: take another chip"
+    )
+
+
+def _ask_child(question: Question, one: Slice) -> Answer:
+    with TemporaryDirectory(prefix="tpuconv-") as folder:
+        asked, answered = Path(folder, "question.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps({**vars(question), "topology": one.name}))
+        command = [sys.executable, "-m", "tpuconv.verify.aot", str(asked), str(answered)]
+        done = subprocess.run(
+            command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, errors="replace"
+        )
+        facts = json.loads(answered.read_text()) if answered.exists() else {}
+    if "error" in facts:
+        error = facts["error"]
+        kinds = {kind.__name__: kind for kind in _errors(TpuconvError)}
+        raise kinds[error["type"]](error["message"], details=error["details"], hint=error["hint"])
+    if not facts:
+        raise TpuconvError(
+            f"the TPU compiler ended with {done.returncode} for {one.name}",
+            details=[line[:300] for line in done.stderr.strip().splitlines()[-8:]],
+        )
+    return Answer.from_json(facts)
+
+
+def _errors(kind: type[TpuconvError]) -> Iterator[type[TpuconvError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _errors(child)
