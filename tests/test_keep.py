@@ -265,7 +265,11 @@ def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
 
 
 GPT_OSS = [
-    replace(case, config={**case.config, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4})
+    replace(
+        case,
+        id=f"{case}-wide",
+        config={**case.config, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
+    )
     for case in CASES
     if case.family == "gpt_oss"
 ]
@@ -560,7 +564,7 @@ def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     with pytest.raises(OutputError, match="exists already"):
         exported(tmp_path / "scan", tmp_path / "hf")
     facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
-    facts["quantization"] = {"name": "int8_default", "parameters": {}}
+    facts["quantization"] = {"name": "int8_default", "rules": [], "parameters": {}}
     (tmp_path / "scan" / "tpuconv.json").write_text(json.dumps(facts))
     with pytest.raises(UsageError, match="quantized, with int8_default"):
         exported(tmp_path / "scan", tmp_path / "back")

@@ -27,7 +27,7 @@ from tpuconv.convert.run import Progress, copy_strided
 from tpuconv.convert.source import DTYPES, INDEX_FILE, SINGLE_FILE, read_json
 from tpuconv.convert.store import write_error
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
-from tpuconv.errors import ConfigError, OutputError, ResourceError, UsageError
+from tpuconv.errors import ConfigError, CorruptOutput, OutputError, ResourceError, UsageError
 from tpuconv.layout import Shape
 
 SHARD_BYTES = 5_000_000_000
@@ -62,8 +62,8 @@ def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) 
 
     Raises:
         UsageError: the checkpoint holds only a part of a model, or was quantized.
-        CorruptOutput: an array cannot be read, or does not hold its checksum.
-        OutputError: `out` exists, or the checkpoint was made by another version of the family's table.
+        CorruptOutput: an array is missing, cannot be read, or does not hold its checksum.
+        OutputError: `out` exists.
         ResourceError: too little disk.
     """
     rows = list(_rows(manifest, table, config))
@@ -122,7 +122,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
 def _check(manifest: Manifest, binding: Binding) -> None:
     for name, shape in binding.dst_shapes().items():
         if name not in manifest.arrays or manifest.arrays[name].shape != shape:
-            raise OutputError(
+            raise CorruptOutput(
                 f"{manifest.folder} has no array {name} of shape {list(shape)}",
                 hint="it was made by another version of tpuconv: convert it again",
             )
