@@ -10,14 +10,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## Convert and verify the example, in a folder of its own.
+demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of its own.
 	@rm -rf build/demo && mkdir -p build/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh -euc 'cd build/demo; \
 	  run() { printf "\n\033[1m$$ %s\033[0m\n" "$$*"; "$$@"; }; \
 	  run tpuconv convert ../../examples/tiny-qwen3 --dry-run; \
 	  run tpuconv convert ../../examples/tiny-qwen3; \
 	  run tpuconv verify; \
-	  run tpuconv verify --compare-hf'
+	  run tpuconv quantize --config int8_default.yaml; \
+	  run tpuconv verify --compare-hf; \
+	  run tpuconv generate --prompt "In the beginning"'
 
 test: lint  ## Lint, types and the fast tests, on two processors.
 	$(BIN)/python -m pytest -n 2 -q

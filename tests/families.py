@@ -260,6 +260,17 @@ CASES: list[Case] = [
 ]
 
 
+def one_fast_of_each() -> list[Any]:
+    """All cases for `parametrize`, those after the first of a family marked slow."""
+    import pytest
+
+    first = {case.family: case for case in reversed(CASES)}
+    return [
+        pytest.param(case, id=str(case), marks=[] if first[case.family] is case else [pytest.mark.slow])
+        for case in CASES
+    ]
+
+
 def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""

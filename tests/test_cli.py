@@ -55,6 +55,23 @@ def test_the_commands_work_one_after_the_other_as_they_stand(converted):
     assert "failed" not in compared
 
 
+def test_converted_quantized_and_verified_in_three_commands(tmp_path):
+    tpuconv("convert", EXAMPLE, cwd=tmp_path)
+    said = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
+    assert "tiny-qwen3-orbax, the newest checkpoint here" in said
+    assert "8.30 bits a weight" in said
+    compared = tpuconv("verify", "--compare-hf", cwd=tmp_path).stdout
+    assert "tiny-qwen3-orbax-int8_default, the newest checkpoint here" in compared
+    assert compared.count("holds") == 2
+    again = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
+    assert "tiny-qwen3-orbax-int8_default is already there" in again
+    assert sorted(os.listdir(tmp_path)) == ["tiny-qwen3-orbax", "tiny-qwen3-orbax-int8_default"]
+    facts = json.loads(tpuconv("quantize", "--config", "int4_ends_int8", "--explain", "--json", cwd=tmp_path).stdout)
+    kinds = {row["parameter"]: row["qtype"] for row in facts["parameters"]}
+    assert (kinds["layers.1.mlp.up.kernel"], kinds["layers.2.mlp.up.kernel"]) == ("int8", "int4")
+    assert kinds["norm.scale"] is None
+
+
 def test_the_trained_example_in_bfloat16_agrees_with_transformers(converted, prompts):
     args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", prompts, "--json")
     facts = json.loads(tpuconv(*args, cwd=converted).stdout)
@@ -298,9 +315,11 @@ MISTAKES = {
     "layers": (("convert", "x", "--layers", "5-3"), 2, "is no range of layers"),
     "an option that does not go alone": (("verify", "--source", "x"), 2, "--source goes with --compare-hf"),
     "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "--batch goes with --benchmark"),
-    "two ways to verify": (("verify", "--benchmark", "--compare-hf"), 2, "two commands"),
+    "two ways to verify": (("verify", "--benchmark", "--compare-hf"), 2, "exclude each other"),
     "a list": (("verify", "--benchmark", "--batch", "1;2"), 2, "is no list of positive numbers"),
     "one new token": (("verify", EXAMPLE, "--benchmark", "--new-tokens", "1"), 2, "2 or more"),
+    "no config": (("quantize",), 2, "--config is missing"),
+    "a config": (("quantize", "--config", "int8_defualt"), 2, "the nearest is int8_default"),
     "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
     "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
 }
