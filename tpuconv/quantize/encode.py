@@ -117,12 +117,12 @@ class QwixEncoder:
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
                 parts, figures = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
-            _compare_once(self.name, kind, values, *parts)
             if not parts[1].all():
                 raise UnsupportedConfig(
                     f"{self.name} is too small for {kind.qtype}: the scale of a tile underflows to 0",
                     hint="give it a rule with another type; float4_e2m1fn has scales of more range",
                 )
+            _compare_once(self.name, kind, values, *parts)
         else:
             parts, figures = _by_qwix(values, kind)
         codes, scales, *zero_points = parts
