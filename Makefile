@@ -1,6 +1,8 @@
 # `make demo` and `make test` need nothing but Python 3.11 and make: they install the rest in .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# libtpu is installed for `verify --topology`, and would look for a TPU: on a host with one, say JAX_PLATFORMS=tpu.
+export JAX_PLATFORMS ?= cpu
 INSTALLED := .venv/.installed
 
 .PHONY: demo test test-slow lint format bench clean

@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from families import Case
 
+# libtpu, which the tests of topologies need, would look for a TPU in every process.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 settings.register_profile(
     "tpuconv",
     deadline=None,
