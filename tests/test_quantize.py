@@ -129,7 +129,7 @@ def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converte
     quantize(ckpt, tmp_path / "out", rules)
     assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
     ids = jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
-    theirs = quantized(tpuconv.load(ckpt), rules)
+    theirs = quantized(tpuconv.load(ckpt), Provider(rules))
     ours = tpuconv.load(tmp_path / "out")
     assert_same(leaves(ours), leaves(theirs))
     assert np.array_equal(np.asarray(ours(ids)), np.asarray(theirs(ids)))
@@ -234,7 +234,7 @@ def test_other_methods_and_types_are_qwixs_too(rule, dtype, tmp_path, small_cuts
     convert(random_checkpoint(tmp_path / "hf", qwen3_config(**sizes), dtype), tmp_path / "ckpt")
     rules = parse_config(f"qwix: {{rules: [{{module_path: 'layers/.*/.*', {rule}}}]}}".encode(), "c", "c.yaml")
     quantize(tmp_path / "ckpt", tmp_path / "out", rules)
-    theirs = quantized(tpuconv.load(tmp_path / "ckpt"), rules)
+    theirs = quantized(tpuconv.load(tmp_path / "ckpt"), Provider(rules))
     assert_same(leaves(tpuconv.load(tmp_path / "out")), leaves(theirs))
 
 

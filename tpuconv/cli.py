@@ -740,9 +740,11 @@ def verify(
         )
         _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
         return
-    from tpuconv.verify.decode import shapes
+    wanted: Sequence[Any] = ()
+    if benchmark:
+        from tpuconv.verify.decode import shapes
 
-    wanted = shapes(batch, prompt_length, new_tokens)
+        wanted = shapes(batch, prompt_length, new_tokens)
     manifest = read_manifest(_chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown))
     if compare_hf:
         _verify_logits(manifest, source, prompts, dtype, layerwise, as_json)

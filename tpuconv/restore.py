@@ -16,9 +16,8 @@ from jax.typing import DTypeLike
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.convert.names import QVALUE, SCALE, collapse
 from tpuconv.convert.source import read_json
-from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, CorruptOutput
 from tpuconv.models.registry import get_family
-from tpuconv.quantize.config import QuantConfig
 from tpuconv.sharding import partition
 
 MTP_TREE = "mtp."
@@ -43,13 +42,9 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
         CorruptOutput: its arrays are not those of the model, or a checksum does not hold.
     """
     manifest = read_manifest(Path(ckpt))
-    if manifest.layers is not None:
-        raise UsageError(
-            f"{ckpt} holds only layers {manifest.layers[0]} to {manifest.layers[1]}, a trial and no model",
-            hint="convert without --layers",
-        )
+    manifest.check_whole()
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
-    flat = {_name(path): _as_kept(manifest, _name(path), value) for path, value in nnx.to_flat_state(state)}
+    flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
     targets = {
         name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
@@ -88,23 +83,9 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
 
     if manifest.quantization is None:
         return nnx.eval_shape(build)
-    from tpuconv.quantize.rules import kept_rules, quantized
+    from tpuconv.quantize.rules import abstract
 
-    if manifest.kept and manifest.scan_layers:
-        raise UnsupportedConfig(
-            f"{manifest.folder} is encoded and has its layers stacked, which Qwix cannot compute with",
-            hint="convert without --scan-layers, or with --encoding dequantize",
-        )
-    rules = QuantConfig.from_json(manifest.quantization) if manifest.is_rounded else kept_rules(manifest.kept)
-    return nnx.eval_shape(lambda: quantized(build(), rules))
-
-
-def _as_kept(manifest: Manifest, name: str, value: Any) -> Any:
-    """A leaf of the model; scales of a kept parameter have the shape of its own blocks, whatever Qwix would make."""
-    parameter = name.removesuffix(SCALE)
-    if parameter == name or parameter not in manifest.kept or name not in manifest.arrays:
-        return value
-    return jax.ShapeDtypeStruct(manifest.arrays[name].shape, value.dtype)  # type: ignore[no-untyped-call]
+    return abstract(build, manifest.quantization)
 
 
 def _restored_as(wanted: Any, stored: StoredArray) -> Any:

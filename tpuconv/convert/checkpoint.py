@@ -65,7 +65,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors, shards, manifest=manifest)
 
 
-def read_box(manifest: Manifest, name: str, box: tuple[slice, ...], out: np.ndarray) -> None:
+def open_array(manifest: Manifest, name: str) -> Any:
+    """An array as a TensorStore, of which nothing is cached and a missing chunk is an error: a ValueError, as what else
+    is wrong with what is stored."""
+    import tensorstore as ts
+
+    return ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": str((manifest.params / name).absolute())},
+            "cache_pool": {"total_bytes_limit": 0},
+            "fill_missing_data_reads": False,
+        }
+    ).result()
+
+
+def read_box(manifest: Manifest, name: str, box: tuple[slice | int, ...], out: np.ndarray) -> None:
     """Fills `out` with a box of an array.
 
     Raises:
@@ -73,20 +88,11 @@ def read_box(manifest: Manifest, name: str, box: tuple[slice, ...], out: np.ndar
     """
     import tensorstore as ts
 
-    path = manifest.params / name
     try:
-        stored = ts.open(
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": str(path.absolute())},
-                "cache_pool": {"total_bytes_limit": 0},
-                "fill_missing_data_reads": False,
-            }
-        ).result()
-        ts.array(out).write(stored[box]).result()
+        ts.array(out).write(open_array(manifest, name)[box]).result()
     except ValueError as e:
         raise CorruptOutput(
-            f"{path} cannot be read: {str(e).splitlines()[0][:200]}",
+            f"{manifest.params / name} cannot be read: {str(e).splitlines()[0][:200]}",
             hint=f"`tpuconv verify {manifest.folder}` names all damaged arrays",
         ) from None
 

@@ -97,11 +97,7 @@ def file_names(count: int) -> list[str]:
 
 def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[tuple[Binding, list[Tensor]]]:
     """Every inverse row with the tensors that come of it."""
-    if manifest.layers is not None:
-        raise UsageError(
-            f"{manifest.folder} holds only layers {manifest.layers[0]} to {manifest.layers[1]}, a trial and no model",
-            hint="convert without --layers",
-        )
+    manifest.check_whole()
     if manifest.quantization is not None and manifest.is_rounded:
         raise UsageError(
             f"{manifest.folder} is quantized, with {manifest.quantization['name']}: its values are not the source's",

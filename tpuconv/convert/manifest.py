@@ -116,6 +116,15 @@ class Manifest:
         layers: list[int] | None = self.raw["options"]["layers"]
         return layers
 
+    def check_whole(self) -> None:
+        """Raises UsageError if only a part of the model was converted."""
+        if self.layers is not None:
+            raise UsageError(
+                f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}, a part of the layers: "
+                "a trial and no model",
+                hint="convert without --layers",
+            )
+
     @property
     def layer_range(self) -> range | None:
         """The same as a range."""

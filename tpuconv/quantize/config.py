@@ -36,7 +36,8 @@ TILES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 """The tile size that a type demands."""
 
 SCALE_DTYPES = ("bfloat16", "float32")
-METHODS = ("absmax", "minmax", "rms", "fixed")
+METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
+"""How many numbers may follow a calibration method."""
 GATES = ("top1", "mean_kl")
 
 
@@ -293,8 +294,7 @@ class _Value:
             values = [float(number) for number in numbers]
         except ValueError:
             values = []
-        counts = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
-        if name not in METHODS or len(numbers) != len(values) or len(values) not in counts[name]:
+        if name not in METHODS or len(numbers) != len(values) or len(values) not in METHODS[name]:
             raise self.error(
                 f"unknown calibration method {self.node.value!r}",
                 hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",

@@ -17,6 +17,8 @@ from qwix._src.core.ragged_dot import ragged_dot
 from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
+from tpuconv.convert.manifest import KEPT
+from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.quantize.config import QuantConfig, Rule
 
@@ -111,12 +113,32 @@ def kept_rules(kept: Mapping[str, Mapping[str, Any]]) -> QuantConfig:
     for name, facts in kept.items():
         modules.setdefault(facts["qtype"], []).append(re.escape("/".join(name.split(".")[:-1])))
     rules = [Rule(0, module_path="|".join(paths), weight_qtype=qtype) for qtype, paths in modules.items()]
-    return QuantConfig("as released", "", tuple(rules))
+    return QuantConfig(KEPT, "", tuple(rules))
 
 
-def quantized(model: nnx.Module, config: QuantConfig) -> Any:
+def quantized(model: nnx.Module, provider: Provider) -> Any:
     """The model as Qwix quantizes it. Called within `nnx.eval_shape` it needs no weights."""
-    return qwix.quantize_model(model, Provider(config), jnp.zeros((1, TOKENS), jnp.int32))
+    return qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
+
+
+def abstract(build: Callable[[], nnx.Module], quantization: Mapping[str, Any]) -> Any:
+    """The model with shapes instead of arrays, quantized as a manifest says: by rules, or kept as it was released.
+
+    Raises:
+        UnsupportedConfig: the model's layers are stacked.
+    """
+    kept = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
+    config = QuantConfig.from_json(quantization) if "rules" in quantization else kept_rules(kept)
+    _check_not_stacked(nnx.eval_shape(build))
+    model = nnx.eval_shape(lambda: quantized(build(), Provider(config)))
+    graphdef, state = nnx.split(model)
+    flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
+    for name, facts in kept.items():  # blocks of their own, whatever Qwix would make
+        path, scale = flat[name + SCALE]
+        codes = flat[name + QVALUE][1].shape
+        shape = tuple(n // tile for n, tile in zip(codes, facts["tiles"], strict=True))
+        flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, scale.dtype))  # type: ignore[no-untyped-call]
+    return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 
 def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, How]:
@@ -127,15 +149,12 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
         UnsupportedConfig: the model's layers are stacked.
     """
     model = nnx.eval_shape(build)
-    if getattr(model, "scan_layers", False):
-        raise UnsupportedConfig(
-            "Qwix cannot quantize layers that are stacked in one array", hint="convert without --scan-layers"
-        )
+    _check_not_stacked(model)
     paths = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
     _check_patterns(config, paths)
     provider = Provider(config)
     try:
-        abstract = nnx.eval_shape(lambda: qwix.quantize_model(build(), provider, jnp.zeros((1, TOKENS), jnp.int32)))
+        resolved = nnx.eval_shape(lambda: quantized(build(), provider))
     except ValueError as e:
         if "cannot be tiled" in str(e):
             raise ConfigError(
@@ -145,11 +164,19 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
         raise
     _check_used(config, provider)
     hows = {}
-    for path, leaf in nnx.iter_graph(abstract):
+    for path, leaf in nnx.iter_graph(resolved):
         if isinstance(leaf, ptq.WithAux):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
             hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
     return hows
+
+
+def _check_not_stacked(model: Any) -> None:
+    if getattr(model, "scan_layers", False):
+        raise UnsupportedConfig(
+            "Qwix cannot compute with layers that are quantized and stacked in one array",
+            hint="convert without --scan-layers; to stack a source that is encoded, with --encoding dequantize",
+        )
 
 
 def _tiles(leaf: Any) -> tuple[int, ...]:

@@ -172,13 +172,15 @@ def abstract_model(question: Question, family: Any, config: Any) -> Any:
     from flax import nnx
 
     dtype = jnp.dtype(question.dtype)
-    if question.quantize is None:
-        return nnx.eval_shape(lambda: family.model_class(config, dtype=dtype))
-    from tpuconv.quantize.config import QuantConfig
-    from tpuconv.quantize.rules import quantized
 
-    rules = QuantConfig.from_json(question.quantize)
-    return nnx.eval_shape(lambda: quantized(family.model_class(config, dtype=dtype), rules))
+    def build() -> Any:
+        return family.model_class(config, dtype=dtype)
+
+    if question.quantize is None:
+        return nnx.eval_shape(build)
+    from tpuconv.quantize.rules import abstract
+
+    return abstract(build, question.quantize)
 
 
 def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:

@@ -2,7 +2,7 @@
 
 A decode step must read every weight that it uses and the cache once: its time against the memory bandwidth is the
 share that was reached. A prefill must multiply every weight with every token: against the peak of the matrix units. The
-limits are those of the chip (`CHIPS`), or measured here in the same run.
+limits are those of the chip (`tpuconv.verify.tpu.CHIPS`), or measured here in the same run.
 """
 
 import statistics
@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import ResourceError, UsageError
-
-CHIPS: Mapping[str, tuple[float, float]] = {
-    "TPU v4": (1230e9, 275e12),
-    "TPU v5 lite": (819e9, 197e12),
-    "TPU v5": (2765e9, 459e12),
-    "TPU v6 lite": (1638e9, 918e12),
-    "TPU7x": (7380e9 / 2, 2307e12 / 2),  # a device is half a chip
-}
-"""By `device_kind`: bytes per second of the memory and FLOP/s in bfloat16 of a device (cloud.google.com/tpu/docs)."""
+from tpuconv.verify.tpu import CHIPS
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -127,9 +119,11 @@ def machine() -> Machine:
 
     devices = jax.devices()
     kind = devices[0].device_kind
-    if kind in CHIPS:
-        bandwidth, peak = CHIPS[kind]
-        limits = Limits(bandwidth * len(devices), peak * len(devices), measured=False)
+    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    if chip:
+        # The two cores of a v4 are two devices to the compiler and one to a host: chips are counted, by their places.
+        parts = chip.devices * len({tuple(device.coords) for device in devices})
+        limits = Limits(chip.bandwidth * parts, chip.peak * parts, measured=False)
     else:
         limits = _measured(len(devices) if devices[0].platform != "cpu" else 1)  # devices of a CPU share its memory
     libraries = ("tpuconv", "jax", "jaxlib", "flax")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
+from tpuconv.convert.checkpoint import read_box
 from tpuconv.convert.codecs import Tensor, decode_names
 from tpuconv.convert.codecs.schemes import MXFP4
 from tpuconv.convert.manifest import Manifest
@@ -65,8 +65,7 @@ def compare_layers(
         UsageError: the checkpoint is quantized, or holds a part of the layers only.
         SourceError: the source lacks a tensor that transformers' model needs.
     """
-    if manifest.layers is not None:
-        raise UsageError(f"{manifest.folder} holds a part of the layers, and no model", hint="convert without --layers")
+    manifest.check_whole()
     if manifest.quantization is not None:
         raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
     _return_freed_memory()
@@ -338,6 +337,7 @@ class _Ours:
 
 def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:
     """An array of a checkpoint, or what one layer has of it."""
-    path = str((manifest.params / name).absolute())
-    stored = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
-    return np.asarray((stored if layer is None else stored[layer]).read().result())
+    stored = manifest.arrays[name]
+    out = np.empty(stored.shape if layer is None else stored.shape[1:], stored.dtype)
+    read_box(manifest, name, () if layer is None else (layer,), out)
+    return out

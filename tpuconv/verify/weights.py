@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
 import numpy as np
-import tensorstore as ts
 
+from tpuconv.convert.checkpoint import open_array
 from tpuconv.convert.manifest import Manifest, StoredArray, add_checksums, chunk_checksum
 
 READ_BYTES = 32 << 20
@@ -36,20 +35,13 @@ def check(manifest: Manifest) -> Iterator[Checked]:
     for name in extra:
         yield Checked(name, 0, "is not in the manifest")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.map(lambda array: _check_array(manifest.params, array), manifest.arrays.values())
+        yield from pool.map(lambda array: _check_array(manifest, array), manifest.arrays.values())
 
 
-def _check_array(params: Path, array: StoredArray) -> Checked:
+def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
     nbytes = prod(array.shape) * np.dtype(array.dtype).itemsize
     try:
-        stored = ts.open(
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": str((params / array.name).absolute())},
-                "cache_pool": {"total_bytes_limit": 0},
-                "fill_missing_data_reads": False,
-            }
-        ).result()
+        stored = open_array(manifest, array.name)
         have = (tuple(stored.shape), stored.dtype.name, tuple(stored.chunk_layout.read_chunk.shape or ()))
         want = (array.shape, array.dtype, array.chunks)
         if have != want:
