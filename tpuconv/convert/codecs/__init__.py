@@ -1,7 +1,7 @@
 """Encodings: how a checkpoint stores a tensor in several, and the values that they stand for.
 
 An encoding is a property of the checkpoint, found from config.json's `quantization_config`, and knows no family. All of
-them are one scheme: a byte stands for one value or two (a table of 256 entries), and a block of values shares a scale.
+them are one scheme: a code of 8 or 4 bits stands for a value (a table), and a block of values shares a scale.
 What differs is the table, the block, the names and the dtype of the scales.
 """
 
@@ -18,10 +18,8 @@ from tpuconv.convert.names import collapse
 from tpuconv.convert.source import DTYPES, Reader, TensorInfo
 from tpuconv.layout import Shape
 
-STRIP_BYTES = 1 << 20
-"""Decoded float32 values at a time: they stay in the second-level cache until they are rounded."""
-LARGE_BLOCK = 1 << 12
-"""Values that share a scale, from which on a table of their own pays."""
+TABLE_BYTES = 1 << 18
+"""Of tables made at a time: they stay in the second-level cache until they are used."""
 
 
 @dataclass(frozen=True)
@@ -73,65 +71,34 @@ class Tensor:
             np.copyto(out, raw.view(self.dtype), casting="unsafe")
 
     def _decode(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """The product of table entry and scale in float32, rounded once to the dtype of `out`."""
+        """The product of a code's value and the scale in float32, rounded once to the dtype of `out`: for each block of
+        values a table of its products, in which they are looked up."""
+        from tpuconv.convert.kernels import look_up
+
         assert self.scheme is not None
         assert self.scales is not None
         raw = raw[: self.stored_bytes(out.size)]
         reader.read(self.values, self.stored_bytes(start), raw.data)
-        scales = np.empty(self.scales.nbytes, np.uint8)
-        reader.read(self.scales, 0, scales.data)
+        stored = np.empty(self.scales.nbytes, np.uint8)
+        reader.read(self.scales, 0, stored.data)
         columns = self.shape[-1] if self.shape else 1
-        block_rows, block_columns = self.scheme.block(self.shape, self.scales.shape)
-        scales_RC = self.scheme.decode_scales(scales.view(DTYPES[self.scales.dtype]))
-        scales_RC = scales_RC.reshape(-1, -(-columns // block_columns))
-        whole = start % columns == out.size % columns == columns % block_columns == 0
-        large = block_rows * block_columns >= LARGE_BLOCK and scales_RC.shape[1] <= 256
-        if whole and large and self.scheme.per_element == 1:
-            codes, values = raw.reshape(-1, columns), out.reshape(-1, columns)
-            self._decode_by_tables(codes, start // columns, scales_RC, block_rows, values)
-            return
-        strip = max(1, STRIP_BYTES // (4 * columns))
-        buffer = np.empty(min(out.size, strip * columns), np.float32)
-        done = 0
+        height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
+        rows, width = self.scheme.block(self.shape, self.scales.shape)
+        scales_SB = self.scheme.decode_scales(stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
+        at_once = max(1, TABLE_BYTES // (4 * scales_SB.shape[1] * self.scheme.table.size))
+        bits, done = np.dtype(f"u{out.itemsize}"), 0
         while done < out.size:
             row, first = divmod(start + done, columns)
-            # Whole rows, as many as stay in the cache and have their scales in step; or what is asked of one row.
-            rows = min((out.size - done) // columns, strip, strip if block_rows == 1 else block_rows - row % block_rows)
-            rows = max(1, rows) if first == 0 else 1
-            count = min(rows * columns, columns - first if rows == 1 else out.size, out.size - done)
-            part = buffer[:count].reshape(rows, -1)
-            self.scheme.look_up(raw[self.stored_bytes(done) : self.stored_bytes(done + count)], buffer[:count])
-            own = scales_RC[row : row + rows] if block_rows == 1 else scales_RC[row // block_rows][None]
-            if part.shape[1] == own.shape[1] * block_columns:
-                blocks = part.reshape(rows, -1, block_columns)
-                np.multiply(blocks, own[:, :, None], out=blocks)
-            else:  # a part of a row, or a short last block
-                part *= np.repeat(own, block_columns, axis=1)[:, first : first + part.shape[1]]
-            np.copyto(out[done : done + count].reshape(part.shape), part, casting="unsafe")
+            matrix, own = divmod(row, height)
+            scale = matrix * -(-height // rows) + own // rows
+            # Rows with scales of their own; or those that share them, up to the end of the block or of the matrix.
+            last = row + at_once if rows == 1 else row - own + min(height, own - own % rows + rows)
+            count = min(out.size - done, last * columns - row * columns - first)
+            scales_SB1 = scales_SB[scale : scale + (at_once if rows == 1 else 1), :, None]
+            tables = (scales_SB1 * self.scheme.table).astype(out.dtype).view(bits)
+            codes = raw[self.stored_bytes(done) : self.stored_bytes(done + count)]
+            look_up(codes, tables, first, columns, width, out[done : done + count].view(bits))
             done += count
-
-    def _decode_by_tables(
-        self, codes: np.ndarray, first_row: int, scales_RC: np.ndarray, block_rows: int, out: np.ndarray
-    ) -> None:
-        """The same for whole rows of large blocks of bytes: one look-up among the 256 products of each block, rounded
-        beforehand. At most 256 blocks stand side by side: that many tables have indices of 16 bits."""
-        assert self.scheme is not None
-        blocks = scales_RC.shape[1]
-        first_codes = (256 * np.arange(blocks, dtype=np.uint16))[:, None]
-        strip = max(1, STRIP_BYTES // (4 * out.shape[1]))
-        indices = np.empty((strip, *out.shape[1:]), np.uint16)
-        bits = np.dtype(f"u{out.itemsize}")
-        at, stop = first_row, first_row + len(out)
-        while at < stop:
-            end = min(stop, at - at % block_rows + block_rows)
-            products = scales_RC[at // block_rows, :, None] * self.scheme.table.reshape(-1)
-            table = products.astype(out.dtype).reshape(-1).view(bits)
-            for i in range(at - first_row, end - first_row, strip):
-                n = min(strip, end - first_row - i)
-                by_block = indices[:n].reshape(n, blocks, -1)
-                np.add(codes[i : i + n].reshape(by_block.shape), first_codes, out=by_block)
-                np.take(table, indices[:n], out=out[i : i + n].view(bits), mode="clip")
-            at = end
 
 
 def decode_names(

@@ -6,7 +6,7 @@ v1.0. compressed-tensors: the formats `float-quantized` and `pack-quantized` of 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -20,21 +20,16 @@ E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.fl
 """Value of each code of an 8-bit float with 4 bits of exponent (arXiv:2209.05433)."""
 
 
-def _nibbles(values: np.ndarray) -> np.ndarray:
-    """[256, 2]: the values of the low and of the high half of a byte, in this order."""
-    low, high = np.arange(256) & 15, np.arange(256) >> 4
-    return np.stack([values[low], values[high]], axis=1).astype(np.float32)
-
-
-INT4 = _nibbles(np.arange(16) - 8)
-E2M1 = _nibbles(np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32))
+INT4 = np.arange(-8, 8, dtype=np.float32)
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Scheme:
     """`values` and `scales` are the suffixes of stored names, `name` that of the tensor they make; `dtype` is the
-    stored one of values, `per_element` how many values an element holds, `qtype` the type of one. `blocks` is the block
-    by rows and columns, None along an axis that the shape of the scales decides: one scale, or one for each."""
+    stored one of values, `per_element` how many values an element holds, `qtype` the type of one, `table` the value of
+    each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
+    columns, None along an axis that the shape of the scales decides: one scale, or one for each."""
 
     title: str
     values: str
@@ -48,20 +43,6 @@ class Scheme:
     extra: tuple[str, ...] = ()
     groups_apart: bool = False
     decode_scales: Callable[[np.ndarray], np.ndarray] = lambda scales: scales.astype(np.float32)
-
-    @cached_property
-    def _pairs(self) -> np.ndarray:
-        """The values of two bytes at once, as one element each: half the look-ups."""
-        table = self.table.reshape(256, -1)
-        pairs = np.concatenate([np.tile(table, (256, 1)), np.repeat(table, 256, axis=0)], axis=1)
-        return pairs.view({8: np.uint64, 16: np.complex128}[pairs.itemsize * pairs.shape[1]]).reshape(-1)
-
-    def look_up(self, codes: np.ndarray, out: np.ndarray) -> None:
-        """The values of bytes, without their scales, in order. `out` is flat and float32."""
-        if codes.size % 2:
-            out[...] = self.table[codes].reshape(-1)
-        else:
-            np.take(self._pairs, codes.view(np.uint16), out=out.view(self._pairs.dtype), mode="clip")
 
     def encodes(self, info: TensorInfo) -> bool:
         return info.dtype == self.dtype
@@ -80,11 +61,11 @@ class Scheme:
         return (*shape[:-1], shape[-1] // self.per_element)
 
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
-        """Rows and columns of a block; leading axes count as rows."""
+        """Rows and columns of a block."""
         rows, columns = self.blocks
         one_by_one = rows is None and len(scales) == 2 and scales[0] == shape[0] and scales[0] > 1
         if rows is None:
-            rows = 1 if one_by_one else shape[0]
+            rows = 1 if one_by_one else prod(shape[:-1])
         return rows, shape[-1] if columns is None else columns
 
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
@@ -92,8 +73,7 @@ class Scheme:
         rows, columns = self.block(shape, scales)
         if self.blocks == (None, None):
             return scales if scales in ((), (1,), (1, 1)) else (shape[0], 1)
-        lead = shape[:-1] if rows == 1 else (-(-shape[0] // rows), *shape[1:-1])
-        return (*lead, -(-shape[-1] // columns))
+        return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
