@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.convert.names import QVALUE, SCALE, collapse
 from tpuconv.convert.source import read_json
 from tpuconv.errors import ConfigError, CorruptOutput
+from tpuconv.models.placement import sharding
 from tpuconv.models.registry import get_family
-from tpuconv.sharding import partition
+from tpuconv.sharding import MESH_AXES
 
 MTP_TREE = "mtp."
 """What the arrays of layers that predict further tokens are called."""
@@ -43,6 +44,8 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     """
     manifest = read_manifest(Path(ckpt))
     manifest.check_whole()
+    if mesh is not None:  # one of `jax.make_mesh` is explicit: every product would have to say where its result lies
+        mesh = Mesh(mesh.devices, mesh.axis_names)
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
@@ -104,7 +107,7 @@ def _sharding(manifest: Manifest, name: str, mesh: Mesh | None) -> jax.sharding.
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     array = manifest.arrays[name]
-    return NamedSharding(mesh, PartitionSpec(*partition(array.axes, array.shape, dict(mesh.shape))))  # type: ignore[no-untyped-call]
+    return sharding(array.axes, array.shape, mesh, MESH_AXES)
 
 
 def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.config import DecoderConfig
-from tpuconv.models.placement import placed
+from tpuconv.models.placement import placed, sharding
 from tpuconv.sharding import ATTENTION
 
 
@@ -69,3 +70,19 @@ def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Arra
         jax.lax.dynamic_update_slice(kv.k_BSKH, k_BTKH.astype(kv.k_BSKH.dtype), at),
         jax.lax.dynamic_update_slice(kv.v_BSKH, v_BTKH.astype(kv.v_BSKH.dtype), at),
     )
+
+
+def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
+    """Where each array of a cache lies on a mesh, in its place: positions everywhere, keys and values as attention
+    divides them. Shapes are enough of the cache."""
+
+    def entry(layer: Any) -> Any:
+        leaves, form = jax.tree.flatten(layer)
+        stacked = ["L"] if leaves[0].ndim > len(type(layer).axes[0].split()) else []
+        axes = (" ".join(stacked + own.split()) for own in type(layer).axes)
+        places = [sharding(own, x.shape, mesh, ATTENTION) for own, x in zip(axes, leaves, strict=True)]
+        return jax.tree.unflatten(form, places)
+
+    everywhere: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    layers = tuple(map(entry, cache.layers)) if isinstance(cache.layers, tuple) else entry(cache.layers)
+    return Cache(layers, everywhere, everywhere)

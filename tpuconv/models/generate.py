@@ -1,17 +1,21 @@
 """Text from a model: the prompts in one call (prefill), then a call for each token (decode), the cache in place."""
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from tpuconv.errors import UsageError
-from tpuconv.models.cache import Cache
+from tpuconv.models.cache import Cache, cache_shardings
 from tpuconv.models.decoder import Decoder
 from tpuconv.models.layers import HIDDEN
 
@@ -49,29 +53,77 @@ class Sampling:
         return jax.random.categorical(key, logits_BV)
 
 
+TPU_OPTIONS: Mapping[str, str] = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.6"}
+"""Without it the compiler fetches a layer's whole cache into fast memory, updates one token there and writes all of it
+back; so it prefetches only what is used more than moved."""
+
+
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """What every step of a model is compiled with for devices of a platform ("tpu", "cpu")."""
+    return dict(TPU_OPTIONS) if platform == "tpu" else {}
+
+
 class Generator:
-    """A model with its prefill and decode step, compiled once for each shape."""
+    """A model with its prefill and decode step, compiled once for each shape: for the devices that hold its weights and
+    for the layouts that these have. The cache lies as the decode step likes it best.
+
+    `decode(batch, length)` is the step that takes (weights, ids [B], cache, key) to the token after each of these and
+    the cache, which is used up and comes back extended; `prefill(batch, tokens, length)` takes (weights, ids [B, T],
+    mask [B, T], key) to the next token [B] of every prompt, and the cache, which has `length` slots.
+    """
 
     def __init__(self, model: Decoder, sampling: Sampling = Sampling()):
-        graph, state = nnx.split(model)
-        self.weights, form = jax.tree.flatten(state)  # a plain list: a step of a small model is as short as a call
+        self.model, self.sampling = model, sampling
+        self.graph, state = nnx.split(model)
+        self.weights, self.form = jax.tree.flatten(state)  # a plain list: a step of a small model is as short as a call
+        where = self.weights[0].sharding
+        self.mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+        self.whole = where if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        self.options = compiler_options(next(iter(where.device_set)).platform)
+        self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
 
-        def run(weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
-            model = nnx.merge(graph, jax.tree.unflatten(form, weights))
-            logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
-            return sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
-
-        @partial(jax.jit, static_argnums=4)
-        def prefill(weights: list[jax.Array], ids_BT: Any, mask_BT: Any, key: Any, length: int) -> Any:
-            """The next token [B] of every prompt, and the cache, which has `length` slots."""
-            return run(weights, ids_BT, mask_BT, model.init_cache(ids_BT.shape[0], length), key)
-
-        @partial(jax.jit, donate_argnums=2)
+    def _decode(self, batch: int, length: int) -> Compiled:
         def decode(weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
-            """The token [B] after each of these; the cache is used up and comes back extended."""
-            return run(weights, ids_B[:, None], None, cache, key)
+            return self._run(weights, ids_B[:, None], None, cache, key)
 
-        self.prefill, self.decode = prefill, decode
+        empty = jax.eval_shape(lambda: self.model.init_cache(batch, length))
+        where = jax.tree.map(lambda _: self.whole, empty) if self.mesh is None else cache_shardings(empty, self.mesh)
+        formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), where)
+        jitted = jax.jit(
+            decode,
+            donate_argnums=2,
+            in_shardings=(self._formats(), self.whole, formats, self.whole),
+            out_shardings=(self.whole, formats),
+        )
+        return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), empty)  # type: ignore[no-untyped-call]
+
+    def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
+        def prefill(weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, key: jax.Array) -> Any:
+            return self._run(weights, ids_BT, mask_BT, self.model.init_cache(batch, length), key)
+
+        cache_formats = self.decode(batch, length).input_formats[0][2]
+        jitted = jax.jit(
+            prefill,
+            in_shardings=(self._formats(), self.whole, self.whole, self.whole),
+            out_shardings=(self.whole, cache_formats),
+        )
+        ids, mask = (jax.ShapeDtypeStruct((batch, tokens), dtype) for dtype in (jnp.int32, bool))  # type: ignore[no-untyped-call]
+        return self._compile(jitted, ids, mask)
+
+    def _run(self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
+        logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
+        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
+
+    def _formats(self) -> list[Any]:
+        """Of the weights: none is laid out anew in a step."""
+        return [x.format for x in self.weights]
+
+    def _compile(self, jitted: Any, *args: Any) -> Compiled:
+        key = jax.eval_shape(jax.random.key, 0)
+        with nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh):
+            compiled: Compiled = jitted.lower(self.weights, *args, key).compile(self.options)
+        return compiled
 
     def __call__(
         self,
@@ -92,11 +144,14 @@ class Generator:
         ids_BT, mask_BT = left_padded(prompts)
         key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)
-        ids_B, cache = self.prefill(self.weights, ids_BT, mask_BT, key, ids_BT.shape[1] + max_new_tokens)
+        batch, tokens = ids_BT.shape
+        prefill = self.prefill(batch, tokens, tokens + max_new_tokens)
+        decode = self.decode(batch, tokens + max_new_tokens)
+        ids_B, cache = prefill(self.weights, ids_BT, mask_BT, key)
         for step in range(max_new_tokens):
             chosen_B = ids_B
             if step + 1 < max_new_tokens:  # the device computes the next token while this one is looked at
-                ids_B, cache = self.decode(self.weights, ids_B, cache, key)
+                ids_B, cache = decode(self.weights, ids_B, cache, key)
             out_B = np.where(ended_B, ENDED, np.asarray(chosen_B))
             yield out_B
             ended_B |= np.isin(out_B, list(eos))

@@ -3,9 +3,16 @@
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpuconv.layout import Shape
 from tpuconv.sharding import ACTIVATIONS, Rules, partition
+
+
+def sharding(axes: str, shape: Shape, mesh: Mesh, rules: Rules) -> NamedSharding:
+    """Where an array with these axes ("D N H") lies on a mesh by `rules`."""
+    spec = PartitionSpec(*partition(axes, shape, dict(mesh.shape), rules))  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, spec)
 
 
 def automatic_mesh() -> Any | None:

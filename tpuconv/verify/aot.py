@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import TpuconvError, UsageError
-from tpuconv.sharding import ATTENTION, MESH_AXES, Rules, decoding_mesh, partition
+from tpuconv.sharding import MESH_AXES, decoding_mesh
 from tpuconv.verify.hlo import Schedule
-from tpuconv.verify.tpu import COMPILER_OPTIONS, Memory, Program, Question, Slice
+from tpuconv.verify.tpu import Memory, Program, Question, Slice
 
 PREFILL_TOKENS = 2048
 """Tokens of all sequences in one call of prefill: a prompt goes through in chunks, as its scores would not fit."""
@@ -57,6 +57,8 @@ class _Compilation:
         import jax
         from flax import nnx
 
+        from tpuconv.models.cache import cache_shardings
+
         self.question, self.topology, self.sizes = question, topology, mesh
         self.model = abstract_model(question, family, config)
         self.graph, self.state = nnx.split(self.model)
@@ -67,30 +69,16 @@ class _Compilation:
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(self.state)]
         )
-        kinds = [type(layer).axes for layer in cache.layers]
-        entries = [
-            jax.tree.unflatten(
-                jax.tree.structure(layer),
-                [self._array(x, axes, ATTENTION) for x, axes in zip(jax.tree.leaves(layer), own, strict=True)],
-            )
-            for layer, own in zip(cache.layers, kinds, strict=True)
-        ]
-        positions, used = self._array(cache.positions_BS, "B S", {}), self._array(cache.used, "", {})
-        self.cache = type(cache)(tuple(entries), positions, used)
+        self.cache = jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh))
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
         """The parameter's place. What Qwix keeps of it, values and scales, have its axes."""
+        from tpuconv.models.placement import sharding
+
         names = list(map(str, path))
         prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
-        return self._array(value, next(self.axes[name] for name in prefixes if name in self.axes), MESH_AXES)
-
-    def _array(self, value: Any, axes: str, rules: Rules) -> Any:
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        parts = partition(axes, value.shape, self.sizes, rules) if axes else ()
-        sharding = NamedSharding(self.mesh, PartitionSpec(*parts))  # type: ignore[no-untyped-call]
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+        axes = next(self.axes[name] for name in prefixes if name in self.axes)
+        return _placed(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
 
     def answer(self) -> dict[str, Any]:
         question, available = self.question, self.topology.chip.hbm
@@ -126,6 +114,8 @@ class _Compilation:
         from jax.experimental.layout import Format, Layout
         from jax.sharding import NamedSharding, PartitionSpec
 
+        from tpuconv.models.generate import compiler_options
+
         def step(params: Any, cache: Any, ids_BT: Any) -> Any:
             """The most likely next token of every sequence, and the cache."""
             logits_BTV, cache = nnx.merge(self.graph, params)(ids_BT, cache=cache)
@@ -142,7 +132,7 @@ class _Compilation:
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.cache, ids))  # type: ignore[no-untyped-call]
         with jax.sharding.set_mesh(self.mesh):
             began = time.monotonic()
-            compiled = jitted.lower(*bare).compile(compiler_options=dict(COMPILER_OPTIONS))
+            compiled = jitted.lower(*bare).compile(compiler_options("tpu"))
             seconds = time.monotonic() - began
         self.formats = self.formats or compiled.input_formats[0][:2]
         memory: Any = compiled.memory_analysis()
@@ -181,6 +171,12 @@ def abstract_model(question: Question, family: Any, config: Any) -> Any:
     from tpuconv.quantize.rules import abstract
 
     return abstract(build, question.quantize)
+
+
+def _placed(x: Any, where: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
 
 
 def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:

@@ -232,9 +232,7 @@ def _measure(generator: Any, work: Work, shape: Shape, repeats: int, limits: Lim
     weights, key = generator.weights, jax.random.key(0)
 
     began = time.perf_counter()
-    prefill = generator.prefill.lower(weights, ids_BT, mask_BT, key, length).compile()
-    ids_B, cache = prefill(weights, ids_BT, mask_BT, key)
-    decode = generator.decode.lower(weights, ids_B, cache, key).compile()
+    decode, prefill = generator.decode(B, length), generator.prefill(B, T, length)
     compile_seconds = time.perf_counter() - began
 
     own = list(spoken)[-T:] or list(map(int, ids_BT[0]))

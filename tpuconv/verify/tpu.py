@@ -66,10 +66,6 @@ ENVIRONMENT = {
 }
 """Of the child: no metadata server is asked, no lock file taken, and no chip looked for."""
 
-COMPILER_OPTIONS: Mapping[str, str] = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.6"}
-"""For `compile(compiler_options=)` of a decode step on TPU. Without it the compiler fetches a layer's whole cache into
-fast memory, updates one token there and writes all of it back; so it prefetches only what is used more than moved."""
-
 ESTIMATE_ERROR = "0.8 to 1.25 of the published times on v5e, 0.9 to 2.1 on v6e; no hardware was measured"
 """What is known of the estimated times: a fit of two constants to published figures."""
 
