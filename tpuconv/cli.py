@@ -440,6 +440,8 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         "tpuconv quantize --config int8_default.yaml",
         "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
         "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
+        "tpuconv quantize Qwen3-8B-orbax --sensitivity",
+        "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
         "tpuconv quantize --list",
     ),
 )
@@ -448,6 +450,18 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
 @click.option("--config", metavar="NAME", help="A config of this package (see --list), or the path of a file.")
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option("--explain", is_flag=True, help="Show what would become of every parameter, and stop.")
+@click.option("--sensitivity", is_flag=True, help="Measure what rounding each group of parameters costs, and stop.")
+@click.option("--target-bits", type=float, help="Write the config that loses least at so many bits a weight, and stop.")
+@click.option(
+    "--out-config",
+    type=click.Path(path_type=Path),
+    default="recipe.yaml",
+    show_default=True,
+    help="Where --target-bits writes.",
+)
+@click.option(
+    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="To measure on: a prompt a line."
+)
 @click.option("--dry-run", is_flag=True, help="Stop after the plan and show it.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
@@ -459,6 +473,10 @@ def quantize(
     config: str | None,
     as_list: bool,
     explain: bool,
+    sensitivity: bool,
+    target_bits: float | None,
+    out_config: Path,
+    prompts: Path | None,
     dry_run: bool,
     overwrite: bool,
     max_memory: int | None,
@@ -470,6 +488,9 @@ def quantize(
     CKPT is the newest checkpoint in the current folder that is not quantized, by default. OUT appears whole or not at
     all; interrupted, the same command goes on where it was. It holds the arrays that Qwix would make of the whole
     model, bit for bit, and a report, quantization.html.
+
+    With --sensitivity or --target-bits nothing is quantized: the model runs on prompts, in float32, to find out what
+    each group of its parameters in int8 or int4 costs it.
     """
     from tpuconv.convert.checkpoint import open_checkpoint
     from tpuconv.convert.plan import Options
@@ -479,12 +500,25 @@ def quantize(
     if as_list:
         _list_configs(as_json)
         return
+    measuring = sensitivity or target_bits is not None
+    _goes_with("--sensitivity or --target-bits", measuring, "prompts")
+    _goes_with("--target-bits", target_bits is not None, "out_config")
+    if measuring and (config or out):
+        raise UsageError(
+            "--sensitivity and --target-bits measure, and quantize nothing",
+            hint="leave OUT and --config out; then quantize with `--config recipe.yaml`",
+        )
+    _goes_with("--config", not measuring, "explain", "dry_run", "max_memory", "jobs")
     rules = _rules(config)
-    if rules is None:
+    if rules is None and not measuring:
         raise UsageError("--config is missing", hint="`tpuconv quantize --list` shows what there is")
     chosen = ckpt or _newest_checkpoint(quantized=False)
     if ckpt is None and not as_json:
-        _console().print(f"Quantizing [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+        doing = "Measuring" if measuring else "Quantizing"
+        _console().print(f"{doing} [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+    if rules is None:
+        _measure(chosen, target_bits, out_config, prompts, overwrite, as_json)
+        return
     source = open_checkpoint(chosen)
     limits = Limits.of_this_machine(jobs, max_memory)
     own = source.manifest.raw["options"]
@@ -576,6 +610,86 @@ def _alike(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], l
         key = str({name: value for name, value in row.items() if name != "parameter"})
         groups.setdefault(key, (row, []))[1].append(row["parameter"])
     return list(groups.values())
+
+
+def _measure(
+    ckpt: Path, target: float | None, out: Path, prompt_file: Path | None, overwrite: bool, as_json: bool
+) -> None:
+    """What each group costs; with a target the recipe too."""
+    from dataclasses import replace
+    from importlib.metadata import version
+
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.quantize import recipe
+    from tpuconv.quantize.groups import find_choices
+    from tpuconv.verify.sensitivity import DTYPE, Probe
+
+    manifest = read_manifest(ckpt)
+    choices = find_choices(manifest)
+    if target is not None:
+        recipe.check_free(out, overwrite)
+        choices.model.check(target)
+    ids = _prompt_ids(manifest, manifest.folder, prompt_file)
+    groups = []
+    with _progress("measuring", as_json) as show:
+        probe = Probe(_load(manifest.folder, DTYPE), choices, ids)
+        total = sum(group.options[0].bits for group in choices.model.groups) // 8
+        for group in probe.each():
+            groups.append(group)
+            show(sum(group.options[0].bits for group in groups) // 8, total)
+    tokens = sum(map(len, ids))
+    facts: dict[str, Any] = {
+        "checkpoint": str(ckpt),
+        "dtype": DTYPE,
+        "prompts": len(ids),
+        "tokens": tokens,
+        "groups": [group.to_json() for group in sorted(groups, key=lambda group: -group.worst)],
+    }
+    options: list[Any] = []
+    if target is not None:
+        model = replace(choices.model, groups=tuple(groups))
+        options = recipe.choose(model, target)
+        predicted, measured = sum(option.kl for option in options), probe.together(options)
+        origin = manifest.raw["source"]
+        made = (
+            f"Made by tpuconv {version('tpuconv')}: quantize --target-bits {target:g}",
+            f"Of {origin['name']} at {origin['commit'] or 'no commit'}",
+            f"On {len(ids)} prompts, {tokens} tokens, {f'of {prompt_file}' if prompt_file else 'the default ones'}",
+            f"KL(unquantized || quantized) in nats a token: {predicted:.3g} by the sum of the groups below, each "
+            f"quantized by itself; {measured:.3g} measured, in {DTYPE}",
+        )
+        recipe.write(recipe.to_yaml(model, options, made), out, overwrite)
+        facts["recipe"] = {
+            "out": str(out),
+            "target_bits": target,
+            "bits_per_weight": round(model.bits(options), 4),
+            "predicted_kl": predicted,
+            "measured_kl": measured,
+            "chosen": {group.pattern: option.qtype for group, option in zip(groups, options, strict=True)},
+        }
+    if as_json:
+        _print_json(facts)
+        return
+    console = _console()
+    console.print(_sensitivity_table(f"{ckpt}, {len(ids)} prompts, {tokens} tokens", groups, options))
+    console.print("  KL(unquantized || this group quantized), nats a token, worst first", soft_wrap=True)
+    if target is not None:
+        console.print(
+            f"[bold]{out}[/bold]: {model.bits(options):.2f} bits a weight; KL {measured:.3g} measured, {predicted:.3g} "
+            f"by the sum of its groups. Next: tpuconv quantize {ckpt} --config {out}",
+            soft_wrap=True,
+        )
+
+
+def _sensitivity_table(title: str, groups: Sequence[Any], options: Sequence[Any]) -> "Table":
+    numbers = ("weights", "int8", "KL", "int4", "KL ")
+    columns = ("group", "weights", "int8", "KL", "int4", "KL ", *(["chosen"] if options else []))
+    table = _table(title, *columns, right=numbers)
+    chosen = options or [None] * len(groups)
+    for group, option in sorted(zip(groups, chosen, strict=True), key=lambda pair: -pair[0].worst):
+        cells = [cell for o in group.options[1:] for cell in (f"{o.bits / group.count:.2f} bits", f"{o.kl:.2e}")]
+        table.add_row(group.pattern, f"{group.count:,}", *cells, *([str(option)] if option else []))
+    return table
 
 
 def _report(out: Path) -> "Report":
@@ -835,9 +949,7 @@ def _verify_logits(
         )
     parts: list[Any] = []
     with resolved:
-        lines = prompt_file.read_text().splitlines() if prompt_file else []
-        vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
-        ids = logits.tokenize(resolved.folder, [line for line in lines if line.strip()], vocab)
+        ids = _prompt_ids(manifest, resolved.folder, prompt_file)
         own = manifest.dtype if dtype == "auto" else dtype
         if layerwise:
             show_part = (lambda part: None) if as_json else _show_part
@@ -865,6 +977,14 @@ def _verify_logits(
         if as_json:
             sys.exit(error.exit_code)
         raise error
+
+
+def _prompt_ids(manifest: Any, tokenizer_folder: Path, prompt_file: Path | None) -> list[list[int]]:
+    from tpuconv.verify.logits import tokenize
+
+    lines = prompt_file.read_text().splitlines() if prompt_file else []
+    vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
+    return tokenize(tokenizer_folder, [line for line in lines if line.strip()], vocab)
 
 
 def _show_part(part: Any) -> None:

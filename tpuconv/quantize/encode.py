@@ -129,6 +129,13 @@ class QwixEncoder:
         codes, *zero_points = (part.view(self.parts[0].dtype) for part in (codes, *zero_points))
         return [codes, scales.astype(self.scale_dtype), *zero_points], figures
 
+    def rounded(self, values: np.ndarray) -> jax.Array:
+        """What codes and scales of the whole parameter stand for, exactly, so in float32. Of symmetric ranges only."""
+        (codes, scales), _ = self(values)
+        array = qarray.QArray(jnp.asarray(codes), jnp.asarray(scales, jnp.float32), None, self.how.qtype)
+        decoded: jax.Array = qarray.dequantize(array)
+        return decoded
+
 
 def stored_dtype(qtype: str) -> np.dtype[Any]:
     """In which codes of a type are stored. That of Qwix; NF4's, uint4, has no place in a checkpoint, so a byte."""

@@ -6,8 +6,9 @@ nats, per predicted token.
 
 import contextlib
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,25 +142,37 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
 
 
 def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-    """Our logits [T, V] in float32 of each prompt. Prompts are padded to one length on the right: one compilation."""
+    """Our logits [T, V] in float32 of each prompt."""
+    from tpuconv.restore import load
+
+    return forward(prompts, dtype)(load(ckpt, dtype))
+
+
+def forward(prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[Any], list[np.ndarray]]:
+    """What gives a model's logits [T, V] in float32 of each prompt. Prompts are padded to one length on the right, so
+    that it compiles once, for all models that differ in nothing but their values."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    from tpuconv.restore import load
-
-    model = load(ckpt, dtype)
     length = max(map(len, prompts))
-    forward = nnx.jit(lambda model, ids_BT, mask_BT: model(ids_BT, mask_BT))
-    # A TPU multiplies float32 in bfloat16 unless told otherwise.
-    precise = jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
-    out = []
-    with precise:
-        for ids in prompts:
-            ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
-            mask_BT = jnp.arange(length)[None] < len(ids)
-            out.append(np.asarray(forward(model, ids_BT, mask_BT))[0, : len(ids)])
-    return out
+
+    @partial(jax.jit, static_argnums=0)  # nnx.jit would give the weights back, a second time in memory
+    def logits(graphdef: Any, state: Any, ids_BT: Any, mask_BT: Any) -> Any:
+        return nnx.merge(graphdef, state)(ids_BT, mask_BT)
+
+    def run(model: Any) -> list[np.ndarray]:
+        graphdef, state = nnx.split(model)
+        out = []
+        # A TPU multiplies float32 in bfloat16 unless told otherwise.
+        with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
+            for ids in prompts:
+                ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
+                mask_BT = jnp.arange(length)[None] < len(ids)
+                out.append(np.asarray(logits(graphdef, state, ids_BT, mask_BT))[0, : len(ids)])
+        return out
+
+    return run
 
 
 def compare(
@@ -168,8 +181,8 @@ def compare(
     """The figures of two models' logits [T, V] on the same prompts."""
     difference = np.concatenate([np.abs(a - b).max(-1) for a, b in zip(hf, ours, strict=True)])
     mean = float(np.mean([np.abs(a - b).mean() for a, b in zip(hf, ours, strict=True)]))
-    logp, logq = ([_log_softmax(x) for x in side] for side in (hf, ours))
-    kl = np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)])
+    logp, logq = ([log_softmax(x) for x in side] for side in (hf, ours))
+    kl = divergences(logp, logq)
     agree = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in zip(logp, logq, strict=True)])
     return Comparison(
         dtype=dtype,
@@ -187,10 +200,16 @@ def compare(
     )
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Of logits [..., V], in float64: in float32 it would be wrong by as much as a small divergence."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
     return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
+
+
+def divergences(logp: Sequence[np.ndarray], logq: Sequence[np.ndarray]) -> np.ndarray:
+    """KL(p || q) in nats of every token of all prompts, from the logarithms [T, V] of each prompt."""
+    return np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)])
 
 
 def _perplexity(prompts: Sequence[Sequence[int]], logp: Sequence[np.ndarray]) -> float:

@@ -1,0 +1,346 @@
+"""What each group costs against checkpoints that are quantized so; the search against trying everything."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import qwen3_config, random_checkpoint
+from families import Case, save
+from hypothesis import given
+from hypothesis import strategies as st
+from test_convert import Options, convert
+from test_quantize import ONE_OF_EACH, leaves, quantize
+
+import tpuconv
+from tpuconv.cli import tpuconv as command
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.errors import GateError, OutputError, UnsupportedConfig, UsageError
+from tpuconv.quantize import recipe
+from tpuconv.quantize.config import find_config, parse_config
+from tpuconv.quantize.groups import find_choices
+from tpuconv.quantize.recipe import Group, Model, Option, choose, to_yaml
+from tpuconv.quantize.report import report
+from tpuconv.verify.logits import compare, model_logits, tokenize
+from tpuconv.verify.sensitivity import DTYPE, Probe
+
+IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """The checkpoint of a case with weights of a dtype."""
+    done: dict[tuple[str, str], Path] = {}
+
+    def get(case: Case, dtype: str) -> Path:
+        if (case.id, dtype) not in done:
+            folder = tmp_path_factory.mktemp(case.id)
+            convert(save(case, folder / "hf", dtype), folder / "ckpt")
+            done[case.id, dtype] = folder / "ckpt"
+        return done[case.id, dtype]
+
+    return get
+
+
+def small(folder: Path, **sizes) -> Path:
+    """One that is not run."""
+    convert(random_checkpoint(folder / "hf", qwen3_config(num_hidden_layers=2, **sizes)), folder / "ckpt")
+    return folder / "ckpt"
+
+
+@pytest.fixture(scope="module")
+def ckpt(converted) -> Path:
+    """A tiny model without a tokenizer, its head untied."""
+    return converted(ONE_OF_EACH["llama"], "bfloat16")
+
+
+def measured(folder: Path) -> tuple[Model, Probe]:
+    choices = find_choices(read_manifest(folder))
+    probe = Probe(tpuconv.load(folder, DTYPE), choices, IDS)
+    return replace(choices.model, groups=tuple(probe.each())), probe
+
+
+@cache
+def reference(plain: Path, ids: str) -> list[np.ndarray]:
+    return model_logits(plain, json.loads(ids), DTYPE)
+
+
+def divergence(plain: Path, other: Path, ids=IDS) -> float:
+    """As `verify --compare-hf` computes it, of checkpoints as they are loaded."""
+    return compare(ids, reference(plain, json.dumps(ids)), model_logits(other, ids, DTYPE), DTYPE, {}).mean_kl
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def cases():
+    """Every group of the last layer and the head of every family, in both types; what is fast of two families."""
+    both = ("int8", "int4")
+    yield pytest.param("llama", "bfloat16", {"layers/2/mlp/.*": both, "lm_head": ["int4"]}, id="llama")
+    yield pytest.param("qwen3_moe", "bfloat16", {"layers/2/moe/(down|gate|up)": ["int4"]}, id="qwen3_moe")
+    for dtype, family in [("bfloat16", family) for family in ONE_OF_EACH] + [("float32", "llama")]:
+        yield pytest.param(family, dtype, None, id=f"{family}-{dtype}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "dtype", "wanted"), list(cases()))
+def test_a_group_costs_what_a_checkpoint_costs_that_is_quantized_so(family, dtype, wanted, converted, tmp_path):
+    plain = converted(ONE_OF_EACH[family], dtype)
+    model, _ = measured(plain)
+    last = {group.path: group for group in model.groups}
+    tried = 0
+    for i, group in enumerate(last.values()):
+        for option in group.options[1:]:
+            if wanted is None or option.qtype in wanted.get(group.pattern, ()):
+                text, out = to_yaml(replace(model, groups=(group,)), [option], []), tmp_path / f"{i}-{option.qtype}"
+                quantize(plain, out, parse_config(text.encode(), "c", "c.yaml"))
+                assert option.kl == pytest.approx(divergence(plain, out), rel=1e-3)
+                assert option.kl > 1e-7
+                tried += 1
+    assert tried == (2 * len(last) if wanted is None else sum(map(len, wanted.values())))
+
+
+SLOW = {"deepseek_v3", "kimi_k2", "llama4", "gpt_oss", "qwen2", "olmo2", "mixtral", "qwen3"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in ONE_OF_EACH.items()],
+)
+def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, converted):
+    manifest = read_manifest(converted(case, "bfloat16"))
+    choices = find_choices(manifest)
+    names = [name for group in choices.model.groups for name in group.names]
+    all_names = set(choices.encoders["int8"])
+    assert len(names) == len(set(names))
+    assert {name for name in all_names if ".router." not in name} == set(names) == set(choices.encoders["int4"])
+    assert ("lm_head" in {group.pattern for group in choices.model.groups}) == ("lm_head.kernel" in manifest.arrays)
+    for group in choices.model.groups:
+        (tile,) = {option.tile_size for option in group.options if option.qtype == "int4"}
+        assert tile == 32  # what these sizes allow
+        assert group.count == sum(prod(manifest.arrays[name].shape) for name in group.names)
+
+
+def test_tiles_are_the_largest_that_divide(tmp_path):
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 24}
+    groups = find_choices(read_manifest(small(tmp_path, **sizes))).model.groups
+    assert {group.path: group.options[2].tile_size for group in groups} == {
+        "layers/{}/attn/.*": 8,
+        "layers/{}/mlp/.*": 16,
+        "lm_head": 16,
+    }
+
+
+def test_a_tied_head_is_in_no_group(tmp_path):
+    folder = small(tmp_path, tie_word_embeddings=True)
+    assert {group.path for group in find_choices(read_manifest(folder)).model.groups} == {
+        "layers/{}/attn/.*",
+        "layers/{}/mlp/.*",
+    }
+
+
+def test_the_model_compiles_once_and_gets_its_weights_back(ckpt, caplog):
+    choices = find_choices(read_manifest(ckpt))
+    model = tpuconv.load(ckpt, DTYPE)
+    before = leaves(model)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        probe = Probe(model, choices, IDS)
+        groups = list(probe.each())
+    assert len([r for r in caplog.records if "Finished XLA compilation of jit(logits)" in r.getMessage()]) == 1
+    after = leaves(model)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert probe.together([group.options[0] for group in groups]) == 0
+    alone = [groups[0].options[2], *(group.options[0] for group in groups[1:])]
+    assert probe.together(alone) == groups[0].options[2].kl
+
+
+def test_a_model_of_no_numbers_gives_no_figures(ckpt):
+    model = tpuconv.load(ckpt, DTYPE)
+    model.norm.scale[...] = model.norm.scale[...] * jnp.nan
+    with pytest.raises(GateError, match="are not all numbers"):
+        next(Probe(model, find_choices(read_manifest(ckpt)), IDS).each())
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw) -> Model:
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    costs = st.floats(0, 10) | st.sampled_from([0.0, 1.0])
+    groups = [
+        Group("layers/{}/mlp/.*", i, (), size, (
+            Option(None, None, 16 * size, 0.0),
+            Option("int8", None, 8 * size + draw(st.integers(0, 4)), draw(costs)),
+            Option("int4", 32, 4 * size + draw(st.integers(0, 4)), draw(costs)),
+        ))
+        for i, size in enumerate(sizes)
+    ]  # fmt: skip
+    other = draw(st.integers(0, 100))
+    return Model(tuple(groups), sum(sizes) + other, 16 * other)
+
+
+@given(models(), st.floats(3, 17), st.floats(3, 17))
+def test_the_choice_is_the_best_there_is_and_more_bits_are_no_worse(model, one, other):
+    found = []
+    for target in sorted((one, other)):
+        all_choices = list(product(*(group.options for group in model.groups)))
+        fitting = [sum(o.kl for o in options) for options in all_choices if model.bits(options) <= target]
+        if not fitting or len(fitting) == len(all_choices):
+            with pytest.raises(UsageError, match="cannot be reached: this model can have"):
+                choose(model, target)
+            continue
+        options = choose(model, target)
+        assert all(option in group.options for option, group in zip(options, model.groups, strict=True))
+        assert model.bits(options) <= target
+        found.append(sum(option.kl for option in options))
+        assert found[-1] == pytest.approx(min(fitting), abs=1e-9)
+    assert found == sorted(found, reverse=True)
+
+
+def test_of_a_large_model_not_all_sums_are_kept(monkeypatch):
+    monkeypatch.setattr(recipe, "STATES", 2000)
+    rng = np.random.default_rng(0)
+    groups = tuple(
+        Group("layers/{}/mlp/.*", i, (), n, (
+            Option(None, None, 16 * n, 0.0),
+            Option("int8", None, 8 * n, float(rng.random() / 100)),
+            Option("int4", 32, 4 * n, float(rng.random())),
+        ))
+        for i, n in enumerate(map(int, rng.integers(1000, 9000, 120)))
+    )  # fmt: skip
+    model = Model(groups, sum(group.count for group in groups), 0)
+    targets = np.linspace(4.01, 15.99, 20)
+    chosen = [choose(model, float(target)) for target in targets]
+    costs = [sum(option.kl for option in options) for options in chosen]
+    assert all(model.bits(options) <= target for target, options in zip(targets, chosen, strict=True))
+    assert costs == sorted(costs, reverse=True)
+    monkeypatch.setattr(recipe, "STATES", 100_000)
+    best = [sum(option.kl for option in choose(model, float(target))) for target in targets]
+    assert best != costs
+    assert np.allclose(costs, best, rtol=0.03, atol=0.05)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def groups_of(*choices: tuple[str, int | None, str | None]) -> tuple[list[Group], list[Option]]:
+    groups = [Group(path, layer, (), 1, ()) for path, layer, _ in choices]
+    return groups, [Option(qtype, 32 if qtype == "int4" else None, 8, 0.1) for *_, qtype in choices]
+
+
+def test_layers_of_one_kind_share_a_rule():
+    attn, mlp = "layers/{}/attn/.*", "layers/{}/mlp/.*"
+    groups, options = groups_of(
+        (attn, 0, "int8"), (mlp, 0, "int4"),
+        (attn, 1, None), (mlp, 1, "int4"),
+        (attn, 2, "int8"), ("lm_head", None, "int8"),
+    )  # fmt: skip
+    assert recipe.rules(groups, options) == [
+        "- {module_path: 'layers/(0|2)/attn/.*', weight_qtype: int8}",
+        r"- {module_path: 'layers/\d+/mlp/.*', weight_qtype: int4, tile_size: 32}",
+        "- {module_path: 'lm_head', weight_qtype: int8}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a\nqwix: {}", "b\x00", "c: &d {", "机器"])
+def test_no_name_breaks_the_file(name):
+    option = Option("int8", None, 8, 0.1)
+    group = Group("lm_head", None, (), 1, (Option(None, None, 16, 0.0), option))
+    text = to_yaml(Model((group,), 2, 16), [option], [f"Of {name}"])
+    (rule,) = parse_config(text.encode(), "c", "c.yaml").rules
+    assert (rule.module_path, rule.weight_qtype, rule.line) == ("lm_head", "int8", text.count("\n"))
+
+
+def run(*args: object) -> dict:
+    done = subprocess.run([sys.executable, "-m", "tpuconv", *map(str, args), "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_command_writes_a_config_that_quantizes_to_what_it_says(ckpt, tmp_path):
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    facts = run("quantize", ckpt, "--target-bits", 9, "--out-config", file)
+    costs = [max(option["kl"] for option in group["options"]) for group in facts["groups"]]
+    assert costs == sorted(costs, reverse=True)
+    assert set(facts) == {"checkpoint", "dtype", "prompts", "tokens", "groups", "recipe"}
+    own = facts["recipe"]
+    assert own["bits_per_weight"] <= 9
+    quantized = run("quantize", ckpt, out, "--config", file)["quantization"]
+    assert quantized["bits_per_weight"] == own["bits_per_weight"]
+    assert {row["name"]: row["qtype"] for row in quantized["tensors"]} == {
+        name: own["chosen"][group.pattern]
+        for group in find_choices(read_manifest(ckpt)).model.groups
+        for name in group.names
+        if own["chosen"][group.pattern]
+    }
+    ids = tokenize(ckpt, [], read_manifest(ckpt).arrays["embed.embedding"].shape[0])
+    assert own["measured_kl"] == pytest.approx(divergence(ckpt, out, ids), rel=1e-3)
+    assert len(find_config(str(file)).rules) < len(facts["groups"])
+
+
+def test_predicted_bits_are_those_of_the_report_exactly(ckpt, tmp_path):
+    model = find_choices(read_manifest(ckpt)).model
+    options = [group.options[i % 3] for i, group in enumerate(model.groups)]
+    text = to_yaml(model, options, [])
+    quantize(ckpt, tmp_path / "out", parse_config(text.encode(), "c", "c.yaml"))
+    assert report(read_manifest(tmp_path / "out").raw).weight_bits == model.bits(options)
+
+
+def test_what_cannot_be_measured_is_refused_before_weights_are_read(ckpt, tmp_path, monkeypatch):
+    hollow = tmp_path / "hollow"  # of its weights nothing is there
+    hollow.mkdir()
+    for name in ("tpuconv.json", "config.json"):
+        (hollow / name).write_bytes((ckpt / name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there.yaml"
+    there.write_text("mine")
+
+    def refused(error: type[Exception], message: str, *args: object) -> None:
+        with pytest.raises(error, match=message):
+            command.main(["quantize", *map(str, args)], standalone_mode=False)
+
+    refused(UsageError, r"4 bits a weight cannot be reached.* to 16\.0000", hollow, "--target-bits", 4)
+    refused(UsageError, "16 bits a weight cannot be reached", hollow, "--target-bits", 16)
+    refused(UsageError, "nan bits a weight cannot be reached", hollow, "--target-bits", "nan")
+    refused(OutputError, "there.yaml exists", hollow, "--target-bits", 9, "--out-config", there)
+    refused(UsageError, "is a folder, or in none", hollow, "--target-bits", 9, "--out-config", "no/such.yaml")
+    refused(UsageError, "quantize nothing", hollow, "out", "--sensitivity")
+    refused(UsageError, "quantize nothing", hollow, "--sensitivity", "--config", "int8_default")
+    refused(UsageError, "--explain goes with --config", hollow, "--sensitivity", "--explain")
+    refused(UsageError, "--out-config goes with --target-bits", hollow, "--sensitivity", "--out-config", "a.yaml")
+    refused(UsageError, "--prompts goes with", hollow, "--config", "int8_default", "--prompts", there)
+    refused(UsageError, "has no tokenizer for the prompts", hollow, "--sensitivity", "--prompts", there)
+    assert there.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hollow", "there.yaml"]
+
+
+def test_only_whole_models_with_separate_layers_that_are_not_quantized_are_measured(ckpt, tmp_path):
+    quantize(ckpt, tmp_path / "quantized", find_config("int8_weight_only"))
+    with pytest.raises(UsageError, match="is quantized already, with int8_weight_only"):
+        find_choices(read_manifest(tmp_path / "quantized"))
+    convert(ckpt.parent / "hf", tmp_path / "scan", Options(scan_layers=True))
+    with pytest.raises(UnsupportedConfig, match="stacked in one array"):
+        find_choices(read_manifest(tmp_path / "scan"))
+    convert(ckpt.parent / "hf", tmp_path / "part", Options(layers=range(1)))
+    with pytest.raises(UsageError, match="only a part of the layers"):
+        find_choices(read_manifest(tmp_path / "part"))
+
+
+def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    recipe.check_free(file, False)
+    file.write_text("mine")
+    with pytest.raises(OutputError, match="exists"):
+        recipe.write("ours", file, False)
+    assert file.read_text() == "mine"
+    recipe.write("ours", file, True)
+    assert file.read_text() == "ours"
