@@ -23,6 +23,7 @@ ON_A_MESH = """
 import json, sys
 from pathlib import Path
 import jax, numpy as np, tensorstore as ts, tpuconv
+from tpuconv.convert.layouts import Layout, write_layouts
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.models.generate import Generator
 
@@ -48,6 +49,12 @@ for shape, axes in (
     difference = float(np.abs(np.asarray(model(ids)) - whole).max() / np.abs(whole).max())
     spec, shape = [str(axis) for axis in gate.sharding.spec], gate.addressable_shards[0].data.shape
     facts.append([read, spec, shape, difference, written(model)])
+
+mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+write_layouts(Path(out), "cpu", dict(mesh.shape), {"layers.0.mlp.gate.kernel": Layout("float32", (1, 0), ())})
+model = tpuconv.load(out, mesh=mesh)
+lies = [layer.mlp.gate.kernel[...].format for layer in model.layers[:2]]
+facts.append([[x.layout.major_to_minor for x in lies], lies[0].sharding == lies[1].sharding, written(model)])
 print(json.dumps(facts))
 """
 
@@ -60,7 +67,7 @@ def test_a_model_is_loaded_onto_any_mesh(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    tokens, *facts = json.loads(done.stdout)
+    tokens, *facts, (axes, alike, laid_out) = json.loads(done.stdout)
     assert [spec for _, spec, *_ in facts] == [
         ["None", "tensor"],
         ["data", "tensor"],
@@ -73,6 +80,7 @@ def test_a_model_is_loaded_onto_any_mesh(tmp_path):
     assert max(read for read, *_ in facts) < 1.5
     assert max(difference for *_, difference, _ in facts) < 1e-5
     assert all(own == tokens for *_, own in facts)
+    assert (axes, alike, laid_out) == ([[1, 0], [0, 1]], True, tokens)
 
 
 @pytest.fixture(scope="module")

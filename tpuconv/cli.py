@@ -797,6 +797,7 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
 @click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
+@click.option("--write-layouts", is_flag=True, help="Write how arrays should lie in memory there, for `load`, in CKPT.")
 @click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
 @click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
@@ -815,6 +816,7 @@ def verify(
     topologies: tuple[str, ...],
     context: int,
     mesh: str | None,
+    write_layouts: bool,
     quantize: str | None,
     benchmark: bool,
     batch: tuple[int, ...],
@@ -834,7 +836,7 @@ def verify(
     from tpuconv.convert.manifest import read_manifest
 
     _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
-    _goes_with("--topology", bool(topologies), "context", "mesh", "quantize")
+    _goes_with("--topology", bool(topologies), "context", "mesh", "write_layouts", "quantize")
     _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
     _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch")
     if compare_hf + benchmark + bool(topologies) > 1:
@@ -846,13 +848,12 @@ def verify(
             raise UsageError("--topology takes one --batch", hint="ask for one after the other")
         src = ckpt or str(_newest_checkpoint())
         question = tpu.Question(
-            **_described(src, quantize),
+            **_described(src, quantize, dtype, write_layouts),
             batch=batch[0],
             context=context,
-            dtype="bfloat16" if dtype == "auto" else dtype,
             mesh=tpu.parse_mesh(mesh) if mesh else None,
         )
-        _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
+        _verify_topology(src, question, tpu.parse_topologies(topologies), write_layouts, as_json)
         return
     wanted: Sequence[Any] = ()
     if benchmark:
@@ -1022,24 +1023,39 @@ def _comparison_table(result: Any, name: str) -> "Table":
     return table
 
 
-def _described(src: str, quantize: str | None) -> dict[str, Any]:
-    """The config and the quantization of a source or a checkpoint, without its weights."""
+def _described(src: str, quantize: str | None, dtype: str, as_stored: bool) -> dict[str, Any]:
+    """The config, the quantization and the dtype of a source or a checkpoint, without its weights. `as_stored` asks for
+    a whole checkpoint, and for nothing that it does not hold."""
     from tpuconv.convert.hub import fetch_config
     from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.manifest import read_manifest
 
     quantization: Any = None
+    checkpoint, own = None, "bfloat16"
     if (Path(src) / MANIFEST).is_file():
-        quantization = read_manifest(Path(src)).quantization
+        manifest = read_manifest(Path(src))
+        quantization, own = manifest.quantization, manifest.dtype
+        checkpoint = str(manifest.folder.absolute()) if quantize is None else None
+        if as_stored:
+            manifest.check_whole()
+    if as_stored and not checkpoint:
+        raise UsageError(
+            f"--write-layouts writes into a checkpoint: {src} is " + ("still to be quantized" if quantize else "none"),
+            hint="make one first, with `tpuconv quantize` or `tpuconv convert`",
+        )
     if quantize:
         if quantization:
             raise UsageError(f"{src} is quantized already, by {quantization['name']}", hint="leave --quantize out")
         rules = _rules(quantize)
         quantization = rules.to_json() if rules else None
-    return {"config": fetch_config(src), "quantize": quantization}
+    facts = {"config": fetch_config(src), "quantize": quantization, "checkpoint": checkpoint}
+    return facts | {"dtype": own if dtype == "auto" else dtype}
 
 
-def _verify_topology(src: str, question: Any, groups: Sequence[Sequence[Any]], as_json: bool) -> None:
+def _verify_topology(
+    src: str, question: Any, groups: Sequence[Sequence[Any]], write_layouts: bool, as_json: bool
+) -> None:
+    from tpuconv.convert import layouts
     from tpuconv.verify import tpu
 
     answers = []
@@ -1049,15 +1065,21 @@ def _verify_topology(src: str, question: Any, groups: Sequence[Sequence[Any]], a
             _console().print(_answer_line(answer), soft_wrap=True)
     fitting = [answer for answer in answers if answer.fits]
     smallest = min(fitting, key=lambda answer: answer.devices, default=None)
+    written = None
+    for answer in fitting if write_layouts else ():
+        written = layouts.write_layouts(Path(src), answer.device, answer.mesh, answer.layouts)
     if as_json:
         asked = {"source": src, "batch": question.batch, "context": question.context, "dtype": question.dtype}
         asked["quantization"] = question.quantize and question.quantize["name"]
-        found = {"fits": bool(fitting), "smallest": smallest and smallest.topology}
+        found = {"fits": bool(fitting), "smallest": smallest and smallest.topology, "layouts": written and str(written)}
         _print_json({**asked, **found, "slices": [answer.to_json() for answer in answers]})
     else:
         for table in _answer_tables(src, question, answers):
             if table.row_count:
                 _console().print(table)
+        if written:
+            names = ", ".join(answer.topology for answer in fitting)
+            _console().print(f"layouts for {names}: [bold]{written}[/bold]", soft_wrap=True)
     if not fitting:
         error = GateError(
             f"{src} does not fit at batch {question.batch} and context {question.context}",
@@ -1172,13 +1194,9 @@ def _benchmark(
 
 def _load(folder: Path, dtype: str | None = None) -> Any:
     """The model on all devices here: the weights are divided where there are several."""
-    import jax
-    import numpy as np
+    from tpuconv.restore import default_mesh, load
 
-    from tpuconv.restore import load
-
-    devices = np.array(jax.devices())
-    return load(folder, dtype, jax.sharding.Mesh(devices, ("tensor",)) if devices.size > 1 else None)
+    return load(folder, dtype, default_mesh(folder))
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------

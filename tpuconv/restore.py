@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import mesh_utils
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from tpuconv.convert.layouts import LAYOUTS, read_layouts
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.convert.names import QVALUE, SCALE, collapse
 from tpuconv.convert.source import read_json
 from tpuconv.errors import ConfigError, CorruptOutput
 from tpuconv.models.placement import sharding
 from tpuconv.models.registry import get_family
-from tpuconv.sharding import MESH_AXES
+from tpuconv.sharding import MESH_AXES, decoding_mesh
 
 MTP_TREE = "mtp."
 """What the arrays of layers that predict further tokens are called."""
@@ -36,11 +39,13 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
         ckpt: the folder that holds the checkpoint.
         dtype: of parameters and activations; the checkpoint's own where None. Quantized values stay as they are.
         mesh: devices with axes of the names in `tpuconv.sharding.MESH_AXES`, over which the parameters are divided:
-            each device reads its part only. One device holds all where None.
+            each device reads its part only. One device holds all where None. Arrays lie as `layouts.json` has it for
+            devices and mesh, where `verify --write-layouts` wrote that.
 
     Raises:
         UsageError: the folder is no such checkpoint, or only a part of a model.
-        CorruptOutput: its arrays are not those of the model, or a checksum does not hold.
+        CorruptOutput: its arrays are not those of the model, a checksum does not hold, or `layouts.json` is no such
+            file.
     """
     manifest = read_manifest(Path(ckpt))
     manifest.check_whole()
@@ -49,19 +54,20 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
-    targets = {
-        name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            value.shape, _restored_as(value.dtype, manifest.arrays[name]), sharding=_sharding(manifest, name, mesh)
-        )
-        for name, value in flat.items()
-    }
+    formats = _formats(manifest, {name: value.dtype.name for name, value in flat.items()}, mesh)
+    targets = {}
+    for name, value in flat.items():
+        stored = jnp.dtype(manifest.arrays[name].dtype)
+        # Codes of a type that has no place in a checkpoint (uint4) are stored in one that has, and cast below.
+        dtype, where = (stored, formats[name].sharding) if stored == jnp.uint8 else (value.dtype, formats[name])
+        targets[name] = jax.ShapeDtypeStruct(value.shape, dtype, sharding=where)  # type: ignore[no-untyped-call]
     if unused := manifest.arrays.keys() - flat.keys():
         patterns = ", ".join(collapse(sorted(unused)))
         warnings.warn(f"{ckpt}: the model does not use, and does not load, {patterns}", stacklevel=2)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = unflatten_dict(targets, sep=".")  # type: ignore[no-untyped-call]
-            how = ocp.checkpoint_utils.construct_restore_args(tree)
+            how = ocp.checkpoint_utils.construct_restore_args(tree, support_layout=True)
             wanted = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
             restored = checkpointer.restore(manifest.params.absolute(), wanted)
     except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
@@ -70,15 +76,17 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
             hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
     arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
-    leaves = [(path, value.replace(_as_loaded(arrays[_name(path)], value))) for path, value in nnx.to_flat_state(state)]
+    for name, value in flat.items():
+        if arrays[name].dtype != value.dtype:
+            arrays[name] = jax.device_put(arrays[name].astype(value.dtype), formats[name], donate=True)
+    leaves = [(path, value.replace(arrays[_name(path)])) for path, value in nnx.to_flat_state(state)]
     model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(leaves))
     return model
 
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
-    """The model with shapes instead of arrays."""
-    family = get_family(manifest.family)
-    config = family.config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
+    """The model with shapes instead of arrays, in the dtypes that these have once they are loaded."""
+    family, config = get_family(manifest.family), _config(manifest)
     own = jnp.dtype(manifest.dtype if dtype is None else dtype)
 
     def build() -> Any:
@@ -88,26 +96,56 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
         return nnx.eval_shape(build)
     from tpuconv.quantize.rules import abstract
 
-    return abstract(build, manifest.quantization)
+    graphdef, state = nnx.split(abstract(build, manifest.quantization))
+    leaves = []
+    for path, value in nnx.to_flat_state(state):
+        dtype = _loaded_as(value.dtype, manifest.arrays.get(_name(path)))
+        leaves.append((path, value.replace(jax.ShapeDtypeStruct(value.shape, dtype))))  # type: ignore[no-untyped-call]
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
-def _restored_as(wanted: Any, stored: StoredArray) -> Any:
-    """The dtype in which an array is read: the model's, but scales are never rounded, and codes never cast."""
+def default_mesh(ckpt: str | Path) -> Mesh | None:
+    """All devices here as the mesh over which the model decodes with the fewest collectives; None where there is one.
+
+    Raises:
+        UsageError: the folder is no such checkpoint.
+    """
+    devices = jax.devices()
+    if len(devices) == 1:
+        return None
+    sizes = decoding_mesh(_config(read_manifest(Path(ckpt))).axes, len(devices))
+    return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), devices), tuple(sizes))
+
+
+def _config(manifest: Manifest) -> Any:
+    return get_family(manifest.family).config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
+
+
+def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
+    """The dtype of an array in the model: that of its place, but scales are never rounded, and codes never cast."""
+    if stored is None or stored.dtype == "uint8":
+        return wanted
     if stored.name.endswith(SCALE):
         return jnp.promote_types(stored.dtype, wanted)
     return jnp.dtype(stored.dtype) if stored.name.endswith(QVALUE) else wanted
 
 
-def _as_loaded(array: jax.Array, wanted: Any) -> jax.Array:
-    """Codes of a type that has no place in a checkpoint (uint4) are stored in one that has."""
-    return array.astype(wanted.dtype) if array.dtype == jnp.uint8 else array
-
-
-def _sharding(manifest: Manifest, name: str, mesh: Mesh | None) -> jax.sharding.Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    array = manifest.arrays[name]
-    return sharding(array.axes, array.shape, mesh, MESH_AXES)
+def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
+    """Where every array lies, and where layouts were written for the devices how."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
+    out = {}
+    for name, dtype in dtypes.items():
+        array, known = manifest.arrays[name], layouts.get(name)
+        where = SingleDeviceSharding(device) if mesh is None else sharding(array.axes, array.shape, mesh, MESH_AXES)
+        if known and sorted(known.major_to_minor) != list(range(len(array.shape))):
+            raise CorruptOutput(
+                f"{manifest.folder / LAYOUTS} has the axes {known.major_to_minor} for {name}, which is {array.shape}",
+                hint="delete the file, and let `verify --topology --write-layouts` write it",
+            )
+        layout = Layout(known.major_to_minor, known.tiling) if known and known.dtype == dtype else None
+        out[name] = Format(layout, where)
+    return out
 
 
 def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ experts is divided by `expert` as well, as if it were a second `tensor`.
 
 from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 from tpuconv.layout import Shape, lead, parse_axes
 
@@ -63,7 +64,7 @@ def shard_shape(shape: Shape, parts: tuple[Part, ...], mesh: Mapping[str, int]) 
     return tuple(size // prod(mesh[name] for name in own) for size, own in zip(shape, names, strict=True))
 
 
-def decoding_mesh(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
     """The mesh over which a model decodes with the fewest collectives, two all-reduces for a layer. `sizes` are those
     of the config's letters.
 

@@ -1,7 +1,8 @@
 """Names of parameters: many as few patterns, `model.layers.{0...31}.mlp.up_proj.weight`; what encoded ones end in."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import product
 
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
@@ -16,6 +17,20 @@ def collapse(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         groups.setdefault(_NUMBER.sub("{}", name), []).append(name)
     return {_fill(template, members): members for template, members in groups.items()}
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """The names of a pattern, with every combination of its indices."""
+    texts = re.split(r"\{([\d.,]+)\}", pattern)
+    for indices in product(*map(_numbers, texts[1::2])):
+        yield texts[0] + "".join(f"{index}{text}" for index, text in zip(indices, texts[2::2], strict=True))
+
+
+def _numbers(ranges: str) -> Iterator[int]:
+    """`3...5,9` as 3, 4, 5, 9."""
+    for part in ranges.split(","):
+        first, _, last = part.partition("...")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def _fill(template: str, names: list[str]) -> str:

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tpuconv.convert.layouts import Layout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.sharding import MESH_AXES, decoding_mesh
 from tpuconv.verify.hlo import Schedule
@@ -39,8 +40,7 @@ def compile_for(question: Question, topology: Slice) -> dict[str, Any]:
 
     family = find_family(question.config)
     config = family.config.from_hf(question.config)
-    sizes = {letter: size for letter, size in config.axes.items() if isinstance(size, int)}
-    mesh = dict(question.mesh or decoding_mesh(sizes, topology.devices))
+    mesh = dict(question.mesh or decoding_mesh(config.axes, topology.devices))
     if prod(mesh.values()) != topology.devices:
         spelt = ",".join(f"{name}={size}" for name, size in mesh.items())
         raise UsageError(
@@ -60,11 +60,12 @@ class _Compilation:
         from tpuconv.models.cache import cache_shardings
 
         self.question, self.topology, self.sizes = question, topology, mesh
-        self.model = abstract_model(question, family, config)
+        self.model = model_of(question, family, config)
         self.graph, self.state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
         self.formats: Any = None
-        self.axes = {name: axes for binding in family.table.bind(config) for name, axes in binding.dst_axes().items()}
+        table = family.table.stack_layers() if self.model.scan_layers else family.table
+        self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
         cache = jax.eval_shape(lambda: type(self.model).init_cache(self.model, question.batch, question.context))
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(self.state)]
@@ -83,7 +84,7 @@ class _Compilation:
     def answer(self) -> dict[str, Any]:
         question, available = self.question, self.topology.chip.hbm
         weights, cache = _bytes(self.params), _bytes(self.cache)
-        facts = {"topology": self.topology.name, "devices": self.topology.devices, "mesh": self.sizes}
+        facts: dict[str, Any] = {"topology": self.topology.name, "devices": self.topology.devices, "mesh": self.sizes}
         programs: list[Program] = []
         why = ""
         if weights + cache > available:
@@ -105,13 +106,25 @@ class _Compilation:
         memory = Memory(available, weights, cache, temporaries, code)
         if not why and memory.headroom < 0:
             why = f"prefill and decode together take {_gib(memory.peak)} of {_gib(available)}"
-        return facts | {"memory": vars(memory), "programs": [vars(program) for program in programs], "why": why}
+        facts |= {"memory": vars(memory), "programs": [vars(program) for program in programs], "why": why}
+        return facts | {"layouts": {} if why else self._layouts()}
+
+    def _layouts(self) -> dict[str, Layout]:
+        """How decoding would have each parameter lie."""
+        from flax import nnx
+
+        out = {}
+        shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, self.formats[0]))
+        for path, value in shapes.items():
+            layout = formats[path].get_value().layout
+            out[".".join(map(str, path))] = Layout(value.dtype.name, layout.major_to_minor, layout.tiling)
+        return out
 
     def _compile(self, name: str, tokens: int) -> Program:
         import jax
         import jax.numpy as jnp
         from flax import nnx
-        from jax.experimental.layout import Format, Layout
+        from jax.experimental import layout
         from jax.sharding import NamedSharding, PartitionSpec
 
         from tpuconv.models.generate import compiler_options
@@ -125,7 +138,7 @@ class _Compilation:
         ids = jax.ShapeDtypeStruct((self.question.batch, tokens), jnp.int32, sharding=everywhere)  # type: ignore[no-untyped-call]
         formats = self.formats
         if formats is None:  # decode comes first, and says how the cache and the weights should lie
-            formats = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), (self.params, self.cache))
+            formats = jax.tree.map(lambda x: layout.Format(layout.Layout.AUTO, x.sharding), (self.params, self.cache))
         jitted = jax.jit(
             step, donate_argnums=1, in_shardings=(*formats, everywhere), out_shardings=(everywhere, formats[1])
         )
@@ -156,12 +169,17 @@ class _Compilation:
         )
 
 
-def abstract_model(question: Question, family: Any, config: Any) -> Any:
+def model_of(question: Question, family: Any, config: Any) -> Any:
     """The model with shapes instead of arrays."""
     import jax.numpy as jnp
     from flax import nnx
 
     dtype = jnp.dtype(question.dtype)
+    if question.checkpoint:
+        from tpuconv.convert.manifest import read_manifest
+        from tpuconv.restore import abstract_model
+
+        return abstract_model(read_manifest(Path(question.checkpoint)), dtype)
 
     def build() -> Any:
         return family.model_class(config, dtype=dtype)

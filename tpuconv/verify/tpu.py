@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tpuconv.convert.layouts import Layout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.sharding import AXES
 
@@ -145,7 +146,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Question:
-    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives."""
+    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives. `checkpoint` is
+    the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of its manifest.
+    """
 
     config: Mapping[str, Any]
     batch: int = 1
@@ -153,6 +156,7 @@ class Question:
     dtype: str = "bfloat16"
     mesh: Mapping[str, int] | None = None
     quantize: Mapping[str, Any] | None = None
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
@@ -200,7 +204,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the compiler says of one slice. `why` is empty where the model fits; `programs` are those that compiled."""
+    """What the compiler says of one slice. `why` is empty where the model fits; `programs` are those that compiled.
+    `layouts` says how decoding would have each parameter of a model that fits lie."""
 
     topology: str
     devices: int
@@ -208,24 +213,31 @@ class Answer:
     memory: Memory
     why: str = ""
     programs: Sequence[Program] = ()
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
 
     @property
     def fits(self) -> bool:
         return not self.why
+
+    @property
+    def device(self) -> str:
+        """What jax calls such a device."""
+        return Slice(self.topology).chip.kind
 
     def program(self, name: str) -> Program | None:
         return next((program for program in self.programs if program.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
         memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
-        facts = {key: value for key, value in vars(self).items() if key != "programs"}
+        facts = {key: value for key, value in vars(self).items() if key not in ("programs", "layouts")}
         programs = {program.name: vars(program) for program in self.programs}
         return {**facts, "fits": self.fits, "memory": memory, "programs": programs}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Answer":
         memory, programs = Memory(**facts["memory"]), [Program(**program) for program in facts["programs"]]
-        return cls(**{**facts, "memory": memory, "programs": programs})
+        layouts = {name: Layout.of(*layout) for name, layout in facts["layouts"].items()}
+        return cls(**{**facts, "memory": memory, "programs": programs, "layouts": layouts})
 
 
 def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answer]:

@@ -1,0 +1,157 @@
+"""How arrays lie in memory: written by the TPU's compiler, followed when a model is loaded."""
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from checkpoints import qwen3_config, random_checkpoint
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import tpuconv as command
+from test_convert import convert
+from test_keep import encoded, fp8
+
+import tpuconv
+from tpuconv.convert.layouts import LAYOUTS, Layout, read_layouts, write_layouts
+from tpuconv.convert.names import QVALUE, collapse, expand
+from tpuconv.convert.plan import Options
+from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.models.generate import Generator
+
+compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+TURNED = Layout("bfloat16", (1, 0), ())
+
+
+@given(st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 5), min_size=1))
+def test_a_pattern_stands_for_its_names(layers, experts):
+    names = [f"layers.{i}.experts.{j}.kernel" for i in layers for j in experts]
+    (pattern,) = collapse(names)
+    assert sorted(expand(pattern)) == sorted(names)
+    assert list(expand("lm_head.kernel")) == ["lm_head.kernel"]
+
+
+def test_layouts_are_found_by_device_and_mesh(tmp_path):
+    own = {f"layers.{i}.mlp.gate.kernel": TURNED for i in range(80)}
+    write_layouts(tmp_path, "TPU v5 lite", {"tensor": 8, "group": 2}, own)
+    assert (tmp_path / LAYOUTS).read_text().count("kernel") == 1
+    # Layers 1 and 2 differ in one matrix each: no pattern stands for these two alone.
+    uneven = {"layers.1.experts.2.kernel": TURNED, "layers.2.experts.1.kernel": TURNED}
+    write_layouts(tmp_path, "TPU v5 lite", {"tensor": 16}, uneven)
+    write_layouts(tmp_path, "TPU v6 lite", {"tensor": 8, "group": 2}, {})
+    assert read_layouts(tmp_path, "TPU v5 lite", {"group": 2, "data": 1, "tensor": 8}) == own
+    assert read_layouts(tmp_path, "TPU v5 lite", {"tensor": 16}) == uneven
+    assert read_layouts(tmp_path, "TPU v5 lite", {"tensor": 4}) == {}
+    write_layouts(tmp_path, "TPU v5 lite", {"tensor": 16}, {"norm.scale": TURNED})
+    assert read_layouts(tmp_path, "TPU v5 lite", {"tensor": 16}) == {"norm.scale": TURNED}
+    assert read_layouts(tmp_path, "TPU v5 lite", {"group": 2, "tensor": 8}) == own
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        '{"format": 1, "layouts": [{"device": "cpu", "mesh": {}, "arrays": {"a": {}}}]}',
+    ],
+)
+def test_a_damaged_file_is_named(text, tmp_path):
+    (tmp_path / LAYOUTS).write_text(text)
+    with pytest.raises(CorruptOutput, match=r"layouts\.json is no file of layouts"):
+        read_layouts(tmp_path, "cpu", {})
+    (tmp_path / LAYOUTS).write_text('{"format": 2}')
+    with pytest.raises(UsageError, match="newer tpuconv"):
+        read_layouts(tmp_path, "cpu", {})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    convert(random_checkpoint(folder / "hf", qwen3_config()), folder / "out")
+    return folder / "out"
+
+
+def written(generator: Generator) -> list[list[int]]:
+    return np.stack(list(generator([[3, 1, 4], [5, 6, 7]], 4))).tolist()
+
+
+def test_a_model_is_loaded_as_its_layouts_say(checkpoint):
+    """And runs so: no step lays its weights out anew."""
+    want = written(Generator(tpuconv.load(checkpoint)))
+    write_layouts(
+        checkpoint, "cpu", {}, {f"layers.{i}.mlp.{part}.kernel": TURNED for i in range(3) for part in ("gate", "down")}
+    )
+    model = tpuconv.load(checkpoint)
+    lies = [
+        x.format.layout.major_to_minor
+        for layer in model.layers
+        for x in (layer.mlp.gate.kernel[...], layer.mlp.up.kernel[...])
+    ]
+    assert lies == [(1, 0), (0, 1)] * 3
+    generator = Generator(model)
+    for step in (generator.decode(2, 7), generator.prefill(2, 3, 7)):
+        formats = [x.layout.major_to_minor for x in step.input_formats[0][0]]
+        assert formats == [x.format.layout.major_to_minor for x in generator.weights]
+        assert formats.count((1, 0)) == 6
+    assert written(generator) == want
+    # In another dtype tiles would be others.
+    assert tpuconv.load(checkpoint, "float32").layers[0].mlp.gate.kernel[...].format.layout.major_to_minor == (0, 1)
+    write_layouts(checkpoint, "cpu", {}, {"norm.scale": TURNED})
+    with pytest.raises(CorruptOutput, match=r"has the axes \(1, 0\) for norm.scale, which is \(32,\)"):
+        tpuconv.load(checkpoint)
+
+
+def codes(folder):
+    state = nnx.to_flat_state(nnx.state(tpuconv.load(folder)))
+    return next(x.get_value() for path, x in state if ".".join(map(str, path)) == f"layers.0.mlp.gate.kernel{QVALUE}")
+
+
+def test_codes_that_are_stored_as_bytes_lie_so_too(checkpoint, tmp_path):
+    (tmp_path / "nf4.yaml").write_text("qwix: {rules: [{module_path: '.*/mlp/.*', weight_qtype: nf4}]}")
+    command("quantize", checkpoint, tmp_path / "out", "--config", tmp_path / "nf4.yaml")
+    plain = codes(tmp_path / "out")
+    assert plain.dtype == "uint4"
+    layouts = {f"layers.{i}.mlp.gate.kernel{QVALUE}": Layout(plain.dtype.name, (1, 0), ()) for i in range(3)}
+    write_layouts(tmp_path / "out", "cpu", {}, layouts)
+    turned = codes(tmp_path / "out")
+    assert turned.format.layout.major_to_minor == (1, 0)
+    np.testing.assert_array_equal(np.asarray(plain), np.asarray(turned))
+
+
+@compiler
+def test_the_compiler_writes_them_for_every_slice_that_fits(tmp_path):
+    """Of a checkpoint that is kept in FP8: its codes and scales lie as a step of it would have them."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 1024}
+    encoded(random_checkpoint(tmp_path / "hf", qwen3_config(**wide)), tmp_path / "fp8", fp8)
+    convert(tmp_path / "fp8", tmp_path / "out", Options(encoding="keep"))
+    done = command(
+        "verify", tmp_path / "out", "--topology", "v5e:2x2,v5e:1x1", "--write-layouts", "--context", 64, "--json"
+    )
+    facts = json.loads(done.stdout)
+    assert (facts["layouts"], facts["quantization"]) == (str(tmp_path / "out" / LAYOUTS), "as released")
+    for mesh in ({"tensor": 2, "group": 2}, {}):
+        layouts = read_layouts(tmp_path / "out", "TPU v5 lite", mesh)
+        assert len(layouts) == 2 * 18 + 3
+        codes = layouts["layers.0.mlp.down.kernel.array.qvalue"]
+        assert (codes.dtype, codes.tiling) == ("float8_e4m3fn", ((32, 128), (4, 1)))
+    for one in facts["slices"]:
+        assert one["programs"]["decode"]["copies"] == []
+    # It is no part of what is checked, and says nothing of other devices.
+    assert json.loads(command("verify", tmp_path / "out", "--json").stdout)["passed"]
+    assert not read_layouts(tmp_path / "out", "cpu", {})
+
+
+def test_layouts_that_cannot_be_written_say_why(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_config()))
+    for args, answer in (
+        ((checkpoint, "--write-layouts"), "--write-layouts goes with --topology"),
+        ((tmp_path, "--topology", "v5e:1x1", "--write-layouts"), "is none"),
+        (
+            (checkpoint, "--topology", "v5e:1x1", "--write-layouts", "--quantize", "int8_default"),
+            "still to be quantized",
+        ),
+    ):
+        assert answer in command("verify", *args, code=2).stderr

@@ -1,0 +1,105 @@
+"""How the TPU's compiler would have the arrays of a checkpoint lie in memory: `layouts.json`, beside the manifest.
+
+It is a hint and no part of what the checkpoint holds: without it arrays are laid out anew when a step starts.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpuconv.convert.journal import write_durably
+from tpuconv.convert.names import collapse, expand
+from tpuconv.errors import CorruptOutput, UsageError
+
+LAYOUTS = "layouts.json"
+FORMAT = 1
+
+
+class Layout(NamedTuple):
+    """Of one array: the axes, the slowest first, and the tiles into which a device cuts its part. It holds for one
+    dtype, since tiles of narrower elements are larger."""
+
+    dtype: str
+    major_to_minor: tuple[int, ...]
+    tiling: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, dtype: str, major_to_minor: Iterable[int], tiling: Iterable[Iterable[int]]) -> "Layout":
+        """From what JSON has instead of tuples."""
+        return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
+
+
+def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str, Layout]:
+    """By array, for devices of a kind ("TPU v5 lite") and a mesh, its sizes by axis; empty where none were written.
+
+    Raises:
+        CorruptOutput: the file cannot be understood.
+        UsageError: it was written by a newer tpuconv.
+    """
+    out: dict[str, Layout] = {}
+    for entry in _entries(folder):
+        if _is_for(entry, device, mesh):
+            for pattern, facts in entry["arrays"].items():
+                out |= dict.fromkeys(expand(pattern), Layout.of(**facts))
+    return out
+
+
+def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: Mapping[str, Layout]) -> Path:
+    """Writes the layouts for devices of a kind and a mesh in the place of those that were there; those of others stay.
+    Gives the file.
+
+    Raises:
+        CorruptOutput: the file that is there cannot be understood.
+        OutputError: the file cannot be written.
+    """
+    others = [entry for entry in _entries(folder) if not _is_for(entry, device, mesh)]
+    alike: dict[Layout, list[str]] = {}
+    for name, layout in layouts.items():
+        alike.setdefault(layout, []).append(name)
+    arrays: dict[str, Any] = {}
+    for layout, names in alike.items():
+        for pattern, members in collapse(names).items():
+            whole = set(expand(pattern)) == set(members)
+            arrays |= dict.fromkeys([pattern] if whole else members, layout._asdict())
+    entries = [*others, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
+    path = folder / LAYOUTS
+    write_durably(path, _to_text(entries))
+    return path
+
+
+def _to_text(entries: list[dict[str, Any]]) -> str:
+    """JSON with an array a line."""
+    parts = []
+    for entry in entries:
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(facts)}" for name, facts in entry["arrays"].items())
+        head = f'"device": {json.dumps(entry["device"])}, "mesh": {json.dumps(entry["mesh"])}'
+        parts.append(f'  {{{head}, "arrays": {{\n{lines}\n  }}}}')
+    return f'{{"format": {FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    path = folder / LAYOUTS
+    try:
+        raw = json.loads(path.read_bytes())
+        if raw["format"] > FORMAT:
+            raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
+        entries: list[dict[str, Any]] = raw["layouts"]
+        for entry in entries:
+            _is_for(entry, "", {})
+            for pattern, facts in entry["arrays"].items():
+                Layout.of(**facts)
+                list(expand(pattern))
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CorruptOutput(
+            f"{path} is no file of layouts: {e!r}",
+            hint="delete it, and let `verify --topology --write-layouts` write it",
+        ) from None
+    return entries
+
+
+def _is_for(entry: Mapping[str, Any], device: str, mesh: Mapping[str, int]) -> bool:
+    own, asked = ({name: size for name, size in sizes.items() if size > 1} for sizes in (entry["mesh"], mesh))
+    return bool(entry["device"] == device and own == asked)
