@@ -274,6 +274,25 @@ def test_inspect_shows_both_kinds(converted):
     assert "layers.{0...4}.attn.q.kernel" in tpuconv("inspect", "tiny-qwen3-orbax", cwd=converted).stdout
 
 
+def test_inspect_shows_what_a_device_holds(converted):
+    plain = json.loads(tpuconv("inspect", "tiny-qwen3-orbax", "--json", cwd=converted).stdout)
+    facts = json.loads(
+        tpuconv("inspect", "tiny-qwen3-orbax", "--mesh", "data=2,tensor=2", "--json", cwd=converted).stdout
+    )
+    assert facts["mesh"] == {"data": 2, "tensor": 2}
+    own = {row["pattern"]: row for row in facts["patterns"]}
+    kernel = own["layers.{0...4}.attn.q.kernel"]
+    assert (kernel["axes"], kernel["partition"]) == ("D N H", ["data", "tensor", None])
+    assert kernel["device_bytes"] * 4 == kernel["bytes"]
+    assert all(row["bytes"] >= row["device_bytes"] >= row["bytes"] / 4 for row in facts["patterns"])
+    assert facts["device_bytes"] == sum(row["device_bytes"] for row in facts["patterns"])
+    assert [row["bytes"] for row in facts["patterns"]] == [row["bytes"] for row in plain["patterns"]]
+    shown = tpuconv("inspect", "tiny-qwen3-orbax", "--mesh", "data=2,tensor=2", cwd=converted).stdout
+    assert "data tensor ·" in shown
+    refused = tpuconv("inspect", EXAMPLE, "--mesh", "tensor=2", code=2)
+    assert "convert it first" in refused.stderr
+
+
 def test_families_are_listed_with_their_tables():
     listed = json.loads(tpuconv("families", "--json").stdout)["families"]
     assert {"llama", "qwen2", "qwen3", "olmo2"} <= {family["name"] for family in listed}

@@ -1252,17 +1252,27 @@ def generate(
 
 
 @tpuconv.command(
-    cls=Example, examples=("tpuconv inspect Qwen3-8B-orbax", "tpuconv inspect deepseek-ai/DeepSeek-R1 --json")
+    cls=Example,
+    examples=(
+        "tpuconv inspect Qwen3-8B-orbax",
+        "tpuconv inspect Qwen3-8B-orbax --mesh data=2,tensor=4",
+        "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
+    ),
 )
 @click.argument("path")
+@click.option("--mesh", help="Show how a checkpoint of ours is divided over devices, such as data=2,tensor=4.")
 @JSON
-def inspect(path: str, as_json: bool) -> None:
+def inspect(path: str, mesh: str | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
     from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.names import collapse
+    from tpuconv.verify.tpu import parse_mesh
 
+    sizes = parse_mesh(mesh) if mesh else {}
     ours = (Path(path) / MANIFEST).is_file()
-    tensors = _our_tensors(Path(path)) if ours else _source_tensors(path)
+    if mesh and not ours:
+        raise UsageError(f"{path} is no checkpoint of ours: --mesh divides by its axes", hint="convert it first")
+    tensors = _our_tensors(Path(path), sizes) if ours else _source_tensors(path)
     patterns = []
     for pattern, names in collapse(tensors).items():
         kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
@@ -1270,34 +1280,56 @@ def inspect(path: str, as_json: bool) -> None:
         facts = {"pattern": pattern, "count": len(names), "dtype": dtype, "shape": list(shape), "other_kinds": more}
         if "axes" in tensors[names[0]]:
             facts["axes"] = tensors[names[0]]["axes"]
-        patterns.append(facts | {"bytes": sum(tensors[name]["bytes"] for name in names)})
+        for key in ("bytes", *(["device_bytes"] if mesh else [])):
+            facts[key] = sum(tensors[name][key] for name in names)
+        if mesh:
+            facts["partition"] = tensors[names[0]]["partition"]
+        patterns.append(facts)
     total = sum(tensor["bytes"] for tensor in tensors.values())
+    on_device = sum(tensor["device_bytes"] for tensor in tensors.values()) if mesh else 0
     if as_json:
         kind = "tpuconv" if ours else "safetensors"
-        _print_json({"format": kind, "tensors": len(tensors), "bytes": total, "patterns": patterns})
+        divided = {"mesh": sizes, "device_bytes": on_device} if mesh else {}
+        _print_json({"format": kind, "tensors": len(tensors), "bytes": total, **divided, "patterns": patterns})
         return
-    table = _table(
-        path, "tensor", "count", *(["axes"] if ours else []), "shape", "dtype", "bytes", right=["count", "bytes"]
-    )
+    axes_column, mesh_columns = ["axes"] if ours else [], ["divided by", "of a device"] if mesh else []
+    columns = ("tensor", "count", *axes_column, "shape", "dtype", "bytes", *mesh_columns)
+    table = _table(path, *columns, right=["count", "bytes", "of a device"])
     for facts in patterns:
         others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""
-        sizes = " ".join(map(str, facts["shape"])) + others
+        extent = " ".join(map(str, facts["shape"])) + others
         axes = [facts["axes"]] if ours else []
-        table.add_row(facts["pattern"], str(facts["count"]), *axes, sizes, facts["dtype"], _size(facts["bytes"]))
+        own = [_spelt(facts["partition"]), _size(facts["device_bytes"])] if mesh else []
+        table.add_row(facts["pattern"], str(facts["count"]), *axes, extent, facts["dtype"], _size(facts["bytes"]), *own)
     console = _console()
     console.print(table)
-    console.print(f"{len(tensors)} tensors, {_size(total)}")
+    console.print(f"{len(tensors)} tensors, {_size(total)}" + (f", {_size(on_device)} on a device" if mesh else ""))
 
 
-def _our_tensors(path: Path) -> dict[str, dict[str, Any]]:
+def _spelt(parts: Sequence[Any]) -> str:
+    """A `PartitionSpec` in words: the mesh axes of each axis, a dot where it is whole."""
+    return " ".join("·" if part is None else part if isinstance(part, str) else "*".join(part) for part in parts)
+
+
+def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The arrays of a checkpoint, and which part of each a device of the mesh has."""
     from math import prod
 
     from tpuconv.convert.manifest import element_bytes, read_manifest
+    from tpuconv.sharding import partition, shard_shape
 
-    return {
-        name: {"dtype": a.dtype, "shape": a.shape, "axes": a.axes, "bytes": prod(a.shape) * element_bytes(a.dtype)}
-        for name, a in read_manifest(path).arrays.items()
-    }
+    tensors = {}
+    for name, a in read_manifest(path).arrays.items():
+        parts, itemsize = partition(a.axes, a.shape, mesh), element_bytes(a.dtype)
+        tensors[name] = {
+            "dtype": a.dtype,
+            "shape": a.shape,
+            "axes": a.axes,
+            "bytes": prod(a.shape) * itemsize,
+            "partition": parts,
+            "device_bytes": prod(shard_shape(a.shape, parts, mesh)) * itemsize,
+        }
+    return tensors
 
 
 def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
