@@ -108,6 +108,16 @@ def test_a_wrong_model_fails_the_gates(tmp_path, prompts):
     assert len(facts["failures"]) == 2
 
 
+def test_on_a_mesh_it_computes_the_same(converted, prompts, monkeypatch):
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", prompts, "--json")
+    refused = tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted, code=2)
+    assert "has 4 devices, here are 1" in refused.stdout
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    facts = json.loads(tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted).stdout)
+    assert (facts["passed"], facts["mesh"]) == (True, {"data": 2, "tensor": 2})
+    assert facts["max_abs_difference"] <= 2e-5 * facts["max_abs_logit"]
+
+
 def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, prompts):
     tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
     tensors["model.layers.2.self_attn.q_norm.weight"][:] = 1

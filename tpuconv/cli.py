@@ -796,7 +796,11 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
 )
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
-@click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
+@click.option(
+    "--mesh",
+    help="How the slice, or with --compare-hf the devices here, are divided, as tensor=8,expert=2.  [default: fewest "
+    "collectives on a slice, one device here]",
+)
 @click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
 @click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
@@ -834,14 +838,18 @@ def verify(
     from tpuconv.convert.manifest import read_manifest
 
     _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
-    _goes_with("--topology", bool(topologies), "context", "mesh", "quantize")
+    _goes_with("--topology", bool(topologies), "context", "quantize")
+    _goes_with("--topology or --compare-hf", compare_hf or bool(topologies), "mesh")
     _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
     _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch")
     if compare_hf + benchmark + bool(topologies) > 1:
         raise UsageError("--compare-hf, --benchmark and --topology exclude each other", hint="run one after the other")
-    if topologies:
-        from tpuconv.verify import tpu
+    if layerwise and mesh:
+        raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
+    from tpuconv.verify import tpu
 
+    sizes = tpu.parse_mesh(mesh) if mesh else None
+    if topologies:
         if len(batch) > 1:
             raise UsageError("--topology takes one --batch", hint="ask for one after the other")
         src = ckpt or str(_newest_checkpoint())
@@ -850,7 +858,7 @@ def verify(
             batch=batch[0],
             context=context,
             dtype="bfloat16" if dtype == "auto" else dtype,
-            mesh=tpu.parse_mesh(mesh) if mesh else None,
+            mesh=sizes,
         )
         _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
         return
@@ -861,7 +869,7 @@ def verify(
         wanted = shapes(batch, prompt_length, new_tokens)
     manifest = read_manifest(_chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown))
     if compare_hf:
-        _verify_logits(manifest, source, prompts, dtype, layerwise, as_json)
+        _verify_logits(manifest, source, prompts, dtype, sizes, layerwise, as_json)
     elif benchmark:
         _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
     else:
@@ -936,12 +944,19 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
 
 
 def _verify_logits(
-    manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, layerwise: bool, as_json: bool
+    manifest: Any,
+    source: str | None,
+    prompt_file: Path | None,
+    dtype: str,
+    mesh: Mapping[str, int] | None,
+    layerwise: bool,
+    as_json: bool,
 ) -> None:
     from tpuconv.convert.hub import resolve
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
 
+    devices = logits.device_mesh(mesh) if mesh else None
     origin = manifest.raw["source"]
     with _progress("downloading", as_json) as show:
         resolved = resolve(
@@ -957,7 +972,7 @@ def _verify_logits(
         else:
             hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
-        ours = logits.model_logits(manifest.folder, ids, own)
+        ours = logits.model_logits(manifest.folder, ids, own, devices)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
@@ -965,6 +980,8 @@ def _verify_logits(
     failures += result.failures()
     if as_json:
         facts = {"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()}
+        if mesh:
+            facts["mesh"] = dict(mesh)
         if layerwise:
             facts["layers"] = [part.to_json() for part in parts]
             facts["first_departing"] = departing[0].name if departing else None
