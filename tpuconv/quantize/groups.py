@@ -92,8 +92,7 @@ def _check_plain(manifest: Manifest) -> None:
             f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
             hint="measure the checkpoint that it was made from, or convert with --encoding dequantize",
         )
-    if manifest.layers is not None:
-        raise UsageError(f"{manifest.folder} holds only a part of the layers", hint="convert without --layers")
+    manifest.check_whole()
     if manifest.scan_layers:
         raise UnsupportedConfig(
             f"{manifest.folder} has its layers stacked in one array, which Qwix cannot quantize",
