@@ -108,6 +108,16 @@ def test_a_wrong_model_fails_the_gates(tmp_path, prompts):
     assert len(facts["failures"]) == 2
 
 
+def test_on_a_mesh_it_computes_the_same(converted, prompts, monkeypatch):
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", prompts, "--json")
+    refused = tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted, code=2)
+    assert "has 4 devices, here are 1" in refused.stdout
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    facts = json.loads(tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted).stdout)
+    assert (facts["passed"], facts["mesh"]) == (True, {"data": 2, "tensor": 2})
+    assert facts["max_abs_difference"] <= 2e-5 * facts["max_abs_logit"]
+
+
 def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, prompts):
     tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
     tensors["model.layers.2.self_attn.q_norm.weight"][:] = 1
@@ -272,6 +282,25 @@ def test_inspect_shows_both_kinds(converted):
     q = next(p for p in ours["patterns"] if p["pattern"] == "layers.{0...4}.attn.q.kernel")
     assert (q["count"], q["axes"], q["shape"], q["dtype"]) == (5, "D N H", [160, 6, 32], "bfloat16")
     assert "layers.{0...4}.attn.q.kernel" in tpuconv("inspect", "tiny-qwen3-orbax", cwd=converted).stdout
+
+
+def test_inspect_shows_what_a_device_holds(converted):
+    plain = json.loads(tpuconv("inspect", "tiny-qwen3-orbax", "--json", cwd=converted).stdout)
+    facts = json.loads(
+        tpuconv("inspect", "tiny-qwen3-orbax", "--mesh", "data=2,tensor=2", "--json", cwd=converted).stdout
+    )
+    assert facts["mesh"] == {"data": 2, "tensor": 2}
+    own = {row["pattern"]: row for row in facts["patterns"]}
+    kernel = own["layers.{0...4}.attn.q.kernel"]
+    assert (kernel["axes"], kernel["partition"]) == ("D N H", ["data", "tensor", None])
+    assert kernel["device_bytes"] * 4 == kernel["bytes"]
+    assert all(row["bytes"] >= row["device_bytes"] >= row["bytes"] / 4 for row in facts["patterns"])
+    assert facts["device_bytes"] == sum(row["device_bytes"] for row in facts["patterns"])
+    assert [row["bytes"] for row in facts["patterns"]] == [row["bytes"] for row in plain["patterns"]]
+    shown = tpuconv("inspect", "tiny-qwen3-orbax", "--mesh", "data=2,tensor=2", cwd=converted).stdout
+    assert "data tensor ·" in shown
+    refused = tpuconv("inspect", EXAMPLE, "--mesh", "tensor=2", code=2)
+    assert "convert it first" in refused.stderr
 
 
 def test_families_are_listed_with_their_tables():

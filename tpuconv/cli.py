@@ -796,7 +796,11 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
 )
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
-@click.option("--mesh", help="How the slice is divided, as tensor=8,expert=2.  [default: fewest collectives]")
+@click.option(
+    "--mesh",
+    help="How the slice, or with --compare-hf the devices here, are divided, as tensor=8,expert=2.  [default: fewest "
+    "collectives on a slice, one device here]",
+)
 @click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
 @click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
@@ -834,14 +838,18 @@ def verify(
     from tpuconv.convert.manifest import read_manifest
 
     _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
-    _goes_with("--topology", bool(topologies), "context", "mesh", "quantize")
+    _goes_with("--topology", bool(topologies), "context", "quantize")
+    _goes_with("--topology or --compare-hf", compare_hf or bool(topologies), "mesh")
     _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
     _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch")
     if compare_hf + benchmark + bool(topologies) > 1:
         raise UsageError("--compare-hf, --benchmark and --topology exclude each other", hint="run one after the other")
-    if topologies:
-        from tpuconv.verify import tpu
+    if layerwise and mesh:
+        raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
+    from tpuconv.verify import tpu
 
+    sizes = tpu.parse_mesh(mesh) if mesh else None
+    if topologies:
         if len(batch) > 1:
             raise UsageError("--topology takes one --batch", hint="ask for one after the other")
         src = ckpt or str(_newest_checkpoint())
@@ -850,7 +858,7 @@ def verify(
             batch=batch[0],
             context=context,
             dtype="bfloat16" if dtype == "auto" else dtype,
-            mesh=tpu.parse_mesh(mesh) if mesh else None,
+            mesh=sizes,
         )
         _verify_topology(src, question, tpu.parse_topologies(topologies), as_json)
         return
@@ -861,7 +869,7 @@ def verify(
         wanted = shapes(batch, prompt_length, new_tokens)
     manifest = read_manifest(_chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown))
     if compare_hf:
-        _verify_logits(manifest, source, prompts, dtype, layerwise, as_json)
+        _verify_logits(manifest, source, prompts, dtype, sizes, layerwise, as_json)
     elif benchmark:
         _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
     else:
@@ -936,12 +944,19 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
 
 
 def _verify_logits(
-    manifest: Any, source: str | None, prompt_file: Path | None, dtype: str, layerwise: bool, as_json: bool
+    manifest: Any,
+    source: str | None,
+    prompt_file: Path | None,
+    dtype: str,
+    mesh: Mapping[str, int] | None,
+    layerwise: bool,
+    as_json: bool,
 ) -> None:
     from tpuconv.convert.hub import resolve
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
 
+    devices = logits.device_mesh(mesh) if mesh else None
     origin = manifest.raw["source"]
     with _progress("downloading", as_json) as show:
         resolved = resolve(
@@ -957,7 +972,7 @@ def _verify_logits(
         else:
             hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
-        ours = logits.model_logits(manifest.folder, ids, own)
+        ours = logits.model_logits(manifest.folder, ids, own, devices)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
@@ -965,6 +980,8 @@ def _verify_logits(
     failures += result.failures()
     if as_json:
         facts = {"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()}
+        if mesh:
+            facts["mesh"] = dict(mesh)
         if layerwise:
             facts["layers"] = [part.to_json() for part in parts]
             facts["first_departing"] = departing[0].name if departing else None
@@ -1252,17 +1269,27 @@ def generate(
 
 
 @tpuconv.command(
-    cls=Example, examples=("tpuconv inspect Qwen3-8B-orbax", "tpuconv inspect deepseek-ai/DeepSeek-R1 --json")
+    cls=Example,
+    examples=(
+        "tpuconv inspect Qwen3-8B-orbax",
+        "tpuconv inspect Qwen3-8B-orbax --mesh data=2,tensor=4",
+        "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
+    ),
 )
 @click.argument("path")
+@click.option("--mesh", help="Show how a checkpoint of ours is divided over devices, such as data=2,tensor=4.")
 @JSON
-def inspect(path: str, as_json: bool) -> None:
+def inspect(path: str, mesh: str | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
     from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.names import collapse
+    from tpuconv.verify.tpu import parse_mesh
 
+    sizes = parse_mesh(mesh) if mesh else {}
     ours = (Path(path) / MANIFEST).is_file()
-    tensors = _our_tensors(Path(path)) if ours else _source_tensors(path)
+    if mesh and not ours:
+        raise UsageError(f"{path} is no checkpoint of ours: --mesh divides by its axes", hint="convert it first")
+    tensors = _our_tensors(Path(path), sizes) if ours else _source_tensors(path)
     patterns = []
     for pattern, names in collapse(tensors).items():
         kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
@@ -1270,34 +1297,56 @@ def inspect(path: str, as_json: bool) -> None:
         facts = {"pattern": pattern, "count": len(names), "dtype": dtype, "shape": list(shape), "other_kinds": more}
         if "axes" in tensors[names[0]]:
             facts["axes"] = tensors[names[0]]["axes"]
-        patterns.append(facts | {"bytes": sum(tensors[name]["bytes"] for name in names)})
+        for key in ("bytes", *(["device_bytes"] if mesh else [])):
+            facts[key] = sum(tensors[name][key] for name in names)
+        if mesh:
+            facts["partition"] = tensors[names[0]]["partition"]
+        patterns.append(facts)
     total = sum(tensor["bytes"] for tensor in tensors.values())
+    on_device = sum(tensor["device_bytes"] for tensor in tensors.values()) if mesh else 0
     if as_json:
         kind = "tpuconv" if ours else "safetensors"
-        _print_json({"format": kind, "tensors": len(tensors), "bytes": total, "patterns": patterns})
+        divided = {"mesh": sizes, "device_bytes": on_device} if mesh else {}
+        _print_json({"format": kind, "tensors": len(tensors), "bytes": total, **divided, "patterns": patterns})
         return
-    table = _table(
-        path, "tensor", "count", *(["axes"] if ours else []), "shape", "dtype", "bytes", right=["count", "bytes"]
-    )
+    axes_column, mesh_columns = ["axes"] if ours else [], ["divided by", "of a device"] if mesh else []
+    columns = ("tensor", "count", *axes_column, "shape", "dtype", "bytes", *mesh_columns)
+    table = _table(path, *columns, right=["count", "bytes", "of a device"])
     for facts in patterns:
         others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""
-        sizes = " ".join(map(str, facts["shape"])) + others
+        extent = " ".join(map(str, facts["shape"])) + others
         axes = [facts["axes"]] if ours else []
-        table.add_row(facts["pattern"], str(facts["count"]), *axes, sizes, facts["dtype"], _size(facts["bytes"]))
+        own = [_spelt(facts["partition"]), _size(facts["device_bytes"])] if mesh else []
+        table.add_row(facts["pattern"], str(facts["count"]), *axes, extent, facts["dtype"], _size(facts["bytes"]), *own)
     console = _console()
     console.print(table)
-    console.print(f"{len(tensors)} tensors, {_size(total)}")
+    console.print(f"{len(tensors)} tensors, {_size(total)}" + (f", {_size(on_device)} on a device" if mesh else ""))
 
 
-def _our_tensors(path: Path) -> dict[str, dict[str, Any]]:
+def _spelt(parts: Sequence[Any]) -> str:
+    """A `PartitionSpec` in words: the mesh axes of each axis, a dot where it is whole."""
+    return " ".join("·" if part is None else part if isinstance(part, str) else "*".join(part) for part in parts)
+
+
+def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The arrays of a checkpoint, and which part of each a device of the mesh has."""
     from math import prod
 
     from tpuconv.convert.manifest import element_bytes, read_manifest
+    from tpuconv.sharding import partition, shard_shape
 
-    return {
-        name: {"dtype": a.dtype, "shape": a.shape, "axes": a.axes, "bytes": prod(a.shape) * element_bytes(a.dtype)}
-        for name, a in read_manifest(path).arrays.items()
-    }
+    tensors = {}
+    for name, a in read_manifest(path).arrays.items():
+        parts, itemsize = partition(a.axes, a.shape, mesh), element_bytes(a.dtype)
+        tensors[name] = {
+            "dtype": a.dtype,
+            "shape": a.shape,
+            "axes": a.axes,
+            "bytes": prod(a.shape) * itemsize,
+            "partition": parts,
+            "device_bytes": prod(shard_shape(a.shape, parts, mesh)) * itemsize,
+        }
+    return tensors
 
 
 def _source_tensors(path: str) -> dict[str, dict[str, Any]]:

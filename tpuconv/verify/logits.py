@@ -8,6 +8,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,32 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
     return out
 
 
-def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-    """Our logits [T, V] in float32 of each prompt."""
+def device_mesh(sizes: Mapping[str, int]) -> Any:
+    """The first devices here, as a mesh with axes of these sizes.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    import jax
+
+    devices, count = jax.devices(), prod(sizes.values())
+    if count > len(devices):
+        spelt = ",".join(f"{name}={size}" for name, size in sizes.items())
+        hint = (
+            "name a smaller one; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of one"
+        )
+        raise UsageError(f"the mesh {spelt} has {count} devices, here are {len(devices)}", hint=hint)
+    return jax.sharding.Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None) -> list[np.ndarray]:
+    """Our logits [T, V] in float32 of each prompt, computed on one device or on those of a mesh."""
+    import jax
+
     from tpuconv.restore import load
 
-    return forward(load(ckpt, dtype), prompts, dtype)()
+    with jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        return forward(load(ckpt, dtype, mesh), prompts, dtype)()
 
 
 def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
