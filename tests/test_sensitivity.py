@@ -331,7 +331,7 @@ def test_only_whole_models_with_separate_layers_that_are_not_quantized_are_measu
     with pytest.raises(UnsupportedConfig, match="stacked in one array"):
         find_choices(read_manifest(tmp_path / "scan"))
     convert(ckpt.parent / "hf", tmp_path / "part", Options(layers=range(1)))
-    with pytest.raises(UsageError, match="only a part of the layers"):
+    with pytest.raises(UsageError, match="a trial and no model"):
         find_choices(read_manifest(tmp_path / "part"))
 
 

@@ -8,7 +8,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -167,31 +166,31 @@ def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh:
     from tpuconv.restore import load
 
     with jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        return forward(prompts, dtype)(load(ckpt, dtype, mesh))
+        return forward(load(ckpt, dtype, mesh), prompts, dtype)()
 
 
-def forward(prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[Any], list[np.ndarray]]:
-    """What gives a model's logits [T, V] in float32 of each prompt. Prompts are padded to one length on the right, so
-    that it compiles once, for all models that differ in nothing but their values."""
+def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
+    """What gives, with the weights that the model has when it is called, its logits [T, V] in float32 of each prompt.
+    Prompts are padded to one length on the right: one compilation."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     length = max(map(len, prompts))
+    graph = nnx.graphdef(model)
 
-    @partial(jax.jit, static_argnums=0)  # nnx.jit would give the weights back, a second time in memory
-    def logits(graphdef: Any, state: Any, ids_BT: Any, mask_BT: Any) -> Any:
-        return nnx.merge(graphdef, state)(ids_BT, mask_BT)
+    @jax.jit  # nnx.jit would give the weights back, a second time in memory
+    def logits(state: Any, ids_BT: Any, mask_BT: Any) -> Any:
+        return nnx.merge(graph, state)(ids_BT, mask_BT)
 
-    def run(model: Any) -> list[np.ndarray]:
-        graphdef, state = nnx.split(model)
-        out = []
+    def run() -> list[np.ndarray]:
+        state, out = nnx.state(model), []
         # A TPU multiplies float32 in bfloat16 unless told otherwise.
         with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
             for ids in prompts:
                 ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
                 mask_BT = jnp.arange(length)[None] < len(ids)
-                out.append(np.asarray(logits(graphdef, state, ids_BT, mask_BT))[0, : len(ids)])
+                out.append(np.asarray(logits(state, ids_BT, mask_BT))[0, : len(ids)])
         return out
 
     return run

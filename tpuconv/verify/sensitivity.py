@@ -35,11 +35,10 @@ class Probe:
         from flax import nnx
 
         self._choices = choices
-        self._run = forward(prompts, DTYPE)
-        self._model = model
+        self._run = forward(model, prompts, DTYPE)
         params = ((path, leaf) for path, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param))
         self._weights = {".".join(map(str, path)): leaf for path, leaf in params}
-        self._reference = [log_softmax(logits) for logits in self._run(model)]
+        self._reference = [log_softmax(logits) for logits in self._run()]
 
     def each(self) -> Iterator[Group]:
         """The groups with what each option costs."""
@@ -75,7 +74,7 @@ class Probe:
             weight[...] = jax.device_put(encoder.rounded(values), weight[...].sharding)
 
     def _divergence(self) -> float:
-        ours = [log_softmax(logits) for logits in self._run(self._model)]
+        ours = [log_softmax(logits) for logits in self._run()]
         mean = float(divergences(self._reference, ours).mean())
         if not isfinite(mean):
             raise GateError(
