@@ -34,7 +34,7 @@ from tpuconv.convert.export import export, file_names, released_config
 from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
-from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.plan import BASE_MEMORY, Options, make_plan
 from tpuconv.convert.run import run
 from tpuconv.convert.source import DTYPES, TensorInfo, open_source
 from tpuconv.convert.table import Binding, Map, MappingTable
@@ -614,7 +614,7 @@ def test_real_models_are_planned_whole(model, tmp_path):
     assert time.monotonic() - began < 20
     plan.check()
     assert plan.parameters == listing["parameters"]
-    assert plan.peak_memory(2) < 4e8
+    assert plan.peak_memory(2) < BASE_MEMORY + 2e8
     used = {name for array in plan.arrays.values() for name in array.sources}
     codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Codes))
     scales = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Scales))

@@ -291,7 +291,7 @@ def _transpose(out: np.ndarray, view: np.ndarray) -> None:
 
     rows, columns = view.shape
     per = WORD // view.itemsize
-    by_words = not (rows % per or columns % per or view.strides[1] % WORD)
+    by_words = view.strides[1] > 0 and not (rows % per or columns % per or view.strides[1] % WORD)
     if not by_words or view.strides[0] != view.itemsize or out.strides != (columns * out.itemsize, out.itemsize):
         np.copyto(out, view)
         return
