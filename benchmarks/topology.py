@@ -46,8 +46,7 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
 
     family = find_family(config)
     parsed = family.config.from_hf(config)
-    letters = {letter: size for letter, size in parsed.axes.items() if isinstance(size, int)}
-    model = _Compilation(question(config), one, family, parsed, decoding_mesh(letters, one.devices))
+    model = _Compilation(question(config), one, family, parsed, decoding_mesh(parsed.axes, one.devices))
     return _bytes(model.params), _bytes(model.cache)
 
 

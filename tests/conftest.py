@@ -1,7 +1,7 @@
 """Property tests take the time that a loaded machine needs, and the same examples in every run of CI."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,19 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("tpuconv")
+
+
+@pytest.fixture(scope="module")
+def quick_compiler() -> Iterator[None]:
+    """XLA leaves out what makes a program faster: for tests of what is computed, of which most of the time is spent in
+    the compiler."""
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for children
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ from tpuconv.errors import (
 from tpuconv.models.registry import find_family
 from tpuconv.verify.weights import check
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 FLOATS = ("float32", "float16", "bfloat16")
 LIMITS = Limits(jobs=2, max_memory=2**30)
 PLAIN = Options()

@@ -15,6 +15,8 @@ import tpuconv
 from tpuconv.errors import UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 NEW = 6
 RNG = np.random.default_rng(3)
 PROMPTS = [list(map(int, RNG.integers(3, 101, length))) for length in (9, 4, 1)]

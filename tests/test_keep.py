@@ -46,6 +46,8 @@ from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
 from tpuconv.verify.weights import check
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -19,6 +19,8 @@ from tpuconv.errors import SourceError, UsageError
 from tpuconv.verify.layerwise import Part, compare_layers
 from tpuconv.verify.logits import model_logits, reference_logits
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 RNG = np.random.default_rng(5)
 PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
 BY_ID = {case.id: case for case in CASES}

@@ -18,6 +18,8 @@ from tpuconv.convert.plan import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.sharding import partition
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 # On several devices, in a process of its own: their number is fixed when jax starts.
 ON_A_MESH = """
 import json, sys

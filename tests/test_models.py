@@ -1,14 +1,11 @@
 """The families against transformers: logits, cache, padding, names and shapes of parameters, reading config.json."""
 
-import gzip
 import json
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import EntryPoint
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +19,6 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tpuconv.convert.codecs import decode_names
-from tpuconv.convert.source import TensorInfo
 from tpuconv.convert.table import MappingTable
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models import registry
@@ -32,7 +27,8 @@ from tpuconv.models.layers import RMSNorm
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
 from tpuconv.models.rope import Rope
 
-META = Path(__file__).parents[2] / "shared" / "meta"
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "deepseek_v3"}  # model_types, as transformers has them
 LIMIT = 2e-5  # of the largest logit
 BY_ID = {case.id: case for case in CASES}
@@ -414,37 +410,6 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     if "layer_types" not in case.config:  # older files do without
         raw.pop("layer_types", None)
         assert find_family(raw).config.from_hf(raw).windows == config.windows
-
-
-def metas() -> list[Any]:
-    found = []
-    for folder in sorted(META.glob("*")) if META.is_dir() else []:
-        if folder.is_dir() and json.loads((folder / "config.json").read_text())["model_type"] in {*OURS, *FAMILIES}:
-            found.append(pytest.param(folder, id=folder.name))
-    return found or [pytest.param(None, marks=pytest.mark.skip(reason="no ../shared/meta"))]
-
-
-@pytest.mark.parametrize("folder", metas())
-def test_released_models_map_to_their_parameter_count(folder: Path) -> None:
-    raw = json.loads((folder / "config.json").read_text())
-    family = find_family(raw)
-    config = family.config.from_hf(raw)
-    bindings = family.table.bind(config)
-    trained = [binding for binding in bindings if not binding.row.buffer]
-    shapes = [shape for binding in trained for shape in binding.dst_shapes().values()]
-    with gzip.open(folder / "tensors.json.gz") as file:
-        stored = {n: TensorInfo(n, d, tuple(shape), "", 0, 0) for n, (d, shape) in json.load(file)["tensors"].items()}
-    decoded, faults = decode_names(stored, raw.get("quantization_config"))
-    assert not faults
-    listed = {name: tensor.shape for name, tensor in decoded.items()}
-    images = [listed[name] for name in listed if name.startswith(("vision_model.", "multi_modal_projector."))]
-    published = json.loads((META / "parameters.json").read_text())[folder.name]
-    assert sum(map(prod, shapes + images)) == published
-    sources = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
-    why_ignored = family.table.ignored(config)
-    unread = [name for name in listed.keys() - sources.keys() if not why_ignored(name)]
-    assert set(unread) <= family.table.copies.keys()
-    assert sources.items() <= listed.items()
 
 
 def test_a_file_of_an_older_transformers_reads() -> None:

@@ -11,6 +11,8 @@ from flax import nnx
 from tpuconv.models.layers import Keys
 from tpuconv.models.moe import Experts
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 def made(tokens: int, experts: int, chosen: int, dtype: Any) -> tuple[Experts, jax.Array, jax.Array, jax.Array]:
     """Experts, and tokens with the experts that each goes through and their weights."""

@@ -16,6 +16,8 @@ from tpuconv.convert.plan import Options
 from tpuconv.errors import MappingError, SourceError, UsageError
 from tpuconv.models.registry import find_family
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory) -> Path:

@@ -8,6 +8,8 @@ import sys
 import pytest
 from families import CASES
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 # In a process of its own: the number of devices is fixed when jax starts.
 ON_A_MESH = """
 import json, sys

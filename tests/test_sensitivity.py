@@ -33,6 +33,8 @@ from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare, model_logits, tokenize
 from tpuconv.verify.sensitivity import DTYPE, Probe
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
 
 
