@@ -20,7 +20,7 @@ from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
-from test_codecs import BF16, FP8, compressed_config, fp8_config
+from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
 from test_convert import LIMITS, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
@@ -204,16 +204,21 @@ def int4(name, x):
     scales = (np.random.default_rng(x.size).uniform(0.5, 2, (x.shape[0], groups)) * np.abs(x).max() / 7).astype(BF16)
     every = np.repeat(scales.astype("f4"), 16, 1)[:, : x.shape[1]]
     values = np.round(x / every).clip(-8, 7) + 0.0  # no negative zero
-    codes = (values + 8).astype(np.uint32)
-    packed = np.zeros((x.shape[0], x.shape[1] // 8), np.uint32)
-    for i in range(8):
-        packed |= codes[:, i::8] << np.uint32(4 * i)
     stored = {
-        f"{name}.weight_packed": packed.view(np.int32),
+        f"{name}.weight_packed": packed(values + 8, 4),
         f"{name}.weight_scale": scales,
         f"{name}.weight_shape": np.array(x.shape, np.int64),
     }
     return stored, values * every
+
+
+def int8(name, x):
+    if x.shape[1] % 4:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    scales = (np.abs(x).max(1, keepdims=True) / 120).astype(BF16)
+    values = np.round(x / scales.astype("f4")) + 0.0
+    stored = {f"{name}.weight_packed": packed(values + 128, 8), f"{name}.weight_scale": scales}
+    return stored, values * scales.astype("f4")
 
 
 INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
@@ -223,6 +228,7 @@ ENCODINGS = {
     fp8_channel: compressed_config(type="float", num_bits=8, strategy="channel"),
     fp8_tensor: compressed_config(type="float", num_bits=8, strategy="tensor"),
     int4: INT4,
+    int8: compressed_config(type="int", num_bits=8, strategy="channel"),
 }
 PARTS = (".w1", ".w2", ".w3", "_proj", "_mqa", "q_a_proj", "q_b_proj", "kv_b_proj")
 
@@ -243,9 +249,6 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": ENCODINGS[encoding]}
     write_checkpoint(folder, config, tensors, shards)
     return values
-
-
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], "f4")
 
 
 def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -288,6 +291,7 @@ LOADED = [
         *((case, int4) for case in CASES if case.id in ("deepseek_v3-plain-queries", "mixtral-plain")),
         *((case, fp8_channel) for case in CASES if case.id in ("qwen3-tied", "qwen3_moe-few-experts")),
         *((case, fp8_tensor) for case in CASES if case.id == "olmo2-plain"),
+        *((case, int8) for case in CASES if case.id == "llama-plain"),
         (GPT_OSS[0], mxfp4),
     )
 ]

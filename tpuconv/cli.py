@@ -275,7 +275,7 @@ def tpuconv(verbose: bool) -> None:
     type=click.Choice(["dequantize", "keep"]),
     default="dequantize",
     show_default=True,
-    help="What becomes of FP8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
+    help="What becomes of FP8, INT8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
 )
 @click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")

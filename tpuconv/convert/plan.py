@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.codecs import Tensor, decode_names
+from tpuconv.convert.codecs import Tensor, decode_names, why_unread
 from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
@@ -406,7 +406,7 @@ def make_plan(
         elif known_copies.get(name) in expected:
             copies[name] = known_copies[name]
             reason = f"a copy of {copies[name]}"
-        elif (why := why_ignored(name)) is not None:
+        elif (why := why_ignored(name) or (why_unread(name) if source.encoding else None)) is not None:
             reason = why
         else:
             unmapped.append(name)
