@@ -539,7 +539,6 @@ UNSUPPORTED = {
     "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
     "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "softmax router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
-    "two shared experts": ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts=2 is not implemented"),
     "further tokens": ("kimi_k2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 .*for kimi_k2, only 0"),
     "beside the text": ("llama4", {"hidden_size": 8}, "hidden_size=8"),
     "in the text": ("llama4", {"text_config": {"cross_attention": True}}, "cross_attention=True"),
