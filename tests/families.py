@@ -85,6 +85,7 @@ NO_SCAN = {
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
+    "llama4_text": "as llama4",
 }
 LLAMA4 = {
     "intermediate_size": 20,
@@ -259,6 +260,7 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
         num_key_value_heads=6,
     ),
+    _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
 ]
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
 from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
-from test_convert import LIMITS, convert, plan_for, restore, same_bits
+from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
 import tpuconv
@@ -238,7 +238,10 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     its scales lie in different shards."""
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, np.ndarray] = {}
-    for name, x in read_tensors(plain).items():
+    source = read_tensors(plain)
+    if ENCODINGS[encoding]["quant_method"] == "compressed-tensors":
+        source = one_by_one(source)
+    for name, x in source.items():
         base = name.removesuffix(".weight")
         if base != name and base.endswith(PARTS) and "vision" not in name:
             stored, own = encoding(base, x.astype("f4"))
@@ -249,6 +252,21 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": ENCODINGS[encoding]}
     write_checkpoint(folder, config, tensors, shards)
     return values
+
+
+def one_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Llama 4's experts as its quantized releases have them: each a matrix [out, in] of its own."""
+    out = {}
+    for name, x in tensors.items():
+        base, _, kind = name.rpartition(".")
+        if base.endswith("feed_forward.experts"):
+            parts = {"down_proj": x}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2, axis=2), strict=True))
+            out |= {f"{base}.{e}.{part}.weight": each[e].T for part, each in parts.items() for e in range(len(x))}
+        else:
+            out[name] = x
+    return out
 
 
 def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -349,6 +367,25 @@ def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path,
         assert codes.dtype == facts["qtype"]
     assert [array.fault for array in check(manifest)] == [None] * len(plan.arrays)
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+
+
+def test_experts_of_llama4_are_the_same_one_by_one(saved, tmp_path):
+    case = next(case for case in CASES if case.id == "llama4_text-plain")
+    values = encoded(saved(case), tmp_path / "hf", fp8_channel)
+    plain = {name: x for name, x in values.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in values.keys() - plain.keys()}:
+        gate, up, down = (
+            [values[f"{layer}.experts.{e}.{part}_proj.weight"].T for e in range(case.config["num_local_experts"])]
+            for part in ("gate", "up", "down")
+        )
+        plain[f"{layer}.experts.gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], axis=2)
+        plain[f"{layer}.experts.down_proj"] = np.stack(down)
+    assert plain.keys() == read_tensors(saved(case)).keys()
+    write_checkpoint(tmp_path / "plain", json.loads((saved(case) / "config.json").read_text()), plain)
+    for name in ("hf", "plain"):
+        convert(tmp_path / name, tmp_path / f"{name}-orbax")
+    assert_same(restore(tmp_path / "hf-orbax"), restore(tmp_path / "plain-orbax"))
+    assert read_tensors(saved(case)).keys() == exported(tmp_path / "hf-orbax", tmp_path / "back").keys()
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------

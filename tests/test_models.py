@@ -73,7 +73,9 @@ class Built:
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
     def reference(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        if mask is not None and self.family.name == "llama4":  # transformers' attention temperature counts padding
+        if mask is not None and self.family.name.startswith(
+            "llama4"
+        ):  # transformers' attention temperature counts padding
             logits = np.zeros((*ids.shape, self.config.vocab_size), np.float32)
             for row in range(len(ids)):
                 logits[row, mask[row]] = self.reference(ids[row, mask[row]][None])[0]
@@ -397,7 +399,7 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert [config.has_rope(i) for i in layers] == [bool(has) for has in hf.no_rope_layers]
     assert [config.is_chunked(i) for i in layers] == [kind == "chunked_attention" for kind in hf.layer_types]
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
-    derived = {"rope", "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"}
+    derived = {*config.derived, "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"}
     stated = {field.name for field in fields(config)} - derived
     assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
 
@@ -489,6 +491,14 @@ def test_rotary_positions_of_a_file_that_says_little(model_type: str, given: dic
     theirs = AutoConfig.for_model(model_type, **json.loads(json.dumps(given))).rope_parameters
     rope = find_family({"model_type": model_type}).config.from_hf({"model_type": model_type, **given}).rope
     assert rope == Rope.from_hf({"rope_parameters": theirs}, model_type, 131072)
+
+
+def test_what_is_derived_is_no_key_of_config_json() -> None:
+    for family in all_families():
+        for name in family.config.derived:
+            raw = {"model_type": next(iter(family.architectures.values())), name: True}
+            with pytest.raises(UnsupportedConfig, match=name):
+                family.config.from_hf(raw)
 
 
 def test_experts_in_mxfp4_have_their_axes_in_another_order(build: Any) -> None:
