@@ -522,7 +522,8 @@ def quantize(
     source = open_checkpoint(chosen)
     limits = Limits.of_this_machine(jobs, max_memory)
     own = source.manifest.raw["options"]
-    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range)
+    mtp = own.get("include_mtp", False)
+    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range, include_mtp=mtp)
     plan = _plan(source, get_family(source.manifest.family), source.table(), options, rules)
     plan.check()
     if explain:

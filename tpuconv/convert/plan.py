@@ -403,9 +403,9 @@ def make_plan(
         if name in everywhere:
             assert options.layers is not None
             reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
-        elif known_copies.get(name) in expected:
-            copies[name] = known_copies[name]
-            reason = f"a copy of {copies[name]}"
+        elif original := _original(name, known_copies, expected):
+            copies[name] = original
+            reason = f"a copy of {original}"
         elif (why := why_ignored(name) or (why_unread(name) if source.encoding else None)) is not None:
             reason = why
         else:
@@ -461,6 +461,14 @@ def make_plan(
         unmapped=tuple(unmapped),
         faults=tuple(faults),
     )
+
+
+def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
+    """What a tensor is a copy of: perhaps of one that is a copy itself, as the head of a tied model is."""
+    original = copies.get(name)
+    while original is not None and original not in expected:
+        original = copies.get(original)
+    return original
 
 
 def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:
