@@ -271,6 +271,12 @@ def test_scales_and_values_that_do_not_belong_together_are_named(fault, tmp_path
     assert "model.layers.1.mlp.up_proj" in str(info.value)
 
 
+def test_the_key_of_older_releases_is_read(tmp_path):
+    stored, config, values = int4_groups(np.random.default_rng(0), 3, 40)
+    source = open_source(write_checkpoint(tmp_path, {"compression_config": config}, stored))
+    assert decode_names(source.tensors, source.encoding)[0]["w.weight"].shape == values.shape
+
+
 def test_fp8_without_a_description_is_not_cast(tmp_path):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
     tensors = read_tensors(folder)

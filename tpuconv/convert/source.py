@@ -77,6 +77,15 @@ class Shard:
     sha256: str | None = None
 
 
+ENCODING_KEYS = ("quantization_config", "compression_config")
+"""Of config.json; the second one older versions of compressed-tensors wrote."""
+
+
+def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of how the weights are encoded."""
+    return next((config[key] for key in ENCODING_KEYS if config.get(key) is not None), None)
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint folder, its headers read and checked. `repo` and `commit` say where on the Hub it came from."""
@@ -94,7 +103,7 @@ class Source:
     @property
     def encoding(self) -> Mapping[str, Any] | None:
         """What config.json says of how the weights are encoded."""
-        return self.config.get("quantization_config")
+        return encoding_of(self.config)
 
     def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
         """What the manifest says of it."""

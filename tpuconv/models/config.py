@@ -20,7 +20,7 @@ NO_EFFECT = frozenset(
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
         "auto_map",
         # how weights are stored, which tpuconv.convert.codecs reads
-        "quantization_config",
+        *("quantization_config", "compression_config"),
         # training
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
