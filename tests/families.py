@@ -85,6 +85,7 @@ NO_SCAN = {
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
+    "llama4_text": "as llama4",
 }
 LLAMA4 = {
     "intermediate_size": 20,
@@ -206,6 +207,7 @@ CASES: list[Case] = [
         **DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 96, "n_group": 1, "topk_group": 1},
         num_hidden_layers=3,
         first_k_dense_replace=1,
+        n_shared_experts=0,
         rope_interleave=False,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
         rms_norm_eps=1e-2,
@@ -215,6 +217,7 @@ CASES: list[Case] = [
         "deepseek_v3-all-experts",  # and a latent so narrow that the absorbed form is always the cheaper one
         **DEEPSEEK | {"kv_lora_rank": 5, "topk_group": 3},
         first_k_dense_replace=0,
+        n_shared_experts=3,
         attention_bias=True,
         norm_topk_prob=False,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
@@ -257,6 +260,7 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
         num_key_value_heads=6,
     ),
+    _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
 ]
 
 
@@ -280,7 +284,9 @@ def hf_model(case: Case, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     # Of llama4 the text model alone would be saved under other names than those of the released checkpoints.
     auto = Llama4ForConditionalGeneration._from_config if case.family == "llama4" else AutoModelForCausalLM.from_config
-    model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
+    with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -295,6 +301,12 @@ def hf_model(case: Case, seed: int = 0) -> Any:
     return model
 
 
+def _drop_empty(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: x for name, x in load_file(path).items() if x.numel()}, path, {"format": "pt"})
+
+
 def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
     """Writes the model as `save_pretrained` does, with weights of `dtype`, and gives the folder back."""
     import torch
@@ -303,6 +315,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if case.config.get("n_shared_experts") == 0:  # which releases leave out
+        _drop_empty(folder / "model.safetensors")
     if case.written_as:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"model_type": case.written_as}))

@@ -36,6 +36,10 @@ def expand(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -
     return scales[: shape[0], : shape[1]]
 
 
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # OCP MX v1.0, table 5
+FP4 = np.concatenate([FP4, -FP4])
+
+
 # Each gives the stored tensors of a weight "w", config.json's description, and the values in float32 by the definition.
 
 
@@ -80,16 +84,53 @@ def int4_groups(rng, rows, columns):
     groups = -(-columns // 32)
     values = rng.integers(-8, 8, (rows, groups * 32))
     scales = rng.uniform(0.001, 2, (rows, groups)).astype(BF16)
-    packed = np.zeros((rows, groups * 4), np.uint32)
-    for i in range(8):
-        packed |= (values[:, i::8] + 8).astype(np.uint32) << np.uint32(4 * i)
     stored = {
-        "w.weight_packed": packed.view(np.int32),
+        "w.weight_packed": packed(values + 8, 4),
         "w.weight_scale": scales,
         "w.weight_shape": np.array(values.shape, np.int32),
     }
     config = compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=True)
     return stored, config, values.astype(np.float32) * np.repeat(scales.astype("f4"), 32, 1)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes [O, I] in words of 32 bits, the first one lowest."""
+    n, words = 32 // bits, np.zeros((codes.shape[0], codes.shape[1] * bits // 32), np.uint32)
+    for i in range(n):
+        words |= codes[:, i::n].astype(np.uint32) << np.uint32(bits * i)
+    return words.view(np.int32)
+
+
+def int8_packed(rng, rows, columns):
+    columns = 4 * columns
+    values = rng.integers(-128, 128, (rows, columns))
+    scales = rng.uniform(0.001, 2, (rows, 1)).astype(BF16)
+    stored = {"w.weight_packed": packed(values + 128, 8), "w.weight_scale": scales}
+    config = compressed_config(type="int", num_bits=8, strategy="channel", symmetric=True)
+    return stored, config, values.astype("f4") * scales.astype("f4")
+
+
+def int8_tensor(rng, rows, columns):
+    values = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+    stored = {"w.weight": values, "w.weight_scale": np.array([0.37], "f4")}
+    config = compressed_config(type="int", num_bits=8, strategy="tensor")
+    return stored, config, values.astype("f4") * np.float32(0.37)
+
+
+def fp4_groups(rng, rows, columns):
+    """Scales in powers of two, as bytes."""
+    groups = -(-columns // 32)
+    codes, scales = rng.integers(0, 256, (rows, groups * 16)), rng.integers(100, 150, (rows, groups))
+    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
+    stored = {"w.weight_packed": codes.astype(np.uint8), "w.weight_scale": scales.astype(np.uint8)}
+    config = compressed_config(type="float", num_bits=4, strategy="group", group_size=32)
+    return stored, config, values * np.repeat(np.exp2(scales.astype("f4") - 127), 32, 1)
+
+
+def fp8_named_otherwise(rng, rows, columns):
+    stored, _, values = fp8_tensor(rng, rows, columns)
+    stored["w.weight_scale_inv"] = stored.pop("w.weight_scale").reshape(())
+    return stored, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, values
 
 
 def fp8_stacked(rng, rows, columns):
@@ -99,7 +140,10 @@ def fp8_stacked(rng, rows, columns):
     return stored, each[0][1], np.stack([values for _, _, values in each])
 
 
-SCHEMES = [fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, int4_groups, fp8_stacked]
+SCHEMES = [
+    *(fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, fp8_named_otherwise, fp8_stacked),
+    *(int4_groups, int8_packed, int8_tensor, fp4_groups),
+]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -137,9 +181,10 @@ def test_every_code_has_its_value():
     np.testing.assert_array_equal(e4m3, codes.view(torch.float8_e4m3fn).to(torch.float32).numpy())
     int4 = schemes(compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=True))[0].table
     assert list(int4) == list(range(-8, 8))
-    fp4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX v1.0, table 5
-    fp4 += [-x for x in fp4]
-    assert list(schemes({"quant_method": "mxfp4"})[0].table) == fp4
+    assert list(schemes({"quant_method": "mxfp4"})[0].table) == list(FP4)
+    int8, packed_int8 = schemes(compressed_config(type="int", num_bits=8, strategy="channel"))
+    assert list(int8.table) == [*range(128), *range(-128, 0)]
+    assert list(packed_int8.table) == list(range(-128, 128))
 
 
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
@@ -226,6 +271,12 @@ def test_scales_and_values_that_do_not_belong_together_are_named(fault, tmp_path
     assert "model.layers.1.mlp.up_proj" in str(info.value)
 
 
+def test_the_key_of_older_releases_is_read(tmp_path):
+    stored, config, values = int4_groups(np.random.default_rng(0), 3, 40)
+    source = open_source(write_checkpoint(tmp_path, {"compression_config": config}, stored))
+    assert decode_names(source.tensors, source.encoding)[0]["w.weight"].shape == values.shape
+
+
 def test_fp8_without_a_description_is_not_cast(tmp_path):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
     tensors = read_tensors(folder)
@@ -239,12 +290,19 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
     "config",
     [
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "fp8"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "compressed-tensors"},
         compressed_config(type="int", num_bits=3, strategy="group", group_size=32, symmetric=True),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
+        compressed_config(type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        compressed_config(type="float", num_bits=8, strategy="block", block_structure="128"),
+        compressed_config(type="float", num_bits=8, strategy="tensor") | {"format": "marlin-24"},
+        compressed_config(type="float", num_bits=8, strategy="tensor") | {"transform_config": {"config_groups": {}}},
+        compressed_config(type="float", num_bits=8, strategy="tensor")
+        | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         {},
     ],
     ids=str,

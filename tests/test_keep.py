@@ -20,8 +20,8 @@ from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
-from test_codecs import BF16, FP8, compressed_config, fp8_config
-from test_convert import LIMITS, convert, plan_for, restore, same_bits
+from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
+from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
 import tpuconv
@@ -206,16 +206,21 @@ def int4(name, x):
     scales = (np.random.default_rng(x.size).uniform(0.5, 2, (x.shape[0], groups)) * np.abs(x).max() / 7).astype(BF16)
     every = np.repeat(scales.astype("f4"), 16, 1)[:, : x.shape[1]]
     values = np.round(x / every).clip(-8, 7) + 0.0  # no negative zero
-    codes = (values + 8).astype(np.uint32)
-    packed = np.zeros((x.shape[0], x.shape[1] // 8), np.uint32)
-    for i in range(8):
-        packed |= codes[:, i::8] << np.uint32(4 * i)
     stored = {
-        f"{name}.weight_packed": packed.view(np.int32),
+        f"{name}.weight_packed": packed(values + 8, 4),
         f"{name}.weight_scale": scales,
         f"{name}.weight_shape": np.array(x.shape, np.int64),
     }
     return stored, values * every
+
+
+def int8(name, x):
+    if x.shape[1] % 4:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    scales = (np.abs(x).max(1, keepdims=True) / 120).astype(BF16)
+    values = np.round(x / scales.astype("f4")) + 0.0
+    stored = {f"{name}.weight_packed": packed(values + 128, 8), f"{name}.weight_scale": scales}
+    return stored, values * scales.astype("f4")
 
 
 INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
@@ -225,6 +230,7 @@ ENCODINGS = {
     fp8_channel: compressed_config(type="float", num_bits=8, strategy="channel"),
     fp8_tensor: compressed_config(type="float", num_bits=8, strategy="tensor"),
     int4: INT4,
+    int8: compressed_config(type="int", num_bits=8, strategy="channel"),
 }
 PARTS = (".w1", ".w2", ".w3", "_proj", "_mqa", "q_a_proj", "q_b_proj", "kv_b_proj")
 
@@ -234,7 +240,10 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     its scales lie in different shards."""
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, np.ndarray] = {}
-    for name, x in read_tensors(plain).items():
+    source = read_tensors(plain)
+    if ENCODINGS[encoding]["quant_method"] == "compressed-tensors":
+        source = one_by_one(source)
+    for name, x in source.items():
         base = name.removesuffix(".weight")
         if base != name and base.endswith(PARTS) and "vision" not in name:
             stored, own = encoding(base, x.astype("f4"))
@@ -247,7 +256,19 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     return values
 
 
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], "f4")
+def one_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Llama 4's experts as its quantized releases have them: each a matrix [out, in] of its own."""
+    out = {}
+    for name, x in tensors.items():
+        base, _, kind = name.rpartition(".")
+        if base.endswith("feed_forward.experts"):
+            parts = {"down_proj": x}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2, axis=2), strict=True))
+            out |= {f"{base}.{e}.{part}.weight": each[e].T for part, each in parts.items() for e in range(len(x))}
+        else:
+            out[name] = x
+    return out
 
 
 def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -290,6 +311,7 @@ LOADED = [
         *((case, int4) for case in CASES if case.id in ("deepseek_v3-plain-queries", "mixtral-plain")),
         *((case, fp8_channel) for case in CASES if case.id in ("qwen3-tied", "qwen3_moe-few-experts")),
         *((case, fp8_tensor) for case in CASES if case.id == "olmo2-plain"),
+        *((case, int8) for case in CASES if case.id == "llama-plain"),
         (GPT_OSS[0], mxfp4),
     )
 ]
@@ -347,6 +369,25 @@ def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path,
         assert codes.dtype == facts["qtype"]
     assert [array.fault for array in check(manifest)] == [None] * len(plan.arrays)
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+
+
+def test_experts_of_llama4_are_the_same_one_by_one(saved, tmp_path):
+    case = next(case for case in CASES if case.id == "llama4_text-plain")
+    values = encoded(saved(case), tmp_path / "hf", fp8_channel)
+    plain = {name: x for name, x in values.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in values.keys() - plain.keys()}:
+        gate, up, down = (
+            [values[f"{layer}.experts.{e}.{part}_proj.weight"].T for e in range(case.config["num_local_experts"])]
+            for part in ("gate", "up", "down")
+        )
+        plain[f"{layer}.experts.gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], axis=2)
+        plain[f"{layer}.experts.down_proj"] = np.stack(down)
+    assert plain.keys() == read_tensors(saved(case)).keys()
+    write_checkpoint(tmp_path / "plain", json.loads((saved(case) / "config.json").read_text()), plain)
+    for name in ("hf", "plain"):
+        convert(tmp_path / name, tmp_path / f"{name}-orbax")
+    assert_same(restore(tmp_path / "hf-orbax"), restore(tmp_path / "plain-orbax"))
+    assert read_tensors(saved(case)).keys() == exported(tmp_path / "hf-orbax", tmp_path / "back").keys()
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ class Built:
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
     def reference(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        if mask is not None and self.family.name == "llama4":  # transformers' attention temperature counts padding
+        if mask is not None and self.family.name.startswith(
+            "llama4"
+        ):  # transformers' attention temperature counts padding
             logits = np.zeros((*ids.shape, self.config.vocab_size), np.float32)
             for row in range(len(ids)):
                 logits[row, mask[row]] = self.reference(ids[row, mask[row]][None])[0]
@@ -393,7 +395,7 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert [config.has_rope(i) for i in layers] == [bool(has) for has in hf.no_rope_layers]
     assert [config.is_chunked(i) for i in layers] == [kind == "chunked_attention" for kind in hf.layer_types]
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
-    derived = {"rope", "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"}
+    derived = {*config.derived, "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"}
     stated = {field.name for field in fields(config)} - derived
     assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
 
@@ -456,6 +458,14 @@ def test_rotary_positions_of_a_file_that_says_little(model_type: str, given: dic
     assert rope == Rope.from_hf({"rope_parameters": theirs}, model_type, 131072)
 
 
+def test_what_is_derived_is_no_key_of_config_json() -> None:
+    for family in all_families():
+        for name in family.config.derived:
+            raw = {"model_type": next(iter(family.architectures.values())), name: True}
+            with pytest.raises(UnsupportedConfig, match=name):
+                family.config.from_hf(raw)
+
+
 def test_experts_in_mxfp4_have_their_axes_in_another_order(build: Any) -> None:
     """The same parameters from either order, named as the codec names them."""
     built = build(BY_ID["gpt_oss-many-experts"])
@@ -504,7 +514,6 @@ UNSUPPORTED = {
     "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
     "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "softmax router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
-    "two shared experts": ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts=2 is not implemented"),
     "further tokens": ("kimi_k2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 .*for kimi_k2, only 0"),
     "beside the text": ("llama4", {"hidden_size": 8}, "hidden_size=8"),
     "in the text": ("llama4", {"text_config": {"cross_attention": True}}, "cross_attention=True"),

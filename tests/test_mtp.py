@@ -1,20 +1,27 @@
 """Layers that predict further tokens (MTP): left out with a reason, or converted beside the model."""
 
 import json
+import warnings
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_quantize
 from checkpoints import random_tensor, read_tensors, write_checkpoint
 from families import CASES, save
+from flax import nnx
 from test_cli import LISTINGS, every_name
-from test_convert import assert_same, convert, plan_for, restore, same_bits
+from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
 
 import tpuconv
-from tpuconv.convert.plan import Options
-from tpuconv.errors import MappingError, SourceError, UsageError
+from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.run import run
+from tpuconv.convert.source import open_source
+from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
 from tpuconv.models.registry import find_family
+from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.config import find_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -81,6 +88,51 @@ def test_a_model_is_loaded_without_the_layer_that_predicts_further_tokens(with_m
         model = tpuconv.load(tmp_path / "with")
     ids = np.array([[3, 1, 4, 1, 5]])
     assert np.array_equal(model(ids), tpuconv.load(tmp_path / "without")(ids))
+
+
+def test_of_such_a_layer_every_array_is_known(with_mtp, tmp_path):
+    convert(with_mtp, tmp_path / "out", Options(include_mtp=True))
+    facts = json.loads((tmp_path / "out" / "tpuconv.json").read_text())
+    facts["arrays"]["mtp.3.foo"] = facts["arrays"].pop("mtp.3.norm.scale")
+    (tmp_path / "out" / "tpuconv.json").write_text(json.dumps(facts))
+    with pytest.raises(CorruptOutput, match=r"(?s)mtp\.3\.foo: \(48,\) stored, None.*mtp\.3\.norm\.scale: None stored"):
+        tpuconv.load(tmp_path / "out")
+
+
+def test_the_head_of_a_tied_model_is_a_copy_of_the_embedding(with_mtp, tmp_path):
+    config = json.loads((with_mtp / "config.json").read_text()) | {"tie_word_embeddings": True}
+    tensors = read_tensors(with_mtp)
+    del tensors["lm_head.weight"]
+    tensors["model.layers.3.shared_head.head.weight"] = tensors["model.embed_tokens.weight"]
+    write_checkpoint(tmp_path / "hf", config, tensors)
+    plan = convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True))
+    assert {skip.reason for skip in plan.skipped} == {"a copy of model.embed_tokens.weight"}
+    assert sum(skip.count for skip in plan.skipped) == 2
+
+
+def test_the_model_is_quantized_and_the_layer_beside_it_is_not(with_mtp, tmp_path):
+    rules = find_config("int8_weight_only")
+    source = open_source(with_mtp)
+    family = find_family(source.config)
+    config = family.config.from_hf(source.config)
+    options = Options(include_mtp=True)
+    own = quantization(plan_for(with_mtp, options), family, config, rules)
+    for _ in run(make_plan(source, family.name, family.table, config, options, own), tmp_path / "out", LIMITS):
+        pass
+    convert(with_mtp, tmp_path / "plain", options)
+    test_quantize.quantize(tmp_path / "plain", tmp_path / "afterwards", rules)
+    have, plain = restore(tmp_path / "out"), restore(tmp_path / "plain")
+    assert_same(have, restore(tmp_path / "afterwards"))
+    mtp = {name: x for name, x in plain.items() if name.startswith("mtp.")}
+    assert mtp
+    assert_same({name: x for name, x in have.items() if name.startswith("mtp.")}, mtp)
+    for name in ("out", "afterwards"):
+        with warnings.catch_warnings(record=True) as seen:  # Qwix's own among them
+            warnings.simplefilter("always")
+            model = tpuconv.load(tmp_path / name)
+        assert any("does not load, mtp.3" in str(warning.message) for warning in seen)
+        _, state = nnx.split(model)
+        assert not [path for path, _ in nnx.to_flat_state(state) if path[0] == "mtp"]
 
 
 def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):

@@ -48,6 +48,7 @@ EVEN = {
     "deepseek_v3": MLA,
     "kimi_k2": MLA,
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
+    "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
     "qwen2": {"num_attention_heads": 2},
     "olmo2": {"num_attention_heads": 2},
 }
@@ -64,7 +65,7 @@ def even(case: Case) -> Case:
 
 
 ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
-WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4"}
+WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4", "llama4_text"}
 FAST = {"int8_default"}
 
 

@@ -110,7 +110,7 @@ def test_a_group_costs_what_a_checkpoint_costs_that_is_quantized_so(family, dtyp
     assert tried == (2 * len(last) if wanted is None else sum(map(len, wanted.values())))
 
 
-SLOW = {"deepseek_v3", "kimi_k2", "llama4", "gpt_oss", "qwen2", "olmo2", "mixtral", "qwen3"}
+SLOW = {"deepseek_v3", "kimi_k2", "llama4", "llama4_text", "gpt_oss", "qwen2", "olmo2", "mixtral", "qwen3"}
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def tpuconv(verbose: bool) -> None:
     type=click.Choice(["dequantize", "keep"]),
     default="dequantize",
     show_default=True,
-    help="What becomes of FP8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
+    help="What becomes of FP8, INT8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
 )
 @click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
@@ -522,7 +522,8 @@ def quantize(
     source = open_checkpoint(chosen)
     limits = Limits.of_this_machine(jobs, max_memory)
     own = source.manifest.raw["options"]
-    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range)
+    mtp = own.get("include_mtp", False)
+    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range, include_mtp=mtp)
     plan = _plan(source, get_family(source.manifest.family), source.table(), options, rules)
     plan.check()
     if explain:

@@ -39,6 +39,7 @@ LETTERS = {
     "U": "layers that predict further tokens (MTP), after the model's own",
     "E": "experts",
     "M": "feed-forward width of one expert",
+    "W": "feed-forward width of all shared experts together",
     "C": "latent width of keys and values (kv_lora_rank)",
     "Q": "latent width of queries (q_lora_rank)",
     "P": "head dimension without rotary position",

@@ -24,9 +24,6 @@ from tpuconv.models.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.sharding import MESH_AXES, decoding_mesh
 
-MTP_TREE = "mtp."
-"""What the arrays of layers that predict further tokens are called."""
-
 
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
     """The model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`; `model(ids_BT)` gives its logits
@@ -149,8 +146,8 @@ def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -
 
 
 def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    have = {name: array.shape for name, array in manifest.arrays.items() if not name.startswith(MTP_TREE)}
-    want = {name: tuple(value.shape) for name, value in model.items()}
+    have = {name: array.shape for name, array in manifest.arrays.items()}
+    want = _beside(manifest) | {name: tuple(value.shape) for name, value in model.items()}
     faults = [
         f"{name}: {have.get(name)} stored, {want.get(name)} in the model"
         for name in sorted(have | want)
@@ -162,6 +159,21 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
             details=faults[:10],
             hint="it was made by another version of tpuconv: convert it again",
         )
+
+
+def _beside(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The arrays of layers that predict further tokens, which are no part of the model, and their shapes; none where
+    these were left out."""
+    table, config = get_family(manifest.family).table, _config(manifest)
+    every, own = ({n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False))
+    out = {}
+    for name in every.keys() - own.keys():
+        if facts := manifest.kept.get(name):
+            out[name + QVALUE] = every[name]
+            out[name + SCALE] = tuple(n // tile for n, tile in zip(every[name], facts["tiles"], strict=True))
+        else:
+            out[name] = every[name]
+    return out if out.keys() & manifest.arrays.keys() else {}
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -21,7 +21,16 @@ ALL = ("tensor", "group", "expert")
 AXES = ("data", *ALL)
 """The names that an axis of a mesh may have."""
 
-MESH_AXES: Rules = {"E": ("expert",), "V": ALL, "N": ALL, "K": ("tensor",), "F": ALL, "M": ALL, "D": ("data",)}
+MESH_AXES: Rules = {
+    "E": ("expert",),
+    "V": ALL,
+    "N": ALL,
+    "K": ("tensor",),
+    "F": ALL,
+    "M": ALL,
+    "W": ALL,
+    "D": ("data",),
+}
 """Heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model width fully sharded as in ZeRO
 (arXiv:1910.02054): two all-reduces for a layer, whatever the mesh."""
 

@@ -24,14 +24,13 @@ from tpuconv.convert.journal import Journal
 from tpuconv.convert.keep import Stored, split
 from tpuconv.convert.manifest import Manifest
 from tpuconv.convert.run import Progress, copy_strided
-from tpuconv.convert.source import DTYPES, INDEX_FILE, SINGLE_FILE, read_json
+from tpuconv.convert.source import DTYPES, ENCODING_KEYS, INDEX_FILE, SINGLE_FILE, encoding_of, read_json
 from tpuconv.convert.store import write_error
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
 from tpuconv.errors import ConfigError, CorruptOutput, OutputError, ResourceError, UsageError
 from tpuconv.layout import Shape
 
 SHARD_BYTES = 5_000_000_000
-ENCODING = "quantization_config"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Tensor:
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json of what is exported: that of the source, which says nothing of an encoding that was undone."""
     raw = read_json(manifest.folder / "config.json", ConfigError)
-    return raw if manifest.kept else {key: value for key, value in raw.items() if key != ENCODING}
+    return raw if manifest.kept else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
 
 
 def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) -> Iterator[Progress]:
@@ -103,7 +102,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
             f"{manifest.folder} is quantized, with {manifest.quantization['name']}: its values are not the source's",
             hint="export the checkpoint that it was made from",
         )
-    known = {scheme.title: scheme for scheme in schemes(released_config(manifest).get(ENCODING))}
+    known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, bool(manifest.raw["options"].get("include_mtp"))):
         if facts := manifest.kept.get(binding.dst[0].names[0]):

@@ -460,19 +460,10 @@ class _Hub:
 
 
 def _index_shards(path: Path) -> list[str]:
-    """The shards that an index names, before the source's reader judges the rest of it."""
-    from tpuconv.convert.source import read_json
+    """The shards that an index names."""
+    from tpuconv.convert.source import read_weight_map
 
-    weight_map = read_json(path, SourceError).get("weight_map")
-    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
-    unsafe = [repr(n) for n in names if not re.fullmatch(r"[^/\\\0]+\.safetensors", n)]
-    if not names or unsafe:
-        raise SourceError(
-            f"{path} names files that are no safetensors file of its folder" if unsafe else f"{path} names no shards",
-            details=[_some(sorted(unsafe))] if unsafe else (),
-            hint="do not trust this checkpoint",
-        )
-    return sorted(names)
+    return sorted(set(read_weight_map(path).values()))
 
 
 def _is_companion(name: str) -> bool:

@@ -19,7 +19,7 @@ from tpuconv.convert.table import Binding, Stack
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Shape, scale_layout
 
-BITS = {"float8_e4m3fn": 8, "int4": 4, "float4_e2m1fn": 4}
+BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
 
 
 @dataclass(frozen=True)

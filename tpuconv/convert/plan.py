@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.codecs import Tensor, decode_names
+from tpuconv.convert.codecs import Tensor, decode_names, why_unread
 from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import Source, shorten
@@ -403,10 +403,10 @@ def make_plan(
         if name in everywhere:
             assert options.layers is not None
             reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
-        elif known_copies.get(name) in expected:
-            copies[name] = known_copies[name]
-            reason = f"a copy of {copies[name]}"
-        elif (why := why_ignored(name)) is not None:
+        elif original := _original(name, known_copies, expected):
+            copies[name] = original
+            reason = f"a copy of {original}"
+        elif (why := why_ignored(name) or (why_unread(name) if source.encoding else None)) is not None:
             reason = why
         else:
             unmapped.append(name)
@@ -461,6 +461,14 @@ def make_plan(
         unmapped=tuple(unmapped),
         faults=tuple(faults),
     )
+
+
+def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
+    """What a tensor is a copy of: perhaps of one that is a copy itself, as the head of a tied model is."""
+    original = copies.get(name)
+    while original is not None and original not in expected:
+        original = copies.get(original)
+    return original
 
 
 def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:

@@ -8,6 +8,7 @@ climb out of the folder) is refused here.
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +77,15 @@ class Shard:
     sha256: str | None = None
 
 
+ENCODING_KEYS = ("quantization_config", "compression_config")
+"""Of config.json; the second one older versions of compressed-tensors wrote."""
+
+
+def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of how the weights are encoded."""
+    return next((config[key] for key in ENCODING_KEYS if config.get(key) is not None), None)
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint folder, its headers read and checked. `repo` and `commit` say where on the Hub it came from."""
@@ -93,7 +103,7 @@ class Source:
     @property
     def encoding(self) -> Mapping[str, Any] | None:
         """What config.json says of how the weights are encoded."""
-        return self.config.get("quantization_config")
+        return encoding_of(self.config)
 
     def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
         """What the manifest says of it."""
@@ -204,17 +214,8 @@ def _read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
             hint="without the index nobody knows whether files are missing: download the checkpoint again",
         )
-    weight_map = read_json(folder / INDEX_FILE, SourceError).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise SourceError(f"{folder / INDEX_FILE} has no weight_map from names to files")
+    weight_map = read_weight_map(folder / INDEX_FILE)
     shards = sorted(set(weight_map.values()))
-    unsafe = [s for s in shards if Path(s).name != s or not s.endswith(".safetensors") or "\0" in s]
-    if unsafe:
-        raise SourceError(
-            f"{folder / INDEX_FILE} names files that are no safetensors file of its folder",
-            details=shorten([repr(s) for s in unsafe]),
-            hint="do not trust this checkpoint",
-        )
     missing = [s for s in shards if not (folder / s).exists()]
     if missing:
         raise SourceError(
@@ -223,6 +224,23 @@ def _read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
         )
     return shards, weight_map
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The shard of every tensor, as an index has it: names of safetensors files of its folder."""
+    weight_map = read_json(index, SourceError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(
+            f"{index} names no shards: it has no weight_map from names to files", hint="do not trust this checkpoint"
+        )
+    shards = sorted(set(map(str, weight_map.values())))
+    if unsafe := [repr(s) for s in shards if not re.fullmatch(r"[^/\\\0]+\.safetensors", s)]:
+        raise SourceError(
+            f"{index} names files that are no safetensors file of its folder",
+            details=shorten(unsafe),
+            hint="do not trust this checkpoint",
+        )
+    return weight_map
 
 
 def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:

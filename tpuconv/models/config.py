@@ -20,7 +20,7 @@ NO_EFFECT = frozenset(
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
         "auto_map",
         # how weights are stored, which tpuconv.convert.codecs reads
-        "quantization_config",
+        *("quantization_config", "compression_config"),
         # training
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
@@ -65,6 +65,8 @@ class DecoderConfig:
     model_type: ClassVar[str]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
+    derived: ClassVar[frozenset[str]] = frozenset({"rope"})
+    """Fields that are made of other keys, and are no keys of config.json themselves."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """`rope_parameters` of a config.json without any; its `rope_theta` holds where that alone is absent, too."""
 
@@ -83,7 +85,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """The config that a parsed config.json describes."""
-        hints = {field.name: hint for field, hint in _hints(cls) if field.name != "rope"}
+        hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
         _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
         wrong = [f"{k}={raw[k]!r} is no {_spelt(hints[k])}" for k in hints if k in raw and not _fits(raw[k], hints[k])]
         if wrong:

@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "deepseek_v3": "tpuconv.models.deepseek_v3.family:FAMILY",
     "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
     "llama4": "tpuconv.models.llama4.family:FAMILY",
+    "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
 }
 """The families of this package. Those of others register by an entry point, name to `Family`, in `GROUP`."""
 

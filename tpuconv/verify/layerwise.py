@@ -115,7 +115,7 @@ class _Reference:
         self.torch, self.dtype = torch, getattr(torch, dtype)
         opened = open_source(source)
         self.reader = Reader(opened, hashes=False)
-        self.tensors, _ = decode_names(opened.tensors, opened.config.get("quantization_config"))
+        self.tensors, _ = decode_names(opened.tensors, opened.encoding)
         known = get_family(family)
         self.sources = sources_by_target(known.table, known.config.from_hf(opened.config))
         config = reference_config(source)

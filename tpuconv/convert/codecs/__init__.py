@@ -5,6 +5,7 @@ them are one scheme: a code of 8 or 4 bits stands for a value (a table), and a b
 What differs is the table, the block, the names and the dtype of the scales.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.codecs.schemes import Scheme, schemes
+from tpuconv.convert.codecs.schemes import Scheme, decode_scales, schemes
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import DTYPES, Reader, TensorInfo
 from tpuconv.layout import Shape
@@ -84,7 +85,7 @@ class Tensor:
         columns = self.shape[-1] if self.shape else 1
         height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
         rows, width = self.scheme.block(self.shape, self.scales.shape)
-        scales_SB = self.scheme.decode_scales(stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
+        scales_SB = decode_scales(stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
         at_once = max(1, TABLE_BYTES // (4 * scales_SB.shape[1] * self.scheme.table.size))
         bits, done = np.dtype(f"u{out.itemsize}"), 0
         while done < out.size:
@@ -116,9 +117,10 @@ def decode_names(
     taken: set[str] = set()
     faults: dict[str, list[str]] = {}
     for name, info in tensors.items():
-        scheme = next((s for s in known if name.endswith(s.values) and s.encodes(info)), None)
-        if scheme is None:
+        own = [scheme for scheme in known if scheme.encodes(info)]
+        if not own:
             continue
+        scheme = next((s for s in own if _fits(s, info, tensors)), own[0])
         base = name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
@@ -143,3 +145,17 @@ def decode_names(
         for pattern, names in collapse(all_names).items()
     ]
     return out, words
+
+
+def _fits(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether the values have the scales that the scheme asks for: a checkpoint may have several schemes."""
+    scales = tensors.get(info.name.removesuffix(scheme.values) + scheme.scales)
+    return scales is not None and scales.shape == scheme.scale_shape(scheme.shape(info.shape), scales.shape)
+
+
+_OF_ACTIVATIONS = re.compile(r".*\.(activation|(input|output|[qkv])(_global)?)_(scale|zero_point)")
+
+
+def why_unread(name: str) -> str | None:
+    """Why a tensor that a quantized checkpoint may have says nothing of the weights; None where it may."""
+    return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

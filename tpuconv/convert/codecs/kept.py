@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor
-from tpuconv.convert.codecs.schemes import Scheme
+from tpuconv.convert.codecs.schemes import Scheme, decode_scales
 from tpuconv.convert.source import DTYPES, Reader
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
@@ -21,8 +21,6 @@ from tpuconv.layout import Shape
 BF16 = np.dtype(ml_dtypes.bfloat16)
 POWERS_OF_TWO = ("U8", "F8_E8M0")
 E8M0_BIAS = 127
-SIGN = 8
-"""Codes of 4-bit integers are stored as value + 8: in two's complement, the same bits with the highest one turned."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Codes(Tensor):
         n = self._per_byte
         if n == 1:
             reader.read(self.values, start, out.data)
+            turn(self.scheme, out)
             return
         first, last = start // n, -(-(start + out.size) // n)
         raw = raw[: last - first] if raw.size >= last - first else np.empty(last - first, np.uint8)
@@ -108,7 +107,7 @@ class Scales(Tensor):
         nbytes = (min(last, self.grid[0]) - first) * stored_inner * itemsize
         raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
         reader.read(self.values, first * stored_inner * itemsize, raw.data)
-        decoded = self.scheme.decode_scales(raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        decoded = decode_scales(raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
         scales = decoded.reshape(-1, *self.grid[1:])
         for axis, n in enumerate(self.refine):
             scales = np.repeat(scales, n, axis=axis) if n > 1 else scales
@@ -123,21 +122,25 @@ def scale_dtype(stored: str) -> np.dtype[Any]:
 
 def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
     """The codes of bytes that hold two, the low half first."""
-    turn = SIGN if scheme.qtype == "int4" else 0
     np.bitwise_and(packed, 15, out=out[0::2])
     np.right_shift(packed, 4, out=out[1::2])
-    if turn:
-        np.bitwise_xor(out, turn, out=out)
+    turn(scheme, out)
+
+
+def turn(scheme: Scheme, codes: np.ndarray) -> None:
+    """Integers as they are stored to two's complement, or back: its own inverse."""
+    if scheme.turned:
+        np.bitwise_xor(codes, scheme.turned, out=codes)
 
 
 def pack(scheme: Scheme, codes: np.ndarray) -> np.ndarray:
     """The tensor of values as it is stored, from its codes: the inverse of `Codes`."""
     dtype = DTYPES[scheme.dtype]
     stored: np.ndarray = np.ascontiguousarray(codes).view(np.uint8)
+    if scheme.turned:
+        stored = stored ^ scheme.turned
     if scheme.per_element > dtype.itemsize:
-        if scheme.qtype == "int4":
-            stored = (stored ^ SIGN) & 15
-        stored = stored[..., 0::2] | (stored[..., 1::2] << 4)
+        stored = (stored[..., 0::2] & 15) | (stored[..., 1::2] << 4)
     if scheme.groups_apart:
         return stored.reshape(scheme.stored_shape(codes.shape))
     return stored.view(dtype)

@@ -1,10 +1,10 @@
 """The schemes that checkpoints use, each from its own description in config.json.
 
 FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
-v1.0. compressed-tensors: the formats `float-quantized` and `pack-quantized` of that library.
+v1.0. compressed-tensors: the formats of that library, which its tests write and read (tests/test_writers.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,10 +18,14 @@ from tpuconv.layout import Shape
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """Value of each code of an 8-bit float with 4 bits of exponent (arXiv:2209.05433)."""
-
-
 INT4 = np.arange(-8, 8, dtype=np.float32)
+INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+OFFSET_INT8 = np.arange(-128, 128, dtype=np.float32)
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+
+Blocks = tuple[int | None, int | None]
+BY_SCALES: Blocks = (None, None)
+"""One scale for the tensor or one for each row: the shape of the scales tells which."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Scheme:
     """`values` and `scales` are the suffixes of stored names, `name` that of the tensor they make; `dtype` is the
     stored one of values, `per_element` how many values an element holds, `qtype` the type of one, `table` the value of
     each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
-    columns, None along an axis that the shape of the scales decides: one scale, or one for each."""
+    columns, None along an axis that the shape of the scales decides: one scale, or one for each. `turned` are the bits
+    in which an integer's code differs from its two's complement."""
 
     title: str
     values: str
@@ -39,13 +44,13 @@ class Scheme:
     qtype: str
     table: np.ndarray
     per_element: int
-    blocks: tuple[int | None, int | None]
+    blocks: Blocks
     extra: tuple[str, ...] = ()
     groups_apart: bool = False
-    decode_scales: Callable[[np.ndarray], np.ndarray] = lambda scales: scales.astype(np.float32)
+    turned: int = 0
 
     def encodes(self, info: TensorInfo) -> bool:
-        return info.dtype == self.dtype
+        return info.name.endswith(self.values) and info.dtype == self.dtype
 
     def shape(self, stored: Shape) -> Shape:
         """The shape of the values."""
@@ -71,7 +76,7 @@ class Scheme:
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
         """What the shape of the scales must be."""
         rows, columns = self.block(shape, scales)
-        if self.blocks == (None, None):
+        if self.blocks == BY_SCALES:
             return scales if scales in ((), (1,), (1, 1)) else (shape[0], 1)
         return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
 
@@ -86,15 +91,28 @@ def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
         return ()
     method = quantization.get("quant_method")
     if method == "fp8":
-        return (_fp8_blocks(quantization),)
+        return _fp8(quantization)
+    if method == "fbgemm_fp8":
+        return (_fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES),)
+    if method == "modelopt" and quantization.get("quant_algo") == "FP8":
+        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES),)
     if method == "mxfp4":
         return (MXFP4,)
     if method == "compressed-tensors":
-        return tuple(map(_compressed, _groups(quantization)))
+        return _compressed(quantization)
+    algorithm = f" with quant_algo={quantization['quant_algo']!r}" if "quant_algo" in quantization else ""
     raise UnsupportedConfig(
-        f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8 with weight_block_size, mxfp4 and compressed-tensors; or convert an unquantized release",
+        f"the encoding quant_method={method!r}{algorithm} is not implemented",
+        hint="known are fp8, fbgemm_fp8, modelopt with quant_algo 'FP8', mxfp4 and compressed-tensors; or convert an "
+        "unquantized release",
     )
+
+
+def decode_scales(scales: np.ndarray) -> np.ndarray:
+    """In float32. Bytes are exponents of two (E8M0)."""
+    if scales.dtype == np.uint8:
+        return np.exp2(scales.astype(np.float32) - 127)
+    return scales.astype(np.float32)
 
 
 MXFP4 = Scheme(
@@ -108,67 +126,122 @@ MXFP4 = Scheme(
     per_element=2,
     blocks=(1, 32),
     groups_apart=True,
-    decode_scales=lambda codes: np.exp2(codes.astype(np.float32) - 127),
 )
 
 
-def _fp8_blocks(quantization: Mapping[str, Any]) -> Scheme:
-    block = quantization.get("weight_block_size")
-    if quantization.get("fmt", "e4m3") != "e4m3":
-        raise UnsupportedConfig(f"FP8 with fmt={quantization['fmt']!r} is not implemented, only 'e4m3'")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise UnsupportedConfig(f"FP8 with weight_block_size={block!r} is not implemented, only [rows, columns]")
+def _fp8_scheme(title: str, scales: str, blocks: Blocks) -> Scheme:
     return Scheme(
-        title=f"FP8, blocks of {block[0]}x{block[1]}",
+        title=title,
         values=".weight",
-        scales=".weight_scale_inv",
+        scales=scales,
         name=".weight",
         dtype="F8_E4M3",
         qtype="float8_e4m3fn",
         table=E4M3,
         per_element=1,
-        blocks=(block[0], block[1]),
+        blocks=blocks,
     )
 
 
-def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    block = quantization.get("weight_block_size")
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        raise UnsupportedConfig(f"FP8 with fmt={quantization['fmt']!r} is not implemented, only 'e4m3'")
+    if block is None:  # two writers, two names
+        return tuple(_fp8_scheme(f"FP8, {name} by tensor", f".{name}", BY_SCALES) for name in FP8_SCALES)
+    if not _is_block(block):
+        raise UnsupportedConfig(f"FP8 with weight_block_size={block!r} is not implemented, only [rows, columns]")
+    return (_fp8_scheme(f"FP8, blocks of {block[0]}x{block[1]}", ".weight_scale_inv", (block[0], block[1])),)
+
+
+FP8_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+
+
+# -- compressed-tensors -----------------------------------------------------------------------------------------------
+
+
+FORMATS = (
+    *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+
+PACKED: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
+BYTES: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
+
+STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
+    ("float", 8): {
+        "FP8": {
+            "values": ".weight",
+            "dtype": "F8_E4M3",
+            "qtype": "float8_e4m3fn",
+            "table": E4M3,
+            "per_element": 1,
+        }
+    },
+    ("float", 4): {
+        "FP4": {
+            "values": ".weight_packed",
+            "dtype": "U8",
+            "qtype": "float4_e2m1fn",
+            "table": E2M1,
+            "per_element": 2,
+        }
+    },
+    ("int", 8): {
+        "INT8": BYTES,
+        "packed INT8": {**PACKED, "qtype": "int8", "table": OFFSET_INT8, "per_element": 4, "turned": 0x80},
+    },
+    ("int", 4): {
+        "INT4": {**PACKED, "qtype": "int4", "table": INT4, "per_element": 8, "turned": 0x8},
+        "INT4 in bytes": BYTES,
+    },
+}
+"""By type and number of bits: the ways in which weights are stored, of which the names and dtypes of tensors tell."""
+
+
+def _compressed(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """The schemes of all groups; they may differ, and which one a weight has its tensors tell."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
-    return [group.get("weights") or {} for group in groups.values()]
+    for key in ("transform_config", "sparsity_config"):
+        own = quantization.get(key) or {}
+        if own and own.get("format") != "dense":
+            raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented")
+    out: dict[str, Scheme] = {}
+    for group in groups.values():
+        for stored_in in (group.get("format"), quantization.get("format")):
+            if stored_in not in FORMATS:
+                raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
+        weights = group.get("weights") or {}
+        stored = STORED.get((weights.get("type"), weights.get("num_bits")))
+        by, blocks = _compressed_blocks(weights)
+        ordered = weights.get("actorder") in ("group", "dynamic")
+        if stored is None or blocks is None or weights.get("symmetric", True) is not True or ordered:
+            raise UnsupportedConfig(
+                f"compressed-tensors weights with {dict(weights)} are not implemented",
+                hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
+                "group, none with actorder 'group'",
+            )
+        for name, how in stored.items():
+            title = f"compressed-tensors {name} {by}"
+            out[title] = Scheme(title=title, scales=".weight_scale", name=".weight", blocks=blocks, **how)
+    return tuple(out.values())
 
 
-def _compressed(weights: Mapping[str, Any]) -> Scheme:
-    """The weights of one group of compressed-tensors: FP8 with a scale for the tensor or for each row, or 4-bit
-    integers in groups."""
-    kind = tuple(weights.get(key) for key in ("type", "num_bits", "strategy"))
-    if kind in (("float", 8, "tensor"), ("float", 8, "channel")):
-        return Scheme(
-            title=f"compressed-tensors FP8 by {kind[2]}",
-            values=".weight",
-            scales=".weight_scale",
-            name=".weight",
-            dtype="F8_E4M3",
-            qtype="float8_e4m3fn",
-            table=E4M3,
-            per_element=1,
-            blocks=(None, None),
-        )
-    size = weights.get("group_size")
-    if kind == ("int", 4, "group") and weights.get("symmetric") is True and type(size) is int and size > 0:
-        return Scheme(
-            title=f"compressed-tensors INT4 in groups of {size}",
-            values=".weight_packed",
-            scales=".weight_scale",
-            name=".weight",
-            dtype="I32",
-            qtype="int4",
-            table=INT4,
-            per_element=8,
-            blocks=(1, size),
-            extra=(".weight_shape",),
-        )
-    raise UnsupportedConfig(
-        f"compressed-tensors weights with {dict(weights)} are not implemented",
-        hint="known are float 8 by tensor or channel, and symmetric int 4 by group",
-    )
+def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
+    """In words and in numbers; None where there are no such."""
+    strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
+    if isinstance(block, str):  # as older ones have it: "128x128"
+        block = [int(n) if n.isdecimal() else 0 for n in block.split("x")]
+    if strategy in ("tensor", "channel"):
+        return f"by {strategy}", BY_SCALES
+    if strategy == "group" and type(size) is int and size > 0:
+        return f"in groups of {size}", (1, size)
+    if strategy == "block" and block is not None and _is_block(block):
+        return f"in blocks of {block[0]}x{block[1]}", (block[0], block[1])
+    return "", None

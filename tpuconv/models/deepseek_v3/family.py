@@ -20,9 +20,8 @@ class Config(DecoderConfig):
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
-        "n_shared_experts": (1,),
     }
-    least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}
 
     vocab_size: int = 129280
     hidden_size: int = 7168
@@ -34,6 +33,7 @@ class Config(DecoderConfig):
     num_key_value_heads: int | None = 128
     head_dim: int | None = None
     n_routed_experts: int = 256
+    n_shared_experts: int | None = 1
     routed_scaling_factor: float = 2.5
     kv_lora_rank: int = 512
     q_lora_rank: int | None = 1536
@@ -89,6 +89,7 @@ class Config(DecoderConfig):
             "F": self.intermediate_size,
             "E": self.n_routed_experts,
             "M": self.moe_intermediate_size,
+            "W": self.moe_intermediate_size * (self.n_shared_experts or 0),
             "V": self.vocab_size,
             "L": self.num_hidden_layers,
             "I": tuple(range(dense)),
@@ -103,6 +104,11 @@ class Config(DecoderConfig):
     @property
     def unscannable(self) -> str:
         return "its dense layers and those with experts have different parameters"
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether all tokens go through an expert more: through several, which are stored as one."""
+        return bool(self.n_shared_experts)
 
     @property
     def has_query_latent(self) -> bool:
@@ -159,9 +165,9 @@ EXPERTS = (
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
     Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
-    Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
-    Map("shared_experts.up_proj.weight", "shared.up.kernel", "M D -> D M"),
-    Map("shared_experts.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+    Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "W D -> D W", when="has_shared_experts"),
+    Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W", when="has_shared_experts"),
+    Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D", when="has_shared_experts"),
 )
 
 TABLE = MappingTable(

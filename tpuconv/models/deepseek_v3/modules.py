@@ -149,15 +149,16 @@ class Router(nnx.Module):
 
 
 class MoE(Experts):
-    """The chosen experts and the shared one, x [B, T, D] to [B, T, D]."""
+    """The chosen experts and, as one, the shared ones, if there are any, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)
-        self.shared = MLP(config, "M", dtype=dtype, keys=keys)
+        self.shared = MLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        return super().__call__(x_BTD, *self.router(x_BTD)) + self.shared(x_BTD)
+        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
 class Block(nnx.Module):

@@ -20,6 +20,7 @@ class Config(DecoderConfig):
     say."""
 
     model_type: ClassVar[str] = "gpt_oss"
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
     default_rope: ClassVar[Mapping[str, Any]] = {
         "rope_type": ROPE.type,
         "rope_theta": ROPE.theta,

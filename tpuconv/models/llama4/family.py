@@ -1,7 +1,7 @@
 """Llama 4, the text model of Scout and Maverick: what config.json says, and which tensor becomes which parameter."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.convert.table import Map, MappingTable, under
@@ -19,10 +19,12 @@ OUTSIDE = NO_EFFECT | {"vision_config", "image_token_index", "boi_token_index", 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What `text_config` of config.json says. `intermediate_size` is the width of experts, `intermediate_size_mlp` that
-    of layers without. `no_rope_layers` is 1 for layers that do have rotary positions."""
+    """What `text_config` of config.json says, and whether the experts are stored one by one. `intermediate_size` is the
+    width of experts, `intermediate_size_mlp` that of layers without. `no_rope_layers` is 1 for layers that do have
+    rotary positions."""
 
     model_type: ClassVar[str] = "llama4"
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_one_by_one"}
     least: ClassVar = {"attn_temperature_tuning": 0}
 
     vocab_size: int = 202048
@@ -50,6 +52,7 @@ class Config(DecoderConfig):
     floor_scale: float = 8192
     attn_scale: float = 0.1
     attention_bias: bool = False
+    is_one_by_one: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -65,10 +68,21 @@ class Config(DecoderConfig):
                 "config.json asks for what llama4 does not know",
                 details=[f"{key}={value!r}" for key, value in beside.items()],
             )
+        return cls.from_text(text, raw.get("quantization_config"))
+
+    @classmethod
+    def from_text(cls, text: Mapping[str, Any], quantization: Any) -> Self:
+        """The config that a `text_config` describes, of weights that are stored as `quantization_config` says."""
         inside = [text.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not any("rope_theta" in rope for rope in (text, *inside)):
             text = {**text, "rope_theta": LLAMA4_ROPE.theta}
-        return super().from_hf(text)
+        is_one_by_one = isinstance(quantization, Mapping) and quantization.get("quant_method") == "compressed-tensors"
+        return replace(super().from_hf(text), is_one_by_one=is_one_by_one)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the experts of a layer are one tensor."""
+        return not self.is_one_by_one
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -114,49 +128,59 @@ class Config(DecoderConfig):
         return self.layer_types[layer] == "chunked_attention" if self.layer_types else self.has_rope(layer)
 
 
-TABLE = MappingTable(
-    (
-        Map("language_model.model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "language_model.model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
-            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
-            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-        ),
-        *under(
-            "language_model.model.layers.{I}.feed_forward",
-            "layers.{I}.mlp",
-            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
-            Map("up_proj.weight", "up.kernel", "F D -> D F"),
-            Map("down_proj.weight", "down.kernel", "D F -> F D"),
-        ),
-        *under(
-            "language_model.model.layers.{J}.feed_forward",
-            "layers.{J}.moe",
-            Map("router.weight", "router.kernel", "E D -> D E"),
-            Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
-            Map("experts.down_proj", "down.kernel", "E M D"),
-            Map("shared_expert.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
-            Map("shared_expert.up_proj.weight", "shared.up.kernel", "M D -> D M"),
-            Map("shared_expert.down_proj.weight", "shared.down.kernel", "D M -> M D"),
-        ),
-        Map("language_model.model.norm.weight", "norm.scale", "D"),
-        Map("language_model.lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+ROWS = (
+    Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+    *under(
+        "model.layers.{L}",
+        "layers.{L}",
+        Map("input_layernorm.weight", "attn_norm.scale", "D"),
+        Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+        Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+        Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+        Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+        Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
+        Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
+        Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
+        Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+        Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
     ),
+    *under(
+        "model.layers.{I}.feed_forward",
+        "layers.{I}.mlp",
+        Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
+        Map("up_proj.weight", "up.kernel", "F D -> D F"),
+        Map("down_proj.weight", "down.kernel", "D F -> F D"),
+    ),
+    *under(
+        "model.layers.{J}.feed_forward",
+        "layers.{J}.moe",
+        Map("router.weight", "router.kernel", "E D -> D E"),
+        # Stacked as they are multiplied (in, out); or, in quantized releases, one by one as any other matrix.
+        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M", when="is_stacked"),
+        Map("experts.down_proj", "down.kernel", "E M D", when="is_stacked"),
+        Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M", when="is_one_by_one"),
+        Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M", when="is_one_by_one"),
+        Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D", when="is_one_by_one"),
+        Map("shared_expert.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
+        Map("shared_expert.up_proj.weight", "shared.up.kernel", "M D -> D M"),
+        Map("shared_expert.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+    ),
+    Map("model.norm.weight", "norm.scale", "D"),
+    Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+)
+
+PREFIX = "language_model."
+IGNORE = {"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"}
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+
+TABLE = MappingTable(
+    tuple(replace(row, hf=tuple(PREFIX + name for name in row.hf_names)) for row in ROWS),
     ignore={
-        "language_model.model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
+        **{PREFIX + name: why for name, why in IGNORE.items()},
         "vision_model.*": "sees images: the text model alone is converted",
         "multi_modal_projector.*": "brings images to the text model, which alone is converted",
     },
-    copies={"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"},
+    copies={PREFIX + copy: PREFIX + original for copy, original in COPIES.items()},
 )
 
 FAMILY = Family(

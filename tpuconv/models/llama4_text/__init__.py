@@ -1,0 +1,1 @@
+"""Llama 4, its text model on its own."""

@@ -1,0 +1,30 @@
+"""Llama 4's text model saved on its own: Llama 4 with the keys and the names of the text model alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.convert.table import MappingTable
+from tpuconv.models.llama4 import family as llama4
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(llama4.Config):
+    """What config.json says, with the keys and defaults of Llama 4's `text_config`."""
+
+    model_type: ClassVar[str] = "llama4_text"
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return cls.from_text(raw, raw.get("quantization_config"))
+
+
+FAMILY = Family(
+    name="llama4_text",
+    summary="Llama 4, the text model on its own",
+    config=Config,
+    table=MappingTable(llama4.ROWS, ignore=llama4.IGNORE, copies=llama4.COPIES),
+    model="tpuconv.models.llama4_text.modules:Model",
+    architectures={"Llama4ForCausalLM": "llama4_text"},
+)

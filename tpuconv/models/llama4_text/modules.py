@@ -1,0 +1,7 @@
+"""Llama 4's text model on its own: the modules of Llama 4."""
+
+from tpuconv.models.llama4 import modules as llama4
+
+
+class Model(llama4.Model):
+    """Token ids [B, T] to logits [B, T, V]."""
