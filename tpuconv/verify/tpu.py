@@ -148,6 +148,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 class Question:
     """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives. `checkpoint` is
     the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of its manifest.
+    `cache_dtype` is that of keys and values where it is not `dtype`.
     """
 
     config: Mapping[str, Any]
@@ -157,6 +158,7 @@ class Question:
     mesh: Mapping[str, int] | None = None
     quantize: Mapping[str, Any] | None = None
     checkpoint: str | None = None
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
