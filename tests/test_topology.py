@@ -14,7 +14,7 @@ from test_cli import EXAMPLE, tpuconv
 
 from tpuconv.errors import UsageError
 from tpuconv.models.registry import FAMILIES
-from tpuconv.sharding import ATTENTION, decoding_mesh, partition, shard_shape
+from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
 from tpuconv.verify.hlo import Schedule, values
 from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, Slice, parse_mesh, parse_topologies
 
@@ -124,19 +124,37 @@ def test_a_dense_layer_has_two_all_reduces(tmp_path):
 
 
 @compiler
-def test_fewer_key_value_heads_than_chips_divide_the_batch(tmp_path):
-    """Of 2 heads and 4 chips, each chip has the keys of half of the sequences, and no two the same."""
-    facts = json.loads(
-        ask(tmp_path, DENSE | {"num_key_value_heads": 2}, "--topology", "v5e:2x2", "--batch", 4, "--json").stdout
-    )
-    (one,) = facts["slices"]
+@pytest.mark.parametrize(("context", "holders", "exchanges"), [(2048, 2, 0), (8192, 1, 2)])
+def test_fewer_key_value_heads_than_chips(context, holders, exchanges, tmp_path):
+    """Of 2 heads and 4 chips two have the same keys while these are few. Of many, each chip has those of half of the
+    sequences, and no two the same."""
+    config = DENSE | {"num_key_value_heads": 2}
+    done = ask(tmp_path, config, "--topology", "v5e:2x2", "--batch", 4, "--context", context, "--json")
+    (one,) = json.loads(done.stdout)["slices"]
     assert one["mesh"] == {"tensor": 2, "group": 2}
-    keys_and_values = 3 * 2 * 4 * 2048 * 2 * 128 * 2
-    positions_and_count = 4 * (4 * 2048 + 1)
-    assert one["memory"]["cache"] == keys_and_values // 4 + positions_and_count
+    keys_and_values = 3 * 2 * 4 * context * 2 * 128 * 2
+    positions_and_count = 4 * (4 * context + 1)
+    assert one["memory"]["cache"] == holders * keys_and_values // 4 + positions_and_count
     counts = {entry["op"]: entry["count"] for entry in one["programs"]["decode"]["collectives"]}
     assert counts["all-reduce"] == 2 * 3 + 1
-    assert counts["all-to-all"] == 2 * 3
+    assert counts.get("all-to-all", 0) == exchanges * 3
+
+
+@compiler
+def test_an_int8_cache_is_read_as_it_lies(tmp_path):
+    """Half the bytes and the scales, in memory and in what a step reads: nothing is dequantized first."""
+    ones = [
+        json.loads(ask(tmp_path, DENSE, "--topology", "v5e:2x2", "--batch", 4, "--cache-dtype", dtype, "--json").stdout)
+        for dtype in ("auto", "int8")
+    ]
+    assert [facts["cache_dtype"] for facts in ones] == ["bfloat16", "int8"]
+    wide, narrow = (facts["slices"][0] for facts in ones)
+    vectors = 3 * 2 * 4 * 2048  # of the one head on a chip
+    saved = vectors * (2 * 128 - (128 + 4))
+    assert wide["memory"]["cache"] - narrow["memory"]["cache"] == saved
+    less = wide["programs"]["decode"]["hbm_read"] - narrow["programs"]["decode"]["hbm_read"]
+    assert 0.9 * saved < less < 1.1 * saved
+    assert narrow["programs"]["decode"]["copies"] == []
 
 
 @compiler
@@ -263,8 +281,21 @@ def test_parameters_are_divided_by_letters(axes, shape, mesh, parts):
     ],
 )
 def test_the_cache_is_divided_by_heads_then_by_the_batch(axes, shape, mesh, parts):
-    assert partition(axes, shape, mesh, ATTENTION) == parts
+    assert partition(axes, shape, mesh, BY_BATCH) == parts
     assert all(size >= 1 for size in shard_shape(shape, parts, mesh))
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "nbytes", "rules"),
+    [
+        ("B S K H", (8, 2048, 8, 128), 2 * 8 * 2048 * 8 * 128, BY_HEAD),  # of Llama 70B in int8, 4 MB on a chip
+        ("B S K H", (8, 2048, 8, 128), 4 * 8 * 2048 * 8 * 128, BY_BATCH),  # in bfloat16
+        ("B S C", (8, 512, 512), 2 * 8 * 512 * 576, BY_HEAD),  # of DeepSeek R1
+        ("B S C", (64, 4096, 512), 2 * 64 * 4096 * 576, BY_BATCH),
+    ],
+)
+def test_a_small_cache_is_divided_by_heads_alone(axes, shape, nbytes, rules):
+    assert attention_rules(axes, shape, nbytes, {"tensor": 8, "group": 2}) is rules
 
 
 # -- the text of a compiled program ------------------------------------------------------------------------------------

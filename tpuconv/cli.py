@@ -111,6 +111,14 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
+CACHE_DTYPE = click.option(
+    "--cache-dtype",
+    type=click.Choice(["auto", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Of keys and values: int8 with a scale for each head and token takes half the memory of bfloat16.",
+)
+
 
 def main() -> None:
     """The entry point of the command `tpuconv`."""
@@ -805,6 +813,7 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
 @click.option("--write-layouts", is_flag=True, help="Write how arrays should lie in memory there, for `load`, in CKPT.")
 @click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
+@CACHE_DTYPE
 @click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
 @click.option("--prompt-length", type=Numbers(), default="128", show_default=True, help="Tokens of a prompt; a list.")
 @click.option("--new-tokens", type=Numbers(), default="64", show_default=True, help="Tokens for each prompt; a list.")
@@ -824,6 +833,7 @@ def verify(
     write_layouts: bool,
     quantize: str | None,
     benchmark: bool,
+    cache_dtype: str,
     batch: tuple[int, ...],
     prompt_length: tuple[int, ...],
     new_tokens: tuple[int, ...],
@@ -844,7 +854,7 @@ def verify(
     _goes_with("--topology", bool(topologies), "context", "write_layouts", "quantize")
     _goes_with("--topology or --compare-hf", compare_hf or bool(topologies), "mesh")
     _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
-    _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch")
+    _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch", "cache_dtype")
     if compare_hf + benchmark + bool(topologies) > 1:
         raise UsageError("--compare-hf, --benchmark and --topology exclude each other", hint="run one after the other")
     if layerwise and mesh:
@@ -861,6 +871,7 @@ def verify(
             batch=batch[0],
             context=context,
             mesh=sizes,
+            cache_dtype=_cache_dtype(cache_dtype),
         )
         _verify_topology(src, question, tpu.parse_topologies(topologies), write_layouts, as_json)
         return
@@ -873,7 +884,7 @@ def verify(
     if compare_hf:
         _verify_logits(manifest, source, prompts, dtype, sizes, layerwise, as_json)
     elif benchmark:
-        _benchmark(manifest, dtype, wanted, repeats, as_json, markdown)
+        _benchmark(manifest, dtype, _cache_dtype(cache_dtype), wanted, repeats, as_json, markdown)
     else:
         _verify_weights(manifest, as_json)
 
@@ -1088,6 +1099,7 @@ def _verify_topology(
         written = layouts.write_layouts(Path(src), answer.device, answer.mesh, answer.layouts)
     if as_json:
         asked = {"source": src, "batch": question.batch, "context": question.context, "dtype": question.dtype}
+        asked["cache_dtype"] = question.cache_dtype or question.dtype
         asked["quantization"] = question.quantize and question.quantize["name"]
         found = {"fits": bool(fitting), "smallest": smallest and smallest.topology, "layouts": written and str(written)}
         _print_json({**asked, **found, "slices": [answer.to_json() for answer in answers]})
@@ -1109,6 +1121,11 @@ def _verify_topology(
         raise error
 
 
+def _cache_dtype(chosen: str) -> str | None:
+    """None for that of the model."""
+    return None if chosen == "auto" else chosen
+
+
 def _answer_line(answer: Any) -> str:
     sizes = ",".join(f"{name}={size}" for name, size in answer.mesh.items())
     return f"  {answer.topology} ({sizes}): " + (f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]")
@@ -1118,6 +1135,7 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
     from tpuconv.verify.tpu import ESTIMATE_ERROR
 
     kind = question.quantize["name"] if question.quantize else question.dtype
+    kind += f", cache {question.cache_dtype}" if question.cache_dtype else ""
     kinds = ("weights", "cache", "temporaries", "code", "peak", "available", "headroom")
     table = _table(
         f"{src}, batch {question.batch}, context {question.context}, {kind}: memory of a device",
@@ -1149,7 +1167,13 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
 
 
 def _benchmark(
-    manifest: Any, dtype: str, wanted: Sequence[Any], repeats: int, as_json: bool, as_markdown: bool
+    manifest: Any,
+    dtype: str,
+    cache_dtype: str | None,
+    wanted: Sequence[Any],
+    repeats: int,
+    as_json: bool,
+    as_markdown: bool,
 ) -> None:
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import decode
@@ -1158,7 +1182,8 @@ def _benchmark(
     tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
     spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
     machine = decode.machine()
-    timings = list(decode.measure(_load(manifest.folder, own), wanted, repeats, machine.limits, spoken))
+    model = _load(manifest.folder, own)
+    timings = list(decode.measure(model, wanted, repeats, machine.limits, spoken, cache_dtype))
     text = decode.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True) if tokenizer else None
     origin = manifest.raw["source"]
     if as_json:
@@ -1168,6 +1193,7 @@ def _benchmark(
                 "source": origin["name"],
                 "commit": origin["commit"],
                 "dtype": own,
+                "cache_dtype": cache_dtype or own,
                 "repeats": repeats,
                 **machine.to_json(),
                 "text": text,
@@ -1190,7 +1216,8 @@ def _benchmark(
     }
     rows = [[cell(timing) for cell in columns.values()] for timing in timings]
     limits = machine.limits
-    title = f"{manifest.folder.name}, {own}, {machine.devices} x {machine.device}, median of {repeats}"
+    types = f"{own}, cache {cache_dtype}" if cache_dtype else own
+    title = f"{manifest.folder.name}, {types}, {machine.devices} x {machine.device}, median of {repeats}"
     footer = (
         f"limits {'measured here' if limits.measured else 'of the chip'}: {_size(limits.bandwidth)}/s, "
         f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
@@ -1234,6 +1261,7 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
 @click.option("--top-k", type=int, help="Only the k most likely tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@CACHE_DTYPE
 @JSON
 def generate(
     ckpt: Path | None,
@@ -1243,6 +1271,7 @@ def generate(
     top_p: float,
     top_k: int | None,
     seed: int,
+    cache_dtype: str,
     as_json: bool,
 ) -> None:
     """Write on from a prompt with the model of CKPT, the newest checkpoint in the current folder by default."""
@@ -1253,7 +1282,7 @@ def generate(
     tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
     from tpuconv.models.generate import Generator, Sampling
 
-    generator = Generator(_load(folder), Sampling(temperature, top_k, top_p))
+    generator = Generator(_load(folder), Sampling(temperature, top_k, top_p), _cache_dtype(cache_dtype))
     ids = tokenizer(prompt)["input_ids"]
     before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
     new: list[int] = []

@@ -34,12 +34,20 @@ MESH_AXES: Rules = {
 """Heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model width fully sharded as in ZeRO
 (arXiv:1910.02054): two all-reduces for a layer, whatever the mesh."""
 
-ACTIVATIONS: Rules = {"B": ("data",), "N": ALL, "V": ALL}
+ACTIVATIONS: Rules = {"B": ("data",), "N": ALL, "K": ("tensor",), "V": ALL}
 """Between the layers: every chip has all tokens of its part of the batch, whole; of heads and logits its own."""
 
-ATTENTION: Rules = {"K": ("tensor",), "B": ("data", "group", "expert", "tensor"), "G": ("group", "expert"), "N": ALL}
-"""Inside of attention and in the cache: key-value heads first. The chips that are left divide the batch, so that no two
-hold the same keys, or where it is too small the queries of a key-value head."""
+BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": ALL}
+"""Inside of attention and in the cache, while that is small: by heads alone. Where chips are more than key-value heads,
+several hold the same keys, each for queries of its own, and nothing is exchanged."""
+
+BY_BATCH: Rules = {"K": ("tensor",), "B": ("data", "group", "expert", "tensor"), "G": ("group", "expert"), "N": ALL}
+"""The same for a larger cache: key-value heads first. The chips that are left divide the batch, so that no two hold the
+same keys, or where it is too small the queries of a key-value head. Queries are exchanged, and what becomes of them."""
+
+SMALL_CACHE = 6 << 20
+"""Bytes of a layer's cache on a chip up to which `BY_HEAD` divides it. An exchange takes about as long as reading 4 MB,
+and each layer would have two (benchmarks/README.md)."""
 
 LANES = 128
 """Of a TPU's vector registers: a width that is no multiple of it is padded."""
@@ -71,6 +79,13 @@ def shard_shape(shape: Shape, parts: tuple[Part, ...], mesh: Mapping[str, int]) 
     """The shape of one device's part."""
     names = [(part,) if isinstance(part, str) else part or () for part in parts]
     return tuple(size // prod(mesh[name] for name in own) for size, own in zip(shape, names, strict=True))
+
+
+def attention_rules(axes: str, shape: Shape, nbytes: int, mesh: Mapping[str, int]) -> Rules:
+    """How attention with a layer's cache is divided: `axes` and `shape` are those of its first array, `nbytes` the
+    bytes of all of them together."""
+    by_head = shard_shape(shape, partition(axes, shape, mesh, BY_HEAD), mesh)
+    return BY_HEAD if nbytes * prod(by_head) <= SMALL_CACHE * prod(shape) else BY_BATCH
 
 
 def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:

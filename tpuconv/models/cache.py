@@ -2,6 +2,9 @@
 
 Every slot knows its token's position: -1 is a slot that is empty or holds padding. Left padding, right padding, prefill
 and decode are thereby one rule (`layers.is_visible`).
+
+In int8 a vector is kept as integers and one scale. Attention multiplies scores and weights by scales, not the cache: it
+is read as it lies.
 """
 
 from dataclasses import dataclass
@@ -14,25 +17,41 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.config import DecoderConfig
-from tpuconv.models.placement import placed, sharding
-from tpuconv.sharding import ATTENTION
+from tpuconv.models.placement import placed, rules_for, sharding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KV:
-    """One layer's keys and values; with a leading axis L those of all layers. `axes` are the letters of each."""
+    """One layer's keys and values; with a leading axis L those of all layers. `axes` are the letters of each. Scales
+    are there where keys and values are int8."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H")
+    axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H", "B S K", "B S K")
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
+    k_scale_BSK: jax.Array | None = None
+    v_scale_BSK: jax.Array | None = None
 
     @classmethod
     def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Zeros; `shape` is [B, S], or [L, B, S]."""
-        heads = (config.axes["K"], config.axes["H"])
-        return cls(jnp.zeros(shape + heads, dtype), jnp.zeros(shape + heads, dtype))
+        keys = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        values = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        return cls(keys[0], values[0], keys[1], values[1])
+
+    def scores(self, q_BTKGH: jax.Array) -> jax.Array:
+        """Products of queries and keys [B, K, G, T, S] in float32, where they are anyway: rounded, they would be the
+        coarsest numbers of attention."""
+        k_BSKH = as_stored(self.k_BSKH, q_BTKGH.dtype)
+        scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+        return scores_BKGTS if self.k_scale_BSK is None else scores_BKGTS * _by_key(self.k_scale_BSK)
+
+    def mixed(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """The sum of values with these weights, which come in float32 and are rounded to `dtype`, [B, T, K, G, H]."""
+        if self.v_scale_BSK is not None:
+            weights_BKGTS = weights_BKGTS * _by_key(self.v_scale_BSK)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), as_stored(self.v_BSKH, dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -60,16 +79,52 @@ class Cache:
         return Cache(self.layers, positions_BS, self.used + tokens)
 
 
+def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Empty vectors, the last axis theirs, and their scales."""
+    scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
+    return jnp.zeros(shape, dtype), scales
+
+
+def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Vectors as int8 and the scale of each, by its largest element."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    return jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None]).astype(jnp.int8), scale
+
+
+def as_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Integers of a cache in the type to multiply in, which holds them all; the product reads them as they lie."""
+    return x.astype(dtype) if x.dtype == jnp.int8 else x
+
+
+def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
+    """A layer's cache with the vectors of new tokens at `slot`."""
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
+
+    return jax.tree.map(one, old, new)
+
+
+def _by_key(scale_BSK: jax.Array) -> jax.Array:
+    """[B, K, 1, 1, S]: beside scores."""
+    return jnp.transpose(scale_BSK, (0, 2, 1))[:, :, None, None]
+
+
 def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
     """All keys and values that this step's tokens may look at: the cache's with these written at `slot`, or these."""
-    k_BTKH, v_BTKH = (placed(new, KV.axes[0], ATTENTION) for new in (k_BTKH, v_BTKH))
+    k_BTKH, v_BTKH = (placed(new, "B T K H") for new in (k_BTKH, v_BTKH))
+    rules = rules_for(KV(k_BTKH, v_BTKH) if kv is None else kv)
+    k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
-    at = (0, slot, 0, 0)
-    return KV(
-        jax.lax.dynamic_update_slice(kv.k_BSKH, k_BTKH.astype(kv.k_BSKH.dtype), at),
-        jax.lax.dynamic_update_slice(kv.v_BSKH, v_BTKH.astype(kv.v_BSKH.dtype), at),
-    )
+    if kv.k_scale_BSK is None:
+        new = KV(k_BTKH, v_BTKH)
+    else:
+        (k, k_scale), (v, v_scale) = rounded(k_BTKH), rounded(v_BTKH)
+        new = KV(k, v, k_scale, v_scale)
+    out: KV = written(kv, new, slot)
+    return out
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
@@ -78,9 +133,11 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
 
     def entry(layer: Any) -> Any:
         leaves, form = jax.tree.flatten(layer)
-        stacked = ["L"] if leaves[0].ndim > len(type(layer).axes[0].split()) else []
-        axes = (" ".join(stacked + own.split()) for own in type(layer).axes)
-        places = [sharding(own, x.shape, mesh, ATTENTION) for own, x in zip(axes, leaves, strict=True)]
+        stacked = leaves[0].ndim - len(type(layer).axes[0].split())
+        bare = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+        rules = rules_for(jax.tree.unflatten(form, bare), mesh)
+        axes = (" ".join([*["L"] * stacked, own]) for own in type(layer).axes)
+        places = [sharding(own, x.shape, mesh, rules) for own, x in zip(axes, leaves, strict=False)]
         return jax.tree.unflatten(form, places)
 
     everywhere: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]

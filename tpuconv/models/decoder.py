@@ -85,9 +85,9 @@ class Decoder(nnx.Module):
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
 
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for this model, of `length` tokens, padding included."""
-        L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
+        """An empty cache for this model, of `length` tokens, padding included: in int8, or in the model's dtype."""
+        L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype
         if self.scan_layers:
             return Cache.empty(self.cached(self.config, (L, batch, length), dtype), batch, length)
         layers = tuple(self.cached(self.config, (batch, length), dtype) for _ in range(L))

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
+from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.cache import Cache, cache_shardings
@@ -72,8 +73,8 @@ class Generator:
     mask [B, T], key) to the next token [B] of every prompt, and the cache, which has `length` slots.
     """
 
-    def __init__(self, model: Decoder, sampling: Sampling = Sampling()):
-        self.model, self.sampling = model, sampling
+    def __init__(self, model: Decoder, sampling: Sampling = Sampling(), cache_dtype: DTypeLike | None = None):
+        self.model, self.sampling, self.cache_dtype = model, sampling, cache_dtype
         self.graph, state = nnx.split(model)
         self.weights, self.form = jax.tree.flatten(state)  # a plain list: a step of a small model is as short as a call
         where = self.weights[0].sharding
@@ -86,7 +87,7 @@ class Generator:
         def decode(weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
             return self._run(weights, ids_B[:, None], None, cache, key)
 
-        empty = jax.eval_shape(lambda: self.model.init_cache(batch, length))
+        empty = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
         where = jax.tree.map(lambda _: self.whole, empty) if self.mesh is None else cache_shardings(empty, self.mesh)
         formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), where)
         jitted = jax.jit(
@@ -99,7 +100,7 @@ class Generator:
 
     def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
         def prefill(weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, key: jax.Array) -> Any:
-            return self._run(weights, ids_BT, mask_BT, self.model.init_cache(batch, length), key)
+            return self._run(weights, ids_BT, mask_BT, self.model.init_cache(batch, length, self.cache_dtype), key)
 
         cache_formats = self.decode(batch, length).input_formats[0][2]
         jitted = jax.jit(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.placement import placed
+from tpuconv.models.cache import KV
+from tpuconv.models.placement import placed, rules_for
 from tpuconv.models.rope import Rope
-from tpuconv.sharding import ATTENTION
 
 HIDDEN = -1e38
 """The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
@@ -154,14 +154,11 @@ def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) ->
     return seen_BTS
 
 
-def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array) -> jax.Array:
     """Softmax attention [B, T, N, H]; G = N/K query heads share a key-value head, which is not repeated in memory."""
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", ATTENTION)
-    # Scores stay in float32, where the product has them anyway: rounded, they would be the coarsest numbers here.
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
-    y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    K = kv.k_BSKH.shape[2]
+    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, HIDDEN)
+    y_BTKGH = kv.mixed(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpuconv.layout import Shape
-from tpuconv.sharding import ACTIVATIONS, Rules, partition
+from tpuconv.sharding import ACTIVATIONS, BY_HEAD, Rules, attention_rules, partition
 
 
 def sharding(axes: str, shape: Shape, mesh: Mesh, rules: Rules) -> NamedSharding:
@@ -20,6 +20,16 @@ def automatic_mesh() -> Any | None:
     choose."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
+
+
+def rules_for(layer: Any, mesh: Any | None = None) -> Rules:
+    """How attention with one layer's cache, or the keys and values of a call without one, is divided over the mesh."""
+    mesh = automatic_mesh() if mesh is None else mesh
+    if mesh is None:
+        return BY_HEAD
+    arrays = jax.tree.leaves(layer)
+    nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    return attention_rules(type(layer).axes[0], arrays[0].shape, nbytes, dict(mesh.shape))
 
 
 def placed(x: jax.Array, axes: str, rules: Rules = ACTIVATIONS) -> jax.Array:

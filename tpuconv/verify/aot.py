@@ -66,7 +66,7 @@ class _Compilation:
         self.formats: Any = None
         table = family.table.stack_layers() if self.model.scan_layers else family.table
         self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
-        cache = jax.eval_shape(lambda: type(self.model).init_cache(self.model, question.batch, question.context))
+        cache = jax.eval_shape(lambda: self.model.init_cache(question.batch, question.context, question.cache_dtype))
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(self.state)]
         )

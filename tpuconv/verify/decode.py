@@ -198,9 +198,15 @@ class Work:
 
 
 def measure(
-    model: Any, wanted: Sequence[Shape], repeats: int, limits: Limits, spoken: Sequence[int] = ()
+    model: Any,
+    wanted: Sequence[Shape],
+    repeats: int,
+    limits: Limits,
+    spoken: Sequence[int] = (),
+    cache_dtype: str | None = None,
 ) -> Iterator[Timing]:
-    """Times every shape with random prompts, after a run with the prompt `spoken` to warm up.
+    """Times every shape with random prompts, after a run with the prompt `spoken` to warm up. The cache is in the
+    model's dtype where it is not in `cache_dtype`.
 
     Raises:
         ResourceError: the device has too little memory for a shape.
@@ -209,7 +215,7 @@ def measure(
 
     from tpuconv.models.generate import Generator
 
-    generator = Generator(model)
+    generator = Generator(model, cache_dtype=cache_dtype)
     work = Work(model)
     for shape in wanted:
         try:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.cache import as_stored, rounded, written, zeros
 from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.moe import Experts
-from tpuconv.models.placement import placed
-from tpuconv.sharding import ATTENTION
+from tpuconv.models.placement import placed, rules_for
 
 LATENT_EPS = 1e-6
 """Of the norms of latent vectors, whatever config.json says of the others."""
@@ -23,25 +23,32 @@ LATENT_EPS = 1e-6
 @dataclass(frozen=True)
 class Latent:
     """What a layer caches: of each token the latent vector of all heads' keys and values, and the one rotary key.
-    `axes` are the letters of each."""
+    `axes` are the letters of each. Scales are there where both are int8."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R")
+    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R", "B S", "B S")
 
     c_BSC: jax.Array
     k_BSR: jax.Array
+    c_scale_BS: jax.Array | None = None
+    k_scale_BS: jax.Array | None = None
 
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Zeros; `shape` is [B, S]."""
-        return cls(jnp.zeros((*shape, config.axes["C"]), dtype), jnp.zeros((*shape, config.axes["R"]), dtype))
+        latents, keys = zeros((*shape, config.axes["C"]), dtype), zeros((*shape, config.axes["R"]), dtype)
+        return cls(latents[0], keys[0], latents[1], keys[1])
 
     def extended(self, new: "Latent", slot: jax.Array | int) -> "Latent":
         """With the new tokens' written at `slot`."""
-        at = (0, slot, 0)
-        return Latent(
-            jax.lax.dynamic_update_slice(self.c_BSC, new.c_BSC.astype(self.c_BSC.dtype), at),
-            jax.lax.dynamic_update_slice(self.k_BSR, new.k_BSR.astype(self.k_BSR.dtype), at),
-        )
+        if self.c_scale_BS is not None:
+            (c, c_scale), (k, k_scale) = rounded(new.c_BSC), rounded(new.k_BSR)
+            new = Latent(c, k, c_scale, k_scale)
+        out: Latent = written(self, new, slot)
+        return out
+
+    def latents(self, dtype: DTypeLike) -> jax.Array:
+        """[B, S, C], in int8 without their scales: what is linear in them is multiplied by these afterwards."""
+        return as_stored(self.c_BSC, dtype)
 
 
 class Attention(nnx.Module):
@@ -68,7 +75,9 @@ class Attention(nnx.Module):
         x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
         q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._turned(self.q_rope(x_BTQ), step)
         k_BTR = self._turned(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
-        new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B S C", ATTENTION), placed(k_BTR, "B S R", ATTENTION))
+        new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B T C"), placed(k_BTR, "B T R"))
+        rules = rules_for(new if kv is None else kv)
+        new = Latent(placed(new.c_BSC, "B T C", rules), placed(new.k_BSR, "B T R", rules))
         kv = new if kv is None else kv.extended(new, step.slot)
 
         visible_BTS = step.visible(window)
@@ -85,26 +94,35 @@ class Attention(nnx.Module):
 
     def _expanded(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """With the keys and values of every head."""
-        scores_BNTS = jnp.einsum("BTNP,BSNP->BNTS", q_BTNP, self.k_b(kv.c_BSC), preferred_element_type=jnp.float32)
+        c_BSC = kv.latents(q_BTNP.dtype)
+        scores_BNTS = jnp.einsum("BTNP,BSNP->BNTS", q_BTNP, self.k_b(c_BSC), preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
-        return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, self.v_b(kv.c_BSC))
+        return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, self.v_b(c_BSC))
 
     def _absorbed(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
         what comes out. The same numbers, and a step reads no more than the cache."""
-        # The cache has no heads to be divided by: the chips of a mesh divide the batch, and heads change over to it.
-        q_BTNC = placed(self.k_b.product("BTNP,CNP->BTNC", q_BTNP), "B T N C", ATTENTION)
-        q_BTNR = placed(q_BTNR, "B T N R", ATTENTION)
-        scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, kv.c_BSC, preferred_element_type=jnp.float32)
+        rules, c_BSC = rules_for(kv), kv.latents(q_BTNP.dtype)
+        # The cache has no heads to be divided by: where the chips of a mesh divide the batch, heads change over to it.
+        q_BTNC = self.k_b.product("BTNP,CNP->BTNC", q_BTNP)
+        both = placed(jnp.concatenate([q_BTNC, q_BTNR], axis=-1), "B T N (C + R)", rules)
+        q_BTNC, q_BTNR = jnp.split(both, [self.sizes["C"]], axis=-1)
+        scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, c_BSC, preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
-        y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, kv.c_BSC), "B T N C", ATTENTION)
+        y_BTNC = placed(jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, c_BSC), "B T N C", rules)
         return self.v_b.product("BTNC,CNH->BTNH", placed(y_BTNC, "B T N C"))
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
-        """Of the scores without position and those with."""
-        scores_BNTS += jnp.einsum("BTNR,BSR->BNTS", q_BTNR, kv.k_BSR, preferred_element_type=jnp.float32)
+        """Of the scores without position and those with: what the latent vectors are multiplied by, scales included."""
+        k_BSR = as_stored(kv.k_BSR, q_BTNR.dtype)
+        turned_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
+        scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(turned_BNTS, kv.k_scale_BS)
         scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, HIDDEN)
-        return jax.nn.softmax(scores_BNTS, axis=-1).astype(q_BTNR.dtype)
+        return _scaled(jax.nn.softmax(scores_BNTS, axis=-1), kv.c_scale_BS).astype(q_BTNR.dtype)
+
+
+def _scaled(x_BNTS: jax.Array, scale_BS: jax.Array | None) -> jax.Array:
+    return x_BNTS if scale_BS is None else x_BNTS * scale_BS[:, None, None]
 
 
 class MLP(nnx.Module):
@@ -135,6 +153,8 @@ class Router(nnx.Module):
         x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
         scores_BTE = nnx.sigmoid(jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST))
         wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+        # Whole on every chip: to choose among divided experts the compiler exchanges a dozen times.
+        scores_BTE, wanted_BTE = placed(scores_BTE, "B T E"), placed(wanted_BTE, "B T E")
 
         groups = wanted_BTE.reshape(*wanted_BTE.shape[:2], config.n_group, -1)
         best_two = jax.lax.top_k(groups, 2)[0].sum(-1)

@@ -11,8 +11,7 @@ from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.gpt_oss.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
 from tpuconv.models.moe import Expert, Rows, routed
-from tpuconv.models.placement import placed
-from tpuconv.sharding import ATTENTION
+from tpuconv.models.placement import placed, rules_for
 
 
 class RMSNorm(layers.RMSNorm):
@@ -23,20 +22,17 @@ class RMSNorm(layers.RMSNorm):
         return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
-def attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array, sinks_N: jax.Array
-) -> jax.Array:
+def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
     """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", ATTENTION)
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
+    K = kv.k_BSKH.shape[2]
+    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, HIDDEN)
     sinks_BKGT1 = jnp.broadcast_to(
         sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores_BKGTS.shape[:-1], 1)
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
-    y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :-1].astype(q_BTNH.dtype), v_BSKH)
+    y_BTKGH = kv.mixed(weights[..., :-1], q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
@@ -55,7 +51,7 @@ class Attention(nnx.Module):
         turns = step.turns_in(x_BTD.dtype)
         q_BTNH = apply_rope(self.q(x_BTD), turns)
         kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window), self.sinks[...])), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
 
 
 class MoE(nnx.Module):
@@ -71,7 +67,7 @@ class MoE(nnx.Module):
         self.down = Expert("EMD", sizes, bias=True, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        scores_BTX, ids_BTX = jax.lax.top_k(self.router(x_BTD), self.config.num_experts_per_tok)
+        scores_BTX, ids_BTX = jax.lax.top_k(placed(self.router(x_BTD), "B T E"), self.config.num_experts_per_tok)
         limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
 
         def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:

@@ -24,7 +24,7 @@ class Attention(nnx.Module):
         turns = step.turns_in(x_BTD.dtype)
         q_BTNH = apply_rope(self.q(x_BTD), turns)
         kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 
 class MLP(nnx.Module):

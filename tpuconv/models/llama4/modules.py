@@ -12,6 +12,7 @@ from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
 from tpuconv.models.llama4.family import Config
 from tpuconv.models.moe import Experts
+from tpuconv.models.placement import placed
 
 
 class Attention(nnx.Module):
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
         visible_BTS = step.visible(window)
         if self.chunk is not None:
             visible_BTS &= step.pos_BT[:, :, None] // self.chunk == step.pos_BS[:, None, :] // self.chunk
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, visible_BTS)), kv
+        return self.o(attention(q_BTNH, kv, visible_BTS)), kv
 
     def _turned(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
         """With rotary positions, in float32, and then normed, each head on its own and without weights."""
@@ -78,7 +79,7 @@ class MoE(Experts):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         B, T, D = x_BTD.shape
-        scores_BTX, ids_BTX = jax.lax.top_k(self.router(x_BTD), self.chosen)
+        scores_BTX, ids_BTX = jax.lax.top_k(placed(self.router(x_BTD), "B T E"), self.chosen)
         weights_BTX = nnx.sigmoid(scores_BTX.astype(jnp.float32)).astype(x_BTD.dtype)
         # A token that goes to X experts is X tokens to them, each with its own weight.
         x_BUD = (x_BTD[:, :, None] * weights_BTX[..., None]).reshape(B, T * self.chosen, D)

@@ -10,6 +10,7 @@ from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.mixtral.family import Config
 from tpuconv.models.moe import Experts
+from tpuconv.models.placement import placed
 
 
 class Attention(nnx.Module):
@@ -26,7 +27,7 @@ class Attention(nnx.Module):
         turns = step.turns_in(x_BTD.dtype)
         q_BTNH = apply_rope(self.q(x_BTD), turns)
         kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 
 class MoE(Experts):
@@ -38,7 +39,7 @@ class MoE(Experts):
         self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        shares_BTE = nnx.softmax(self.router(x_BTD).astype(jnp.float32))
+        shares_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
         weights_BTX, ids_BTX = jax.lax.top_k(shares_BTE, self.chosen)
         return super().__call__(x_BTD, ids_BTX, weights_BTX / weights_BTX.sum(axis=-1, keepdims=True))
 

@@ -28,7 +28,7 @@ class Attention(nnx.Module):
         q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), turns)
         k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), turns)
         kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 
 class MLP(nnx.Module):

@@ -11,6 +11,7 @@ from tpuconv.models.cache import KV, remember
 from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.moe import Experts
+from tpuconv.models.placement import placed
 from tpuconv.models.qwen3_moe.family import Config
 
 
@@ -32,7 +33,7 @@ class Attention(nnx.Module):
         q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), turns)
         k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), turns)
         kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv.k_BSKH, kv.v_BSKH, step.visible(window))), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 
 class MLP(nnx.Module):
@@ -57,7 +58,7 @@ class MoE(Experts):
         self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        shares_BTE = nnx.softmax(self.router(x_BTD).astype(jnp.float32))
+        shares_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
         weights_BTX, ids_BTX = jax.lax.top_k(shares_BTE, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True)
