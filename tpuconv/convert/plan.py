@@ -176,6 +176,15 @@ class Piece:
                     at += count
             yield parts
 
+    def begins(self) -> tuple[str, int]:
+        """The source tensor that is read first, and the number of its first element: what `reads` says first."""
+        stack, axes = self.binding.src[0], self.binding.layout.src[0]
+        sizes = self.binding.sizes
+        corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
+        at, _ = runs(axes, sizes, corner)[0]
+        index, first = divmod(at, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
+        return stack.names[index], first
+
     def boxes(self) -> list[tuple[slice, ...]]:
         """Where the piece lies in each target of the layout."""
         layout, sizes = self.binding.layout, self.binding.sizes
@@ -633,7 +642,7 @@ def _units(source: Source, tensors: Mapping[str, Tensor], pieces: list[Piece]) -
     order = {shard.name: i for i, shard in enumerate(source.shards)}
 
     def place(piece: Piece) -> tuple[int, int]:
-        name, start, _ = next(piece.reads())[0]
+        name, start = piece.begins()
         tensor = tensors[name]
         return order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
 

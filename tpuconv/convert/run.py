@@ -144,7 +144,7 @@ class _Workers:
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
-        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
+        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)} if shards else {}
         tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
             tasks.append(partial(self._unit, unit))

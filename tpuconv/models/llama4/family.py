@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from tpuconv.convert.source import encoding_of
 from tpuconv.convert.table import Map, MappingTable, under
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models.config import NO_EFFECT, DecoderConfig
@@ -68,7 +69,7 @@ class Config(DecoderConfig):
                 "config.json asks for what llama4 does not know",
                 details=[f"{key}={value!r}" for key, value in beside.items()],
             )
-        return cls.from_text(text, raw.get("quantization_config"))
+        return cls.from_text(text, encoding_of(raw))
 
     @classmethod
     def from_text(cls, text: Mapping[str, Any], quantization: Any) -> Self:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from tpuconv.convert.source import encoding_of
 from tpuconv.convert.table import MappingTable
 from tpuconv.models.llama4 import family as llama4
 from tpuconv.models.registry import Family
@@ -17,7 +18,7 @@ class Config(llama4.Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return cls.from_text(raw, raw.get("quantization_config"))
+        return cls.from_text(raw, encoding_of(raw))
 
 
 FAMILY = Family(
