@@ -13,6 +13,8 @@ import tpuconv
 from tpuconv.models.cache import rounded
 from tpuconv.models.generate import left_padded
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 TOP1, MEDIAN_KL, MEAN_KL = 0.92, 1e-3, 0.03
 """What an int8 cache must keep of the tiny models, of 26 tokens. Measured: at most two others, whose best two logits
 are nearly alike; a median of 9e-5 to 7e-4 nats. The mean is as small but for DeepSeek V3 and Kimi K2, 0.008 and 0.013:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, save
+from families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each, save
 from flax import nnx
 from safetensors.numpy import load_file
 from transformers import AutoConfig
@@ -175,12 +175,12 @@ def test_padding_may_stand_anywhere(build: Any) -> None:
 
 
 # Scanned, the cache differs by its layout and the windows alone: a case of each is enough, and a compilation is slow.
-CACHED = [(case, False) for case in CASES] + [
-    (BY_ID[name], True) for name in ("qwen2-windows", "llama-mistral", "olmo2-biases")
+CACHED = [pytest.param(*case.values, False, marks=case.marks, id=str(case.id)) for case in one_fast_of_each()] + [
+    pytest.param(BY_ID[name], True, id=f"{name}-scanned") for name in ("qwen2-windows", "llama-mistral", "olmo2-biases")
 ]
 
 
-@pytest.mark.parametrize(("case", "scan"), CACHED, ids=str)
+@pytest.mark.parametrize(("case", "scan"), CACHED)
 def test_prefill_and_decode(case: Case, scan: bool, build: Any) -> None:
     """Prompts of different lengths, padded on either side, then tokens one at a time: as each sequence at once."""
     built = build(case)

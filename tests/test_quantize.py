@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import qwix
 from checkpoints import qwen3_config, random_checkpoint
-from families import CASES, Case, save
+from families import CASES, COMPUTED_BY, Case, save
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +76,7 @@ def pairs():
             if name == "mxfp4_weight_only" and family not in WITH_EXPERTS:
                 continue
             slow = name not in FAST and family != "qwen3" and (name, family) != ("mxfp4_weight_only", "qwen3_moe")
+            slow |= family in COMPUTED_BY
             yield pytest.param(name, case, id=f"{name}-{family}", marks=[pytest.mark.slow] if slow else [])
 
 
