@@ -22,6 +22,13 @@ there one token goes to another expert, which is another function, and is 0.17 a
 
 MORE = 4
 
+OWN = {"llama", "gpt_oss", "deepseek_v3", "llama4"}
+WITH_OWN_ATTENTION = [
+    pytest.param(*param.values, marks=param.marks if param.values[0].family in OWN else [pytest.mark.slow], id=param.id)
+    for param in one_fast_of_each()
+]
+"""The others' attention is llama's: slow."""
+
 
 @nnx.jit
 def _extend(model: Any, ids_BT: jax.Array, mask_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
@@ -40,7 +47,7 @@ def logits(model: Any, ids_BT: np.ndarray, mask_BT: np.ndarray, dtype: str | Non
     return np.concatenate(all_BTV, axis=1)
 
 
-@pytest.mark.parametrize("case", one_fast_of_each())
+@pytest.mark.parametrize("case", WITH_OWN_ATTENTION)
 def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
     model = tpuconv.load(orbax(case))
     ids_BT, mask_BT = left_padded([prompt + PROMPTS[0][:MORE] for prompt in PROMPTS])

@@ -37,6 +37,14 @@ def prompts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def few_prompts(prompts) -> Path:
+    """So few that figures say little: enough where a model is wrong, or twice the same."""
+    path = prompts.with_name("few.txt")
+    path.write_text("\n".join(prompts.read_text().splitlines()[:6]))
+    return path
+
+
+@pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     """A folder with the example's checkpoint in it, made by the command as the README has it."""
     folder = tmp_path_factory.mktemp("example")
@@ -93,23 +101,20 @@ def test_the_trained_example_in_float32_is_the_same_mathematics(converted, promp
     assert facts["top1"] == 1.0
 
 
-def test_a_wrong_model_fails_the_gates(tmp_path, prompts):
+def test_a_wrong_model_fails_the_gates(tmp_path, few_prompts):
     """One norm's scales lost: the conversion is whole, but it is not the source's."""
     tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
     tensors["model.layers.0.self_attn.q_norm.weight"][:] = 1
     config = json.loads((EXAMPLE / "config.json").read_text())
     tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
-    args = ("verify", "--compare-hf", "--source", EXAMPLE, "--prompts", prompts)
-    done = tpuconv(*args, cwd=tmp_path, code=3)
-    assert "GateError" in done.stderr
-    assert "failed" in done.stdout
+    args = ("verify", "--compare-hf", "--source", EXAMPLE, "--prompts", few_prompts)
     facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
     assert facts["passed"] is False
     assert len(facts["failures"]) == 2
 
 
-def test_on_a_mesh_it_computes_the_same(converted, prompts, monkeypatch):
-    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", prompts, "--json")
+def test_on_a_mesh_it_computes_the_same(converted, few_prompts, monkeypatch):
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", few_prompts, "--json")
     refused = tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted, code=2)
     assert "has 4 devices, here are 1" in refused.stdout
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -118,12 +123,12 @@ def test_on_a_mesh_it_computes_the_same(converted, prompts, monkeypatch):
     assert facts["max_abs_difference"] <= 2e-5 * facts["max_abs_logit"]
 
 
-def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, prompts):
+def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, few_prompts):
     tensors = {name: x.copy() for name, x in read_tensors(EXAMPLE).items()}
     tensors["model.layers.2.self_attn.q_norm.weight"][:] = 1
     config = json.loads((EXAMPLE / "config.json").read_text())
     tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
-    args = ("verify", "--compare-hf", "--layerwise", "--source", EXAMPLE, "--prompts", prompts)
+    args = ("verify", "--compare-hf", "--layerwise", "--source", EXAMPLE, "--prompts", few_prompts)
     done = tpuconv(*args, cwd=tmp_path, code=3)
     assert "layer 2 is the first to depart" in done.stderr
     assert re.search(r"layer 2 .* departs: the gate is 0\.05\n +layer 3 (?!.*departs)", done.stdout)

@@ -100,9 +100,9 @@ def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Non
 @pytest.fixture
 def small_cuts(monkeypatch):
     """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 96)
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 5000)
+    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 240)
+    monkeypatch.setattr(plan_module, "PIECE_BYTES", 1800)
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 12_000)
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
@@ -493,6 +493,8 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(tmp_path, mon
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):
     """Every write fails once in turn, as on a full disk; the rerun after each goes on to the same result."""
+    monkeypatch.setattr(plan_module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(plan_module, "UNIT_BYTES", 5000)
     folder = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=1))
     out, real, calls = tmp_path / "out", os.write, [0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import qwix
 from checkpoints import qwen3_config, random_checkpoint
-from families import CASES, COMPUTED_BY, Case, save
+from families import CASES, Case, save
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,7 +66,15 @@ def even(case: Case) -> Case:
 
 ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
 WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4", "llama4_text"}
-FAST = {"int8_default"}
+FAST = {
+    "int8_default": {"llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4"},
+    "fp8_default": {"qwen3"},
+    "int4_weight_only": {"qwen3"},
+    "int8_attn_int4_mlp": {"qwen3"},
+    "mxfp4_weight_only": {"qwen3_moe"},
+    "nf4_weight_only": {"qwen3"},
+}
+"""Each kind of values, and each kind of attention and of experts: the rest of the square is slow."""
 
 
 def pairs():
@@ -75,9 +83,8 @@ def pairs():
         for family, case in ONE_OF_EACH.items():
             if name == "mxfp4_weight_only" and family not in WITH_EXPERTS:
                 continue
-            slow = name not in FAST and family != "qwen3" and (name, family) != ("mxfp4_weight_only", "qwen3_moe")
-            slow |= family in COMPUTED_BY
-            yield pytest.param(name, case, id=f"{name}-{family}", marks=[pytest.mark.slow] if slow else [])
+            marks = [] if family in FAST.get(name, ()) else [pytest.mark.slow]
+            yield pytest.param(name, case, id=f"{name}-{family}", marks=marks)
 
 
 @pytest.fixture
