@@ -16,7 +16,6 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -133,14 +132,9 @@ class Store:
 
 
 def page_buffer(nbytes: int) -> np.ndarray:
-    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped. In huge pages
-    where the system has them: a transposition touches many at once, and a disk takes more of them in one request."""
+    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped."""
     pages = max(1, -(-nbytes // mmap.PAGESIZE))
-    memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def sync(path: Path) -> None:
