@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_quantize
 from checkpoints import random_tensor, read_tensors, write_checkpoint
+from click.testing import CliRunner
 from families import CASES, save
 from flax import nnx
 from test_cli import LISTINGS, every_name
 from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
 
 import tpuconv
+from tpuconv import cli
+from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options, make_plan
 from tpuconv.convert.run import run
 from tpuconv.convert.source import open_source
@@ -120,7 +122,10 @@ def test_the_model_is_quantized_and_the_layer_beside_it_is_not(with_mtp, tmp_pat
     for _ in run(make_plan(source, family.name, family.table, config, options, own), tmp_path / "out", LIMITS):
         pass
     convert(with_mtp, tmp_path / "plain", options)
-    test_quantize.quantize(tmp_path / "plain", tmp_path / "afterwards", rules)
+    command = ["quantize", tmp_path / "plain", tmp_path / "afterwards", "--config", "int8_weight_only", "--json"]
+    done = CliRunner().invoke(cli.tpuconv, list(map(str, command)))
+    assert done.exit_code == 0, done.output
+    assert read_manifest(tmp_path / "afterwards").raw["options"]["include_mtp"]
     have, plain = restore(tmp_path / "out"), restore(tmp_path / "plain")
     assert_same(have, restore(tmp_path / "afterwards"))
     mtp = {name: x for name, x in plain.items() if name.startswith("mtp.")}
