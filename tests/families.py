@@ -6,7 +6,7 @@ needed.
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,15 +264,21 @@ CASES: list[Case] = [
 ]
 
 
+FAMILIES = {case.family for case in CASES}
 COMPUTED_BY = {"kimi_k2": "deepseek_v3", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 
-def one_fast_of_each() -> list[Any]:
-    """All cases for `parametrize`, those marked slow that are not the first to run their modules."""
+OWN_ATTENTION = {"llama", "gpt_oss", "deepseek_v3", "llama4"}
+"""Families with an attention of their own; that of the others is llama's."""
+
+
+def one_fast_of_each(families: Collection[str] = FAMILIES - COMPUTED_BY.keys()) -> list[Any]:
+    """All cases for `parametrize`, those marked slow that are not the first of these families: by default of all that
+    have modules of their own."""
     import pytest
 
-    first = {case.family: case for case in reversed(CASES) if case.family not in COMPUTED_BY}
+    first = {case.family: case for case in reversed(CASES) if case.family in families}
     return [
         pytest.param(case, id=str(case), marks=[] if case in first.values() else [pytest.mark.slow]) for case in CASES
     ]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CASES, Case, one_fast_of_each
+from families import CASES, OWN_ATTENTION, Case, one_fast_of_each
 from flax import nnx
 from test_generate import PROMPTS
 
@@ -21,13 +21,6 @@ are nearly alike; a median of 9e-5 to 7e-4 nats. The mean is as small but for De
 there one token goes to another expert, which is another function, and is 0.17 and 0.30 nats off."""
 
 MORE = 4
-
-OWN = {"llama", "gpt_oss", "deepseek_v3", "llama4"}
-WITH_OWN_ATTENTION = [
-    pytest.param(*param.values, marks=param.marks if param.values[0].family in OWN else [pytest.mark.slow], id=param.id)
-    for param in one_fast_of_each()
-]
-"""The others' attention is llama's: slow."""
 
 
 @nnx.jit
@@ -47,7 +40,7 @@ def logits(model: Any, ids_BT: np.ndarray, mask_BT: np.ndarray, dtype: str | Non
     return np.concatenate(all_BTV, axis=1)
 
 
-@pytest.mark.parametrize("case", WITH_OWN_ATTENTION)
+@pytest.mark.parametrize("case", one_fast_of_each(OWN_ATTENTION))
 def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
     model = tpuconv.load(orbax(case))
     ids_BT, mask_BT = left_padded([prompt + PROMPTS[0][:MORE] for prompt in PROMPTS])
