@@ -123,6 +123,8 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
     options = Options(scan_layers=scan_layers)
     plan = convert(folder, tmp_path / "out", options)
     assert len(plan.units) > 1
+    for piece in (piece for unit in plan.units for piece in unit.pieces):
+        assert list(piece.names()) == list(dict.fromkeys(name for parts in piece.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
     assert [array.fault for array in check(read_manifest(tmp_path / "out"))] == [None] * len(plan.arrays)

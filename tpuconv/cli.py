@@ -529,9 +529,8 @@ def quantize(
         return
     source = open_checkpoint(chosen)
     limits = Limits.of_this_machine(jobs, max_memory)
-    own = source.manifest.raw["options"]
-    mtp = own.get("include_mtp", False)
-    options = Options(scan_layers=own["scan_layers"], layers=source.manifest.layer_range, include_mtp=mtp)
+    own = source.manifest
+    options = Options(scan_layers=own.scan_layers, layers=own.layer_range, include_mtp=own.include_mtp)
     plan = _plan(source, get_family(source.manifest.family), source.table(), options, rules)
     plan.check()
     if explain:
@@ -1127,8 +1126,10 @@ def _cache_dtype(chosen: str) -> str | None:
 
 
 def _answer_line(answer: Any) -> str:
-    sizes = ",".join(f"{name}={size}" for name, size in answer.mesh.items())
-    return f"  {answer.topology} ({sizes}): " + (f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]")
+    from tpuconv.verify.tpu import format_mesh
+
+    fits = f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]"
+    return f"  {answer.topology} ({format_mesh(answer.mesh)}): {fits}"
 
 
 def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":

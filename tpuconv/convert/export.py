@@ -104,7 +104,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
         )
     known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
     own_table = table.stack_layers() if manifest.scan_layers else table
-    for binding in own_table.bind(config, bool(manifest.raw["options"].get("include_mtp"))):
+    for binding in own_table.bind(config, manifest.include_mtp):
         if facts := manifest.kept.get(binding.dst[0].names[0]):
             yield from _kept(binding, known[facts["kept"]], [Stored.from_json(each) for each in facts["stored"]])
         else:

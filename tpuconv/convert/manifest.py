@@ -83,6 +83,11 @@ class Manifest:
         return bool(self.raw["options"]["scan_layers"])
 
     @property
+    def include_mtp(self) -> bool:
+        """Whether the layers that predict further tokens are there."""
+        return bool(self.raw["options"].get("include_mtp"))
+
+    @property
     def quantization(self) -> Mapping[str, Any] | None:
         """The rules by which parameters were quantized, and what became of each; without rules where they are kept as
         they were released; None where none is quantized."""

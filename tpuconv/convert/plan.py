@@ -176,6 +176,12 @@ class Piece:
                     at += count
             yield parts
 
+    def names(self) -> Iterator[str]:
+        """The source tensors of the layout of which something is read."""
+        for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
+            for at, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
+                yield from stack.names[at:stop]
+
     def begins(self) -> tuple[str, int]:
         """The source tensor that is read first, and the number of its first element: what `reads` says first."""
         stack, axes = self.binding.src[0], self.binding.layout.src[0]

@@ -144,7 +144,7 @@ class _Workers:
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
-        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)} if shards else {}
+        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
         tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
             tasks.append(partial(self._unit, unit))
@@ -153,8 +153,7 @@ class _Workers:
 
     def _shards(self, unit: Unit) -> set[str]:
         tensors = self.plan.tensors
-        names = (name for piece in unit.pieces for part in piece.reads() for name, _, _ in part)
-        return {info.shard for name in names for info in tensors[name].stored}
+        return {info.shard for piece in unit.pieces for name in piece.names() for info in tensors[name].stored}
 
     def _check_hash(self, shard: SourceShard) -> None:
         if self.journal.done(f"sha256-{shard.name}") is None:

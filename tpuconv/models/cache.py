@@ -98,12 +98,17 @@ def as_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
-    """A layer's cache with the vectors of new tokens at `slot`."""
+    """A layer's cache with the vectors of new tokens at `slot`, rounded where it holds integers: scales follow all
+    vectors, in the same order."""
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
 
-    return jax.tree.map(one, old, new)
+    leaves, form = jax.tree.flatten(old)
+    vectors = jax.tree.leaves(new)
+    if leaves[0].dtype == jnp.int8:
+        vectors = [part for parts in zip(*map(rounded, vectors), strict=True) for part in parts]
+    return jax.tree.unflatten(form, map(one, leaves, vectors))
 
 
 def _by_key(scale_BSK: jax.Array) -> jax.Array:
@@ -118,12 +123,7 @@ def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Arra
     k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
-    if kv.k_scale_BSK is None:
-        new = KV(k_BTKH, v_BTKH)
-    else:
-        (k, k_scale), (v, v_scale) = rounded(k_BTKH), rounded(v_BTKH)
-        new = KV(k, v, k_scale, v_scale)
-    out: KV = written(kv, new, slot)
+    out: KV = written(kv, KV(k_BTKH, v_BTKH), slot)
     return out
 
 

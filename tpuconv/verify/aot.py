@@ -16,7 +16,7 @@ from tpuconv.convert.layouts import Layout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.sharding import MESH_AXES, decoding_mesh
 from tpuconv.verify.hlo import Schedule
-from tpuconv.verify.tpu import Memory, Program, Question, Slice
+from tpuconv.verify.tpu import Memory, Program, Question, Slice, format_mesh
 
 PREFILL_TOKENS = 2048
 """Tokens of all sequences in one call of prefill: a prompt goes through in chunks, as its scores would not fit."""
@@ -42,9 +42,8 @@ def compile_for(question: Question, topology: Slice) -> dict[str, Any]:
     config = family.config.from_hf(question.config)
     mesh = dict(question.mesh or decoding_mesh(config.axes, topology.devices))
     if prod(mesh.values()) != topology.devices:
-        spelt = ",".join(f"{name}={size}" for name, size in mesh.items())
         raise UsageError(
-            f"the mesh {spelt} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
+            f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
             hint="leave --mesh out for one that fits",
         )
     return _Compilation(question, topology, family, config, mesh).answer()

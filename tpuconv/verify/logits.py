@@ -17,6 +17,7 @@ import numpy as np
 from tpuconv.convert.source import INDEX_FILE, open_source, read_json
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+from tpuconv.verify.tpu import format_mesh
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
@@ -151,11 +152,10 @@ def device_mesh(sizes: Mapping[str, int]) -> Any:
 
     devices, count = jax.devices(), prod(sizes.values())
     if count > len(devices):
-        spelt = ",".join(f"{name}={size}" for name, size in sizes.items())
         hint = (
             "name a smaller one; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of one"
         )
-        raise UsageError(f"the mesh {spelt} has {count} devices, here are {len(devices)}", hint=hint)
+        raise UsageError(f"the mesh {format_mesh(sizes)} has {count} devices, here are {len(devices)}", hint=hint)
     return jax.sharding.Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
 
 

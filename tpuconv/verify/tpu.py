@@ -146,6 +146,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     return mesh
 
 
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """The inverse of `parse_mesh`."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
 @dataclass(frozen=True)
 class Question:
     """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives. `checkpoint` is

@@ -129,18 +129,17 @@ MXFP4 = Scheme(
 )
 
 
+FP8: Mapping[str, Any] = {
+    "values": ".weight",
+    "dtype": "F8_E4M3",
+    "qtype": "float8_e4m3fn",
+    "table": E4M3,
+    "per_element": 1,
+}
+
+
 def _fp8_scheme(title: str, scales: str, blocks: Blocks) -> Scheme:
-    return Scheme(
-        title=title,
-        values=".weight",
-        scales=scales,
-        name=".weight",
-        dtype="F8_E4M3",
-        qtype="float8_e4m3fn",
-        table=E4M3,
-        per_element=1,
-        blocks=blocks,
-    )
+    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, **FP8)
 
 
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -173,15 +172,7 @@ PACKED: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra"
 BYTES: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
 
 STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
-    ("float", 8): {
-        "FP8": {
-            "values": ".weight",
-            "dtype": "F8_E4M3",
-            "qtype": "float8_e4m3fn",
-            "table": E4M3,
-            "per_element": 1,
-        }
-    },
+    ("float", 8): {"FP8": FP8},
     ("float", 4): {
         "FP4": {
             "values": ".weight_packed",

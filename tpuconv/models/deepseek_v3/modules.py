@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cache import as_stored, rounded, written, zeros
+from tpuconv.models.cache import as_stored, written, zeros
 from tpuconv.models.decoder import Decoder, Step
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.models.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
@@ -40,9 +40,6 @@ class Latent:
 
     def extended(self, new: "Latent", slot: jax.Array | int) -> "Latent":
         """With the new tokens' written at `slot`."""
-        if self.c_scale_BS is not None:
-            (c, c_scale), (k, k_scale) = rounded(new.c_BSC), rounded(new.k_BSR)
-            new = Latent(c, k, c_scale, k_scale)
         out: Latent = written(self, new, slot)
         return out
 
