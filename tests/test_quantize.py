@@ -26,6 +26,7 @@ from tpuconv.convert.plan import REPORT, Options, make_plan
 from tpuconv.convert.run import run
 from tpuconv.convert.source import open_source
 from tpuconv.errors import ConfigError, CorruptOutput, GateError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.models.grouped import product
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize import encode
 from tpuconv.quantize.apply import quantization
@@ -148,14 +149,14 @@ def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converte
 
 
 def test_grouped_products_are_quantized_as_the_einsum_that_they_are():
-    """Qwix does not see `ragged_dot`; our provider does, and makes of the kernel what Qwix makes of it in an einsum."""
+    """Qwix does not see grouped products; our provider does, and quantizes the kernel as Qwix does for an einsum."""
 
     class Grouped(nnx.Module):
         def __init__(self):
             self.kernel = nnx.Param(jax.random.normal(jax.random.key(0), (4, 64, 32), jnp.bfloat16))
 
         def __call__(self, x):
-            return jax.lax.ragged_dot(x, self.kernel[...], jnp.asarray([3, 0, 4, 1]))
+            return product(x, self.kernel[...], jnp.asarray([3, 0, 4, 1]), groups=4)
 
     class Einsum(Grouped):
         def __call__(self, x):

@@ -124,6 +124,30 @@ def test_a_dense_layer_has_two_all_reduces(tmp_path):
 
 
 @compiler
+def test_experts_that_no_token_chose_are_not_read(tmp_path):
+    """Three tokens, two experts each, choose at most 6 of 32."""
+    config = DENSE | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+    args = ("--topology", "v5e:2x2", "--batch", 3, "--context", 128, "--quantize", "int8_weight_only")
+    (one,) = json.loads(ask(tmp_path, config, *args, "--json").stdout)["slices"]
+    decode = one["programs"]["decode"]
+    (kernel,) = (call for call in decode["custom_calls"] if call["kernel"] == "few_rows")
+    experts = 3 * 3 * 32 * 256 * 512 // 4
+    assert kernel["count"] == 3 * 3
+    assert kernel["bytes"] >= experts
+    assert kernel["expected_bytes"] <= 0.25 * experts
+    assert decode["expected_floor"] < decode["floor"]
+    assert "few_rows" not in {call["kernel"] for call in one["programs"]["prefill"]["custom_calls"]}
+    assert "(all experts " in ask(tmp_path, config, *args).stdout
+
+
+@compiler
 @pytest.mark.parametrize(("context", "holders", "exchanges"), [(2048, 2, 0), (8192, 1, 2)])
 def test_fewer_key_value_heads_than_chips(context, holders, exchanges, tmp_path):
     """Of 2 heads and 4 chips two have the same keys while these are few. Of many, each chip has those of half of the

@@ -9,18 +9,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from tpuconv.models.grouped import product
 from tpuconv.models.layers import Keys, normal
 from tpuconv.models.placement import automatic_mesh
 from tpuconv.sharding import ACTIVATIONS, MESH_AXES, Part, Rules, partition
 
 FEW = 0.5
 """Rows for each expert, up to which the weights of every row's expert are gathered: no other expert is read. Where rows
-are many, experts are read once for all of theirs (benchmarks/moe.py)."""
+are many, experts are read once for all of theirs (benchmarks/moe.py). A TPU has a kernel for both."""
 
 
 class Rows(NamedTuple):
-    """Tokens sorted by expert: the rows of one expert follow each other, so that a grouped product (`ragged_dot`)
-    computes what was asked for and no more. A token has as many rows as experts (X)."""
+    """Tokens sorted by expert: the rows of one expert follow each other, so that a grouped product computes what was
+    asked for and no more. A token has as many rows as experts (X)."""
 
     x: jax.Array
     """[B T X, D]"""
@@ -29,15 +30,17 @@ class Rows(NamedTuple):
     expert: jax.Array
     """The expert of each row, ascending."""
     counts_E: jax.Array
+    experts: int
+    """Of the layer, other chips' too."""
 
     @classmethod
-    def of(cls, x_BTD: jax.Array, ids_BTX: jax.Array, experts: int) -> "Rows":
-        """`ids_BTX` are the experts of each token."""
+    def of(cls, x_BTD: jax.Array, ids_BTX: jax.Array, here: int, experts: int) -> "Rows":
+        """`ids_BTX` are the experts of each token: those from `here` on are other chips'."""
         ids = ids_BTX.reshape(-1)
         order = jnp.argsort(ids)
         tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
-        counts_E = jnp.bincount(ids, length=experts).astype(jnp.int32)
-        return cls(tokens[order // ids_BTX.shape[-1]], order, ids[order], counts_E)
+        counts_E = jnp.bincount(ids, length=here).astype(jnp.int32)
+        return cls(tokens[order // ids_BTX.shape[-1]], order, ids[order], counts_E, experts)
 
     def summed(self, y: jax.Array, weights_BTX: jax.Array) -> jax.Array:
         """The outputs `y` of all rows back at their tokens, weighted and added up [B, T, D]: in float32, then
@@ -59,10 +62,11 @@ class Expert(nnx.Module):
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         kernel_EDM = self.kernel[...]
         # On a mesh rows of other chips' experts are among these, which the grouped product alone skips.
-        if len(x) <= FEW * self.kernel.shape[0] and jax.sharding.get_abstract_mesh().empty:
+        gathers = jax.default_backend() != "tpu" and jax.sharding.get_abstract_mesh().empty
+        if gathers and len(x) <= FEW * self.kernel.shape[0]:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
-            y = jax.lax.ragged_dot(x, kernel_EDM, rows.counts_E)
+            y = product(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...][rows.expert]
 
 
@@ -107,7 +111,7 @@ def routed(
     E = experts[0].kernel.shape[0]
     mesh = automatic_mesh()
     if mesh is None:
-        rows = Rows.of(x_BTD, ids_BTX, E)
+        rows = Rows.of(x_BTD, ids_BTX, E, E)
         return rows.summed(feed(*experts, rows), weights_BTX)
 
     sizes = dict(mesh.shape)
@@ -121,7 +125,8 @@ def routed(
         count = own[0].kernel.shape[0]
         ids_BTX = ids_BTX - (jax.lax.axis_index(by_expert) * count if by_expert else 0)
         is_mine_BTX = (ids_BTX >= 0) & (ids_BTX < count)
-        rows = Rows.of(x_BTD, jnp.where(is_mine_BTX, ids_BTX, count), count)  # those of others last, without a product
+        ids_BTX = jnp.where(is_mine_BTX, ids_BTX, count)  # those of others last, without a product
+        rows = Rows.of(x_BTD, ids_BTX, count, E)
         for expert in own:
             if expert.bias is not None and expert.letters == "EMD" and by_width:  # once, not for each part of a width
                 expert.bias[...] = jnp.where(jax.lax.axis_index(by_width) == 0, expert.bias[...], 0)

@@ -20,6 +20,7 @@ from qwix._src.utils import flax_util
 from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.models import grouped
 from tpuconv.quantize.config import QuantConfig, Rule
 
 TOKENS = 1024
@@ -51,13 +52,13 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
-        return intercepted | {"jax.lax.ragged_dot": self.ragged_dot}
+        return intercepted | {"tpuconv.models.grouped.product": self.grouped_product}
 
-    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: jax.Array, **kwargs: Any) -> Any:
+    def grouped_product(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
         """Rows of `lhs` [T, D], group by group, times `rhs` [E, D, M]: scales as for the einsum TD,EDM->TEM."""
         rule, op_id = self._get_current_rule_and_op_id("ragged_dot")
         if rule is None or rule.weight_qtype is None:
-            return jax.lax.ragged_dot(lhs, rhs, group_sizes, **kwargs)
+            return grouped.product(lhs, rhs, group_sizes, groups=groups)
         if isinstance(rhs, ptq.WithAux):
             rhs = rhs.array
         elif name := flax_util.find_param(rhs):
@@ -70,7 +71,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
             rhs = ptq.create_quantized_param(name, rhs, how).array
         is_plain_int8 = isinstance(rhs, qarray.QArray) and rhs.qvalue.dtype == jnp.int8 and rhs.zero_point is None
         if is_plain_int8 and rhs.scale.shape[1] == 1 and rule.act_qtype is None:
-            return _rows_times_int8(lhs, rhs, group_sizes)
+            return _rows_times_int8(lhs, rhs, group_sizes, groups)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
                 qtype=rule.act_qtype,
@@ -79,16 +80,14 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.act_calibration_method,
             )
             lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
-        out_dtype = lhs.dtype  # of float32 scales the product is float32
-        return ragged_dot(lhs, rhs, group_sizes).astype(out_dtype)
+        return ragged_dot(lhs, rhs, group_sizes)
 
 
-def _rows_times_int8(lhs: jax.Array, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-    """Rows times int8 as it is, then times the scales: the TPU's kernel reads the experts that have rows, in int8.
+def _rows_times_int8(lhs: jax.Array, rhs: Any, group_sizes: jax.Array, groups: int) -> jax.Array:
+    """Rows times int8 as it is, then times the scales: a TPU's kernels read the experts that have rows, in int8.
     Dequantized first, as Qwix does it, all of them are read, and in some programs written back in bfloat16."""
-    y = jax.lax.ragged_dot(lhs, rhs.qvalue, group_sizes, preferred_element_type=jnp.float32)
-    scale = jnp.repeat(rhs.scale[:, 0], group_sizes, axis=0, total_repeat_length=y.shape[0])
-    return (y * scale).astype(lhs.dtype)
+    y = grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups)
+    return y * jnp.repeat(rhs.scale[:, 0], group_sizes, axis=0, total_repeat_length=y.shape[0])
 
 
 @dataclass(frozen=True)

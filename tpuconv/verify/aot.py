@@ -160,6 +160,7 @@ class _Compilation:
             hbm_read=read,
             hbm_written=written,
             floor=(read + written) / chip.bandwidth,
+            expected_floor=schedule.hbm_expected / chip.bandwidth,
             estimate=schedule.estimate(chip.bandwidth, chip.ici, chip.clock),
             collectives=schedule.collectives(),
             products=schedule.products(),

@@ -108,6 +108,12 @@ class Instruction:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found[1]) if found else 0
 
+    @property
+    def accessed(self) -> int | None:
+        """Of a kernel the bytes that it says it reads and writes; None where it says nothing."""
+        found = re.search(r'"bytes_accessed":"(\d+)"', self.attributes) if self.op == "custom-call" else None
+        return int(found[1]) if found else None
+
     def called(self, attribute: str) -> str:
         """The computation that `attribute` names, or ""."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
@@ -118,6 +124,11 @@ class Instruction:
         """The operation of the model that this belongs to, or ""."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
+
+    @property
+    def kernel(self) -> str:
+        """The name without its number."""
+        return re.sub(r"\.\d+$", "", self.name)
 
     @property
     def target(self) -> str:
@@ -150,6 +161,12 @@ class Step:
     times: int
     read: int
     written: int
+
+    @property
+    def expected(self) -> int:
+        """Bytes that are read and written where a kernel, which is given experts, does not read all of them."""
+        nbytes, accessed = self.read + self.written, self.instruction.accessed
+        return nbytes if accessed is None else min(nbytes, accessed)
 
 
 class Schedule:
@@ -294,6 +311,11 @@ class Schedule:
         steps = self.all_steps
         return sum(s.times * s.read for s in steps), sum(s.times * s.written for s in steps)
 
+    @property
+    def hbm_expected(self) -> int:
+        """Bytes read and written where tokens choose their experts evenly: of others nothing is read."""
+        return sum(s.times * s.expected for s in self.all_steps)
+
     def collectives(self) -> list[dict[str, Any]]:
         """By op: how many, and the bytes of their results on one device."""
         out: dict[str, list[int]] = {}
@@ -345,14 +367,18 @@ class Schedule:
         return [{"source": source, "count": count, "bytes": nbytes} for source, (count, nbytes) in largest]
 
     def custom_calls(self) -> list[dict[str, Any]]:
-        """Kernels, by target: how many, and the bytes of all operands and results in HBM, used or not."""
+        """Kernels, by name: how many, the bytes of all operands and results in HBM, used or not, and how many of these
+        are expected to be used."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
             if step.instruction.op == "custom-call":
-                count = out.setdefault(step.instruction.target, [0, 0])
-                count[0] += step.times
-                count[1] += step.times * (step.read + step.written)
-        return [{"target": target, "count": count, "bytes": nbytes} for target, (count, nbytes) in sorted(out.items())]
+                sums = out.setdefault(step.instruction.kernel, [0, 0, 0])
+                for at, own in enumerate((1, step.read + step.written, step.expected)):
+                    sums[at] += step.times * own
+        return [
+            {"kernel": kernel, "count": count, "bytes": nbytes, "expected_bytes": expected}
+            for kernel, (count, nbytes, expected) in sorted(out.items())
+        ]
 
     def estimate(self, bandwidth: float, ici: float, clock: float) -> float:
         """Seconds of one run, experimental: two timelines, that of the core and that of the HBM, on which prefetches
@@ -375,7 +401,7 @@ class Schedule:
                 ways = 2 if op == "all-reduce" else 1
                 core += hop * hops * ways + ways * _moved(i) / (links * ici)
             else:
-                nbytes = step.read + step.written
+                nbytes = step.expected
                 if nbytes:
                     memory = max(memory, core) + nbytes / reached
                 core += i.cycles / clock if i.cycles else nbytes / reached

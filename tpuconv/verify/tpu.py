@@ -194,7 +194,8 @@ class Memory:
 @dataclass(frozen=True)
 class Program:
     """One compiled program. Bytes and times are of one device and one step; `floor` is the time in seconds that its HBM
-    needs at full bandwidth, `estimate` comes from a simulation of the schedule (see `ESTIMATE_ERROR`)."""
+    needs at full bandwidth, `expected_floor` where tokens choose their experts evenly and kernels read no others;
+    `estimate` comes from a simulation of the schedule (see `ESTIMATE_ERROR`)."""
 
     name: str
     tokens: int
@@ -204,6 +205,7 @@ class Program:
     hbm_read: int
     hbm_written: int
     floor: float
+    expected_floor: float
     estimate: float
     collectives: Sequence[Mapping[str, Any]]
     products: Sequence[Mapping[str, Any]]
