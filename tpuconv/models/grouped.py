@@ -18,8 +18,13 @@ FEW_ROWS = 512
 """Up to as many the kernel is used. Of many rows each matrix has some, and XLA's kernel has larger tiles."""
 TILE_ROWS = 128
 """Of the matrix unit: fewer rows take as long."""
-TILE_BYTES = 8 << 20
-"""Of a matrix in fast memory: one tile that is multiplied, one that comes, and one in the type of the rows."""
+SLAB = 1024
+"""Columns of rows that are multiplied at a time: of a matrix as many rows are converted."""
+FAST_BYTES = 14 << 20
+"""Of fast memory, of which a kernel has 16 MB: two tiles of every operand and of the result, one that is multiplied and
+one that comes or goes, the sum, and a converted slab."""
+SUBLANES = 32
+"""Of a register of int8: a height that is no multiple of it is padded."""
 KINDS = ("bfloat16", "float32", "int8")
 """What the kernel multiplies with."""
 
@@ -53,13 +58,16 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
         at = pl.program_id(1)
         rows = tile[at] * height + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
         is_own = (rows >= starts[group[at]]) & (rows < ends[group[at]])
-        own = jnp.dot(x[...], kernel[0].astype(x.dtype), preferred_element_type=jnp.float32)
+        slabs = [slice(d, min(d + SLAB, D)) for d in range(0, D, SLAB)]
+        own = sum(
+            jnp.dot(x[:, slab], kernel[0, slab].astype(x.dtype), preferred_element_type=jnp.float32) for slab in slabs
+        )
         y[...] = jnp.where(is_own, own, y[...])
 
     visited = expected_groups(R, E, groups)
     cost = pl.CostEstimate(
         flops=round(2 * visited * height * D * M),
-        bytes_accessed=round(visited * D * M * kernel.dtype.itemsize) + x.nbytes + 4 * R * M,
+        bytes_accessed=round(visited * D * M * kernel.dtype.itemsize),  # rows are in fast memory
         transcendentals=0,
     )
     call = pl.pallas_call(
@@ -91,7 +99,9 @@ def expected_groups(rows: int, here: int, groups: int) -> float:
 
 def tile_width(x: jax.Array, kernel: jax.Array) -> int | None:
     """Columns of a matrix that are in fast memory at a time; None where there are no such."""
-    _, D, M = kernel.shape
-    column = D * (2 * kernel.dtype.itemsize + (x.dtype.itemsize if x.dtype != kernel.dtype else 0))
-    widths = (M // n for n in range(1, M // LANES + 1) if M % n == 0)
-    return next((n for n in widths if n % LANES == 0 and n * column <= TILE_BYTES and D % LANES == 0), None)
+    D, M = kernel.shape[1:]
+    height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
+    column = 2 * D * kernel.dtype.itemsize + 3 * 4 * height + (4 + kind) * min(D, SLAB)
+    room = FAST_BYTES - 2 * height * D * kind
+    widths = (M // n for n in range(1, M + 1) if M % n == 0 and (n == 1 or M // n % LANES == 0))
+    return next((n for n in widths if n * column <= room and D % SUBLANES == 0), None)
