@@ -163,7 +163,14 @@ def test_grouped_products_are_quantized_as_the_einsum_that_they_are():
             return jnp.einsum("TD,EDM->TEM", x, self.kernel[...])
 
     x = jax.random.normal(jax.random.key(1), (8, 64), jnp.bfloat16)
-    for text in ("int8", "int8, act_qtype: int8", "int4, tile_size: 32", "mxfp4, tile_size: 32"):
+    for text in (
+        "int8",
+        "int4",
+        "float8_e4m3fn",
+        "int8, act_qtype: int8",
+        "int4, tile_size: 32",
+        "mxfp4, tile_size: 32",
+    ):
         rules = parse_config(f"qwix: {{rules: [{{weight_qtype: {text}}}]}}".encode(), "c", "c.yaml")
         ours = qwix.quantize_model(Grouped(), Provider(rules), x)
         theirs = qwix.quantize_model(

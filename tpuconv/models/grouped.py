@@ -25,15 +25,19 @@ FAST_BYTES = 14 << 20
 one that comes or goes, the sum, and a converted slab."""
 SUBLANES = 32
 """Of a register of int8: a height that is no multiple of it is padded."""
-KINDS = ("bfloat16", "float32", "int8")
-"""What the kernel multiplies with."""
+KINDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "int4")
+"""What the kernel multiplies with; XLA's with the first three."""
 
 
 def product(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int) -> jax.Array:
     """`x` [R, D] times `kernel` [E, D, M]: [R, M] in float32. The first `counts[0]` rows are multiplied with the first
     matrix, the next `counts[1]` with the second, and so on; what becomes of rows after the last is undefined. They are
     dealt over `groups`, of which the other ones' matrices are elsewhere."""
-    by_xla = partial(jax.lax.ragged_dot, preferred_element_type=jnp.float32)
+
+    def by_xla(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
+        kernel = kernel if kernel.dtype.name in KINDS[:3] else kernel.astype(x.dtype)
+        return jax.lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
+
     if len(x) > FEW_ROWS or kernel.dtype.name not in KINDS or tile_width(x, kernel) is None:
         return by_xla(x, kernel, counts)
     ours = partial(few_rows, groups=groups)
@@ -67,7 +71,7 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
     visited = expected_groups(R, E, groups)
     cost = pl.CostEstimate(
         flops=round(2 * visited * height * D * M),
-        bytes_accessed=round(visited * D * M * kernel.dtype.itemsize),  # rows are in fast memory
+        bytes_accessed=round(visited * D * M * _bytes(kernel)),  # rows are in fast memory
         transcendentals=0,
     )
     call = pl.pallas_call(
@@ -101,7 +105,13 @@ def tile_width(x: jax.Array, kernel: jax.Array) -> int | None:
     """Columns of a matrix that are in fast memory at a time; None where there are no such."""
     D, M = kernel.shape[1:]
     height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
-    column = 2 * D * kernel.dtype.itemsize + 3 * 4 * height + (4 + kind) * min(D, SLAB)
+    column = 2 * round(D * _bytes(kernel)) + 3 * 4 * height + (4 + kind) * min(D, SLAB)
     room = FAST_BYTES - 2 * height * D * kind
     widths = (M // n for n in range(1, M + 1) if M % n == 0 and (n == 1 or M // n % LANES == 0))
     return next((n for n in widths if n * column <= room and D % SUBLANES == 0), None)
+
+
+def _bytes(x: jax.Array) -> float:
+    """Of an element."""
+    bits: int = jax.dtypes.itemsize_bits(x.dtype)
+    return bits / 8
