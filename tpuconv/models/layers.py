@@ -52,7 +52,7 @@ class Einsum(nnx.Module):
     def product(self, equation: str, x: jax.Array) -> jax.Array:
         """Another product with the same kernel, which only this module may touch: quantized, it is no array."""
         kernel = self.kernel[...]
-        if equation == self.equation and is_vector(x, kernel) and kernel.size <= x.size * CPU_OUTPUTS:
+        if equation == self.equation and is_vector(x, kernel):
             shape = (1, 1, *kernel.shape[x.ndim - 2 :])
             return on_cpu(
                 lambda: vector_product(x, kernel.reshape(x.size, -1), 0).reshape(shape),
@@ -79,8 +79,9 @@ class Embed(nnx.Module):
         return on_cpu(lambda: vector_product(x_BTD, embedding, 1)[None, None], by_einsum)
 
 
-# XLA multiplies bfloat16 on a CPU by way of a copy of the matrix in float32: for one token twenty times as slow as
-# reading the matrix. A product and a sum, fused, convert as they go; the barriers keep others from sharing the copy.
+# What XLA makes of one token's product on a CPU: of a sum over two axes loops five times as slow as those over
+# one; of bfloat16 a copy of the matrix in float32, twenty times as slow as reading it. A product and a sum, fused,
+# convert as they go; the barriers keep others from sharing the copy.
 
 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
 
@@ -89,9 +90,8 @@ CPU_OUTPUTS = 16384
 
 
 def is_vector(x: jax.Array, kernel: Any) -> bool:
-    """Whether this is one token's product with a matrix in bfloat16 (quantized, it is no array)."""
-    one = x.shape[:2] == (1, 1) and isinstance(kernel, jax.Array)
-    return one and x.dtype == kernel.dtype == jnp.bfloat16
+    """Whether this is one token's product with a matrix (quantized, it is no array)."""
+    return x.shape[:2] == (1, 1) and isinstance(kernel, jax.Array) and x.dtype == kernel.dtype
 
 
 def on_cpu(fused: Callable[[], jax.Array], product: Callable[[], jax.Array]) -> jax.Array:
@@ -102,7 +102,11 @@ def on_cpu(fused: Callable[[], jax.Array], product: Callable[[], jax.Array]) -> 
 
 def vector_product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """The product over an axis of the matrix, summed in float32."""
-    x, matrix = barrier((x.reshape(-1), matrix))
+    x = x.reshape(-1)
+    too_many = axis == 0 and matrix.shape[1] > CPU_OUTPUTS
+    if x.dtype != jnp.bfloat16 or too_many:
+        return jnp.tensordot(x, matrix, (0, axis))
+    x, matrix = barrier((x, matrix))
     wide = jnp.expand_dims(x.astype(jnp.float32), 1 - axis)
     y = jnp.sum(matrix.astype(jnp.float32) * wide, axis=axis)
     return jnp.asarray(barrier(y), x.dtype)
