@@ -27,9 +27,10 @@ from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
 from tpuconv.convert.hub import wrong_hash
 from tpuconv.convert.journal import MANIFEST, Journal, write_durably
 from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
+from tpuconv.convert.shards import Shard
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
-from tpuconv.convert.store import Shard, Store, page_buffer
+from tpuconv.convert.store import Store, page_buffer
 from tpuconv.errors import ResourceError, SourceError, UsageError
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
@@ -234,7 +235,7 @@ class _Workers:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
             checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
             shard.close_chunk()
-        self.store.write(shard)
+        self.store.write(array.name, shard)
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
