@@ -91,7 +91,11 @@ class Encoder(Protocol):
         """The arrays, named after the parameter by their suffixes."""
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up."""
+        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up.
+
+        Raises:
+            FloatingPointError: a value is infinite or not a number.
+        """
 
     def to_json(self) -> dict[str, Any]:
         """All that decides about the result."""

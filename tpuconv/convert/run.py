@@ -202,15 +202,16 @@ class _Workers:
         bits = _bits(piece.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
         targets = piece.binding.layout(sources, piece.sizes)
-        if self.plan.is_encoded(piece) and not all(all_finite(source, piece.dtype) for source in sources):
-            raise _not_finite(piece.binding.dst[0].names[0], piece.binding.src[0].names)
         for stack, box, target in zip(piece.binding.dst, piece.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
             if encoder is None:
                 self._write(self.plan.arrays[name], box, target, memory, checksums)
                 continue
-            parts, own = encoder(target.view(piece.dtype))
+            try:
+                parts, own = encoder(target.view(piece.dtype))
+            except FloatingPointError:
+                raise _not_finite(name, piece.binding.src[0].names) from None
             manifest.add_figures(figures.setdefault(name, {}), own)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
