@@ -90,7 +90,7 @@ def encode_by_tables(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def count_clipped(bits: np.ndarray, own: np.ndarray, bound: np.float32) -> int:
+def count_clipped(bits: np.ndarray, own: np.ndarray, bound: np.float32) -> np.int32:
     """How many values of a row are larger than `bound` times their scales."""
     count = np.int32(0)
     for j in range(bits.size):
