@@ -1,14 +1,16 @@
 """How fast `tpuconv quantize` is, against copying the bytes of the checkpoint and against Qwix itself.
 
-    python benchmarks/quantize.py [--gigabytes 2]
+    python benchmarks/quantize.py [--gigabytes 2] [--peer]
 
 A random Qwen3-like checkpoint in bfloat16 is converted once. Then, cold each time, in turns: `cp -r` of it with a
 sync, and `tpuconv quantize` to int8. Qwix's own way, the jitted `qarray.quantize` of whole tensors that are in memory
-already, is timed by its processor time alone, and our encoder on the same tensors beside it. Needs root to empty the
-page cache, and three times the bytes on the disk.
+already, is timed by its processor time alone, and our encoder on the same tensors beside it. With --peer the script
+that a user of torchao would write takes its turn too: the same weights from safetensors, quantized, saved. Needs root
+to empty the page cache, and three times the bytes on the disk, four with --peer.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +27,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 CONFIG = "int8_weight_only"
 WIDTH, FEED_FORWARD, LAYER_BYTES = 4096, 14336, 2 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+
+PEER = """
+import sys
+
+import torch
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+quantize_(model, Int8WeightOnlyConfig())
+torch.save(model.state_dict(), sys.argv[2])
+"""
+"""Every linear layer with a scale for each row, without calibration, as CONFIG has it."""
 
 
 def make(folder: Path, gigabytes: float) -> None:
@@ -106,16 +121,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--peer", action="store_true", help="beside torchao, which must be installed")
     parser.add_argument("--folder", type=Path, default=None, help="where there is room")
     args = parser.parse_args()
+    if args.peer and importlib.util.find_spec("torchao") is None:
+        raise SystemExit("--peer needs torchao: pip install torchao, in an environment of its own")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         make(folder / "hf", args.gigabytes)
         tpuconv = [sys.executable, "-m", "tpuconv"]
         subprocess.run([*tpuconv, "convert", str(folder / "hf"), str(folder / "ckpt")], check=True)
-        shutil.rmtree(folder / "hf")
+        if not args.peer:
+            shutil.rmtree(folder / "hf")
         nbytes = json.loads((folder / "ckpt/tpuconv.json").read_text())["bytes"]
-        ratios, ours = [], []
+        ratios, ours, peers = [], [], []
         for _ in range(args.runs):
             copied = cold(["cp", "-r", str(folder / "ckpt"), str(folder / "copy")])
             shutil.rmtree(folder / "copy")
@@ -126,11 +145,23 @@ def main() -> None:
             print(
                 f"cp {copied['wall']:.1f} s, quantize {own['wall']:.1f} s, {own['cpu']:.1f} s of processor", flush=True
             )
+            if args.peer:
+                peer = cold([sys.executable, "-c", PEER, str(folder / "hf"), str(folder / "peer.pt")])
+                (folder / "peer.pt").unlink()
+                peers.append(peer)
+                print(f"torchao {peer['wall']:.1f} s, {peer['cpu']:.1f} s of processor", flush=True)
     encoder, theirs = cpu_of_encoders(nbytes // 2)
     print(f"{nbytes / 1e9:.2f} GB to int8: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of cp")
     print(f"processor time of the command {min(own['cpu'] for own in ours):.1f} s")
     print(f"of the encoder {encoder:.1f} s, of jitted Qwix {theirs:.1f} s: {theirs / encoder:.1f} times as much")
     print(f"peak private memory {max(own['private'] for own in ours) / 1e6:.0f} MB")
+    if peers:
+        relative = [own["wall"] / peer["wall"] for own, peer in zip(ours, peers, strict=True)]
+        print(
+            f"{statistics.median(relative):.2f} ({min(relative):.2f}-{max(relative):.2f}) of the wall time of torchao"
+        )
+        print(f"torchao: processor time {min(peer['cpu'] for peer in peers):.1f} s")
+        print(f"torchao: peak private memory {max(peer['private'] for peer in peers) / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

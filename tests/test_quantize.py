@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import qwix
-from checkpoints import qwen3_config, random_checkpoint
+from checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from families import CASES, Case, save
 from flax import nnx
 from hypothesis import given, settings
@@ -25,7 +25,15 @@ from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import REPORT, Options, make_plan
 from tpuconv.convert.run import run
 from tpuconv.convert.source import open_source
-from tpuconv.errors import ConfigError, CorruptOutput, GateError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.errors import (
+    ConfigError,
+    CorruptOutput,
+    GateError,
+    SourceError,
+    TpuconvError,
+    UnsupportedConfig,
+    UsageError,
+)
 from tpuconv.models.grouped import product
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize import encode
@@ -274,6 +282,35 @@ def test_one_pass_from_the_source_gives_the_same_as_two(tmp_path, small_cuts):
         n: (a.shape, a.dtype, a.axes) for n, a in two.arrays.items()
     }
     assert_same(leaves(tpuconv.load(tmp_path / "one")), leaves(tpuconv.load(tmp_path / "two")))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("method", ["absmax", "minmax"])
+def test_values_that_are_not_finite_are_not_quantized(value, method):
+    """By tables, and by Qwix itself."""
+    x = values_of(KINDS[0], (64, 32), np.random.default_rng(0)).copy()
+    encoder = encode.QwixEncoder(
+        "w", How(x.shape, (64, 1), 0, encode.Kind("int8", method, (64, 1)).in_qwix(x.shape)), encode.BF16, encode.BF16
+    )
+    encoder(x)
+    x[7, 9] = value
+    with pytest.raises(FloatingPointError):
+        encoder(x)
+
+
+def test_a_source_that_is_not_finite_is_not_quantized(tmp_path, small_cuts):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    tensors = {name: x.copy() for name, x in read_tensors(folder).items()}
+    tensors["model.layers.2.mlp.up_proj.weight"][7, 9] = np.nan
+    source = open_source(write_checkpoint(folder, qwen3_config(), tensors))
+    family = find_family(source.config)
+    config = family.config.from_hf(source.config)
+    own = quantization(
+        make_plan(source, family.name, family.table, config, Options()), family, config, find_config("int8_weight_only")
+    )
+    plan = make_plan(source, family.name, family.table, config, Options(), own)
+    with pytest.raises(SourceError, match=r"(?s)layers\.2\.mlp\.up\.kernel is not finite.*up_proj\.weight"):
+        list(run(plan, tmp_path / "out", LIMITS))
 
 
 def test_scales_are_stored_in_the_dtype_that_is_asked_for(tmp_path):

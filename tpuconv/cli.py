@@ -1,6 +1,7 @@
 """The command line: the only place that prints, draws progress and exits. It imports what a command needs when it
 runs."""
 
+import gc
 import json as jsonlib
 import resource
 import signal
@@ -356,9 +357,23 @@ def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfi
     plan = make_plan(source, family.name, table, config, options)
     if rules is None or plan.faults:
         return plan
-    from tpuconv.quantize.apply import quantization
+    with _uncollected():
+        from tpuconv.quantize.apply import quantization
 
-    return make_plan(source, family.name, table, config, options, quantization(plan, family, config, rules))
+        how = quantization(plan, family, config, rules)
+    return make_plan(source, family.name, table, config, options, how)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """For imports and tracing: both make many objects that stay, through which the collector of garbage would look
+    again and again. It does not look at them later either."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, what: str) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from tpuconv.convert.codecs import Tensor, decode_names, why_unread
 from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
+from tpuconv.convert.shards import Cut
 from tpuconv.convert.source import Source, shorten
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
 from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError
@@ -90,7 +91,11 @@ class Encoder(Protocol):
         """The arrays, named after the parameter by their suffixes."""
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up."""
+        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up.
+
+        Raises:
+            FloatingPointError: a value is infinite or not a number.
+        """
 
     def to_json(self) -> dict[str, Any]:
         """All that decides about the result."""
@@ -109,35 +114,18 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Array:
-    """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. It is
-    stored in files of the shape `shards`, which are read by `chunks`, of which a shard has a whole number along each
-    axis. A `buffer` counts as no parameter."""
+class Array(Cut):
+    """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. A
+    `buffer` counts as no parameter."""
 
     name: str
-    shape: Shape
-    dtype: np.dtype[Any]
     axes: str
-    shards: Shape
-    chunks: Shape
     sources: tuple[str, ...]
     buffer: bool = False
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def grid(self) -> Shape:
-        """The number of shards along each axis."""
-        return tuple(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
-
-    @property
-    def shard_bytes(self) -> int:
-        """The size of a shard's file: its chunks, an index entry of 16 bytes for each, a checksum of 4 for each and
-        all."""
-        chunks = prod(s // c for s, c in zip(self.shards, self.chunks, strict=True))
-        return prod(self.shards) * self.dtype.itemsize + 20 * chunks + 4
 
 
 @dataclass(frozen=True)
@@ -617,7 +605,8 @@ class _Target:
             chunks = self.chunks if part.own else piece
             shards = tuple(-(-n // c) * c for n, c in zip(piece, chunks, strict=True))
             full_name = f"{name}.{part.suffix}" if part.suffix else name
-            yield Array(full_name, shape, part.dtype, self.axes, shards, chunks, sources, buffer or not part.own)
+            is_buffer = buffer or not part.own
+            yield Array(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
 
 
 def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:

@@ -27,9 +27,10 @@ from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
 from tpuconv.convert.hub import wrong_hash
 from tpuconv.convert.journal import MANIFEST, Journal, write_durably
 from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
+from tpuconv.convert.shards import Shard
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
-from tpuconv.convert.store import Shard, Store, page_buffer
+from tpuconv.convert.store import Store, page_buffer
 from tpuconv.errors import ResourceError, SourceError, UsageError
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
@@ -200,15 +201,16 @@ class _Workers:
         bits = _bits(piece.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
         targets = piece.binding.layout(sources, piece.sizes)
-        if self.plan.is_encoded(piece) and not all(all_finite(source, piece.dtype) for source in sources):
-            raise _not_finite(piece.binding.dst[0].names[0], piece.binding.src[0].names)
         for stack, box, target in zip(piece.binding.dst, piece.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
             if encoder is None:
                 self._write(self.plan.arrays[name], box, target, memory, checksums)
                 continue
-            parts, own = encoder(target.view(piece.dtype))
+            try:
+                parts, own = encoder(target.view(piece.dtype))
+            except FloatingPointError:
+                raise _not_finite(name, piece.binding.src[0].names) from None
             manifest.add_figures(figures.setdefault(name, {}), own)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
@@ -233,7 +235,7 @@ class _Workers:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
             checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
             shard.close_chunk()
-        self.store.write(shard)
+        self.store.write(array.name, shard)
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():

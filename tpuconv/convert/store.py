@@ -1,10 +1,5 @@
 """The only writer of Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads.
 
-An array is a grid of shards, one file each, and a shard a grid of chunks, what a device reads (zarr v3
-"sharding_indexed"):
-
-    chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
-
 Files are written around the page cache where the file system can (O_DIRECT): filling the cache costs as much processor
 time as all the rest of a conversion. A shard is complete in memory before it is written, written again if in doubt, and
 no two pieces of work share one, so that units need no merging and any process may run them.
@@ -15,67 +10,18 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import crc32c
 import numpy as np
 
 from tpuconv.convert.plan import Array
+from tpuconv.convert.shards import Shard, shard_path
 from tpuconv.errors import OutputError, ResourceError, TpuconvError
-from tpuconv.layout import Shape
-
-CRC_BYTES = 4
-ABSENT = np.iinfo(np.uint64).max
-"""Offset and size, in the index, of a chunk that lies outside of the array."""
 
 DIRECT_BYTES = 1 << 20
 """Smaller files are left to the page cache."""
-
-
-class Shard:
-    """One shard under construction in `buffer`, which starts at a page and holds `array.shard_bytes` in whole pages.
-    `index` is its place in the array's grid of shards."""
-
-    def __init__(self, array: Array, index: Shape, buffer: np.ndarray):
-        self.array, self.index, self.buffer = array, index, buffer
-        self.slot_bytes = prod(array.chunks) * array.dtype.itemsize + CRC_BYTES
-        self.slots = tuple(s // c for s, c in zip(array.shards, array.chunks, strict=True))
-        self.offsets = np.full((prod(self.slots), 2), ABSENT, "<u8")
-        self.used = 0
-
-    def chunks(self) -> Iterator[tuple[int, Shape]]:
-        """The slot and the first element in the array of every chunk that lies, in part at least, in the array."""
-        first = [i * s for i, s in zip(self.index, self.array.shards, strict=True)]
-        for slot, at in enumerate(product(*map(range, self.slots))):
-            start = tuple(f + i * c for f, i, c in zip(first, at, self.array.chunks, strict=True))
-            if all(a < n for a, n in zip(start, self.array.shape, strict=True)):
-                yield slot, start
-
-    def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
-        """Where the next chunk is to be built, as unsigned integers."""
-        self.offsets[slot] = self.used, self.slot_bytes
-        end = self.used + self.slot_bytes - CRC_BYTES
-        return self.buffer[self.used : end].view(bits).reshape(self.array.chunks)
-
-    def close_chunk(self) -> None:
-        """Adds the checksum of the chunk that was built."""
-        self._add_crc(self.used, self.used + self.slot_bytes - CRC_BYTES)
-
-    def close(self) -> np.ndarray:
-        """Adds the index: the file's bytes."""
-        start, index = self.used, self.offsets.view(np.uint8).reshape(-1)
-        self.buffer[start : start + index.size] = index
-        self._add_crc(start, start + index.size)
-        return self.buffer[: self.used]
-
-    def _add_crc(self, start: int, end: int) -> None:
-        crc = crc32c.crc32c(self.buffer[start:end].data)
-        self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
-        self.used = end + CRC_BYTES
 
 
 class Store:
@@ -91,16 +37,16 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             for array in self.arrays.values():
                 (self.folder / array.name).mkdir(exist_ok=True)
-                _write_text(self.folder / array.name / "zarr.json", json.dumps(_zarr_metadata(array)))
+                _write_text(self.folder / array.name / "zarr.json", json.dumps(array.zarr_json()))
                 sync(self.folder / array.name)
             sync(self.folder)
         except OSError as e:
             raise write_error(self.folder, e) from e
 
-    def write(self, shard: Shard) -> None:
-        """Writes a finished shard to the disk; `sync` makes its name durable."""
+    def write(self, name: str, shard: Shard) -> None:
+        """Writes a finished shard of an array to the disk; `sync` makes its name durable."""
         try:
-            _write_file(self._path(shard.array, shard.index), shard.close())
+            _write_file(shard_path(self.folder / name, shard.index), shard.close())
         except OSError as e:
             raise write_error(self.folder, e) from e
 
@@ -117,7 +63,7 @@ class Store:
         """
         for array in self.arrays.values():
             for index in product(*map(range, array.grid)):
-                path = self._path(array, index)
+                path = shard_path(self.folder / array.name, index)
                 if not path.is_file():
                     raise OutputError(f"{path} was not written", hint="remove the unfinished output and convert again")
         try:
@@ -126,9 +72,6 @@ class Store:
             sync(self.folder)
         except OSError as e:
             raise write_error(self.folder, e) from e
-
-    def _path(self, array: Array, index: Shape) -> Path:
-        return self.folder / array.name / ".".join(("c", *map(str, index)))
 
 
 def page_buffer(nbytes: int) -> np.ndarray:
@@ -186,28 +129,6 @@ def _write_through(path: Path, data: np.ndarray, size: int, flags: int) -> None:
 def _whole_pages(data: np.ndarray) -> np.ndarray:
     pages = -(-data.nbytes // mmap.PAGESIZE)
     return np.lib.stride_tricks.as_strided(data, (pages * mmap.PAGESIZE,), (1,))
-
-
-def _zarr_metadata(array: Array) -> dict[str, Any]:
-    crc = {"name": "crc32c"}
-    little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
-    sharding = {
-        "chunk_shape": array.chunks,
-        "codecs": [little_endian, crc],
-        "index_codecs": [little_endian, crc],
-        "index_location": "end",
-    }
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": array.shape,
-        "data_type": array.dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.shards}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": 0,
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "attributes": {},
-    }
 
 
 def _orbax_files(arrays: Iterable[Array]) -> dict[str, str]:

@@ -33,6 +33,9 @@ LARGEST_SCALE = 2.0**125
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
+INFINITY = 0x7F80
+"""Its bits in bfloat16; those of what is not a number are more."""
+
 Parts = tuple[list[np.ndarray], dict[str, float]]
 """Codes as bytes, scales, zero points as bytes where there are any; and figures that add up."""
 
@@ -108,7 +111,13 @@ class QwixEncoder:
         return QTYPES[self.how.qtype] + scales / prod(self.how.tiles)
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles."""
+        """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles.
+
+        Raises:
+            FloatingPointError: a value is infinite or not a number.
+            UnsupportedConfig: the scale of a tile is so small that it is stored as 0.
+            GateError: the tables do not give what Qwix does.
+        """
         kind = Kind(self.how.qtype, self.method, self.how.tiles)
         if self.dtype == BF16 and self.method.startswith("absmax"):
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
@@ -211,6 +220,8 @@ def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
         tile_row = (tile_row[:, None] * count + np.arange(n) // tile).reshape(-1)
     largest = np.zeros((prod(counts[:-1]), counts[-1]), np.uint16)
     kernels.absmax(bits, tile_row, tiles[-1], largest)
+    if largest.max() >= INFINITY:
+        raise FloatingPointError
     scales = _scales(kind.qtype, kind.method)[largest]
     codes = np.empty(bits.shape, np.uint8)
     integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGERS else 0
@@ -262,8 +273,10 @@ def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, 
 
 
 def _by_qwix(values: np.ndarray, kind: Kind) -> Parts:
-    array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
     wide = jnp.asarray(values).astype(jnp.float32)
+    if not jnp.isfinite(wide).all():
+        raise FloatingPointError
+    array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
     decoded = qarray.dequantize(array).astype(jnp.float32)
     quotient = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, array.scale.astype(jnp.float32)))
     clipped = 0 if array.zero_point is not None else jnp.sum(quotient > _largest(kind.qtype) * (1 + 1e-6))

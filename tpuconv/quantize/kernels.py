@@ -3,8 +3,6 @@
 Values are the bits of bfloat16, [R, C]; row r has its scales in row `tile_row[r]` of [S, C / tile].
 """
 
-from typing import Any
-
 import numba
 import numpy as np
 
@@ -23,45 +21,81 @@ def absmax(bits: np.ndarray, tile_row: np.ndarray, tile: int, out: np.ndarray) -
                 largest[j] = max(largest[j], own[j] & np.uint16(0x7FFF))
         else:
             for i in range(columns // tile):
-                most = np.uint16(0)
-                for j in range(i * tile, (i + 1) * tile):
-                    most = max(most, own[j] & np.uint16(0x7FFF))
-                largest[i] = max(largest[i], most)
+                largest[i] = max(largest[i], absmax_of_run(own[i * tile : (i + 1) * tile]))
 
 
 @compiled  # type: ignore[untyped-decorator]
-def quotients(bits: np.ndarray, scales: np.ndarray, tile: int, wide: np.ndarray, own: np.ndarray) -> None:
-    """Of one row: the values by their scales, in float32, whose bits are `wide`; and the scale of each value."""
-    floats = wide.view(np.float32)
-    columns = bits.size
-    if tile == 1:
-        own[:] = scales
-    else:
-        for i in range(columns // tile):
-            own[i * tile : (i + 1) * tile] = scales[i]
-    for j in range(columns):
-        wide[j] = np.uint32(bits[j]) << np.uint32(16)
-    for j in range(columns):
-        floats[j] /= own[j]
+def absmax_of_run(bits: np.ndarray) -> np.uint16:
+    """The same of values side by side."""
+    most = np.uint16(0)
+    for j in range(bits.size):
+        most = np.uint16(max(most, np.uint16(bits[j] & np.uint16(0x7FFF))))
+    return most
 
 
 @compiled  # type: ignore[untyped-decorator]
-def rounded(wide: np.uint32) -> np.uint32:
-    """The bits of a bfloat16 nearest to a float32 with these bits; even where two are as near."""
-    return (wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+def widened(bits: np.uint16) -> np.float32:
+    """The value of a bfloat16 by its bits."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def rounded(value: np.float32) -> np.uint16:
+    """The bits of the bfloat16 nearest to a float32; even where two are as near."""
+    wide = np.float32(value).view(np.uint32)
+    return np.uint16((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+# Steps that can be done for many values at once are one loop, since loops of their own are passes over memory; what is
+# looked up is a loop apart, since it cannot. Only sums may be reordered: `reassoc` leaves quotients as IEEE has them.
 
 
 @summing  # type: ignore[untyped-decorator]
-def figures(wide: np.ndarray, own: np.ndarray, decoded: np.ndarray, bound: float) -> Any:
-    """Of one row: the sums of the squares of its values and of what is lost of them, and how many are clipped."""
-    floats = wide.view(np.float32)
-    signal, noise, clipped = np.float32(0), np.float32(0), 0
-    for j in range(floats.size):
-        value, lost = floats[j] * own[j], (decoded[j] - floats[j]) * own[j]
+def encode_integers(
+    bits: np.ndarray, own: np.ndarray, least: np.float32, most: np.float32, codes: np.ndarray
+) -> tuple[np.float32, np.float32]:
+    """Fills `codes` of a row of values with scales `own`; returns the sums of the squares of its values and of what is
+    lost of them."""
+    signal, noise = np.float32(0), np.float32(0)
+    for j in range(bits.size):
+        value, scale = widened(bits[j]), own[j]
+        quotient = value / scale
+        code = max(min(np.rint(widened(rounded(quotient))), most), least)
+        codes[j] = np.uint8(np.int8(np.int32(code)))
+        lost = (code - quotient) * scale
         signal += value * value
         noise += lost * lost
-        clipped += abs(floats[j]) > bound
-    return signal, noise, clipped
+    return signal, noise
+
+
+@summing  # type: ignore[untyped-decorator]
+def encode_by_tables(
+    bits: np.ndarray, own: np.ndarray, code_of: np.ndarray, value_of: np.ndarray, codes: np.ndarray
+) -> tuple[np.float32, np.float32]:
+    """The same by tables."""
+    quotients, decoded = np.empty(bits.size, np.uint16), np.empty(bits.size, np.float32)
+    for j in range(bits.size):
+        quotients[j] = rounded(widened(bits[j]) / own[j])
+    for j in range(bits.size):
+        codes[j] = code_of[quotients[j]]
+    for j in range(bits.size):
+        decoded[j] = value_of[codes[j]]
+    signal, noise = np.float32(0), np.float32(0)
+    for j in range(bits.size):
+        value, scale = widened(bits[j]), own[j]
+        lost = (decoded[j] - value / scale) * scale
+        signal += value * value
+        noise += lost * lost
+    return signal, noise
+
+
+@compiled  # type: ignore[untyped-decorator]
+def count_clipped(bits: np.ndarray, own: np.ndarray, bound: np.float32) -> np.int32:
+    """How many values of a row are larger than `bound` times their scales."""
+    count = np.int32(0)
+    for j in range(bits.size):
+        count = np.int32(count + np.int32(abs(widened(bits[j]) / own[j]) > bound))
+    return count
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -76,30 +110,24 @@ def encode(
     bound: float,
     codes: np.ndarray,
 ) -> tuple[float, float, int]:
-    """Fills `codes`; returns the sums of `figures`. Codes are integers from -`integers` to `integers` - 1, or where
-    that is 0 those of the tables: of each bfloat16 quotient [65536], and the value of each code [256]."""
+    """Fills `codes`; returns the sums of the squares of the values and of what is lost of them, and how many values are
+    clipped, beyond `bound` times their scales. Codes are integers from -`integers` to `integers` - 1, or where that is
+    0 those of the tables: of each bfloat16 quotient [65536], and the value of each code [256]."""
     rows, columns = bits.shape
-    wide, own = np.empty(columns, np.uint32), np.empty(columns, np.float32)
-    decoded = np.empty(columns, np.float32)
-    nearest = np.empty(columns, np.uint32)
-    floats = nearest.view(np.float32)
+    spread = np.empty(columns, np.float32)
     signal, noise, clipped = 0.0, 0.0, 0
-    least, most = np.float32(-integers), np.float32(integers - 1)
+    least, most, largest = np.float32(-integers), np.float32(integers - 1), np.float32(bound)
     for r in range(rows):
-        quotients(bits[r], scales[tile_row[r]], tile, wide, own)
-        code = codes[r]
+        own = scales[tile_row[r]]
+        if tile > 1:
+            for i in range(columns // tile):
+                spread[i * tile : (i + 1) * tile] = own[i]
+            own = spread
         if integers:
-            for j in range(columns):
-                nearest[j] = rounded(wide[j]) << np.uint32(16)
-            for j in range(columns):
-                decoded[j] = max(min(np.rint(floats[j]), most), least)
-            for j in range(columns):
-                code[j] = np.uint8(np.int8(np.int32(decoded[j])))
+            a, b = encode_integers(bits[r], own, least, most, codes[r])
         else:
-            for j in range(columns):
-                code[j] = code_of[rounded(wide[j])]
-            for j in range(columns):
-                decoded[j] = value_of[code[j]]
-        a, b, c = figures(wide, own, decoded, bound)
-        signal, noise, clipped = signal + a, noise + b, clipped + c
+            a, b = encode_by_tables(bits[r], own, code_of, value_of, codes[r])
+        signal, noise = signal + a, noise + b
+        if largest < np.inf:
+            clipped += count_clipped(bits[r], own, largest)
     return signal, noise, clipped

@@ -1,4 +1,5 @@
-"""Does a checkpoint hold what its manifest says? Every array is read once, by TensorStore, in bounded memory."""
+"""Does a checkpoint hold what its manifest says? Every array is read once, by TensorStore, as Orbax will, in bounded
+memory."""
 
 import os
 from collections.abc import Iterator
@@ -6,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
 import numpy as np
 
-from tpuconv.convert.checkpoint import open_array
 from tpuconv.convert.manifest import Manifest, StoredArray, add_checksums, chunk_checksum
 
 READ_BYTES = 32 << 20
@@ -41,7 +42,7 @@ def check(manifest: Manifest) -> Iterator[Checked]:
 def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
     nbytes = prod(array.shape) * np.dtype(array.dtype).itemsize
     try:
-        stored = open_array(manifest, array.name)
+        stored = _open(manifest.params / array.name)
         have = (tuple(stored.shape), stored.dtype.name, tuple(stored.chunk_layout.read_chunk.shape or ()))
         want = (array.shape, array.dtype, array.chunks)
         if have != want:
@@ -51,6 +52,21 @@ def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
         return Checked(array.name, nbytes, f"cannot be read: {str(e).splitlines()[0]}")
     fault = None if f"{checksum:016x}" == array.xxh3 else "does not have the checksum of the manifest"
     return Checked(array.name, nbytes, fault)
+
+
+def _open(folder: Path) -> Any:
+    """An array as a TensorStore, of which nothing is cached and a missing chunk is an error: a ValueError, as what else
+    is wrong with what is stored."""
+    import tensorstore as ts
+
+    return ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": str(folder.absolute())},
+            "cache_pool": {"total_bytes_limit": 0},
+            "fill_missing_data_reads": False,
+        }
+    ).result()
 
 
 def _checksums(stored: Any, array: StoredArray) -> Iterator[int]:

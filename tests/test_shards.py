@@ -1,0 +1,134 @@
+"""What is written in shard files is read as TensorStore reads it, and no bit of it goes unchecked."""
+
+import tempfile
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpuconv.convert import checkpoint
+from tpuconv.convert.checkpoint import read_box
+from tpuconv.convert.manifest import Manifest, StoredArray
+from tpuconv.convert.plan import Array
+from tpuconv.convert.shards import Shard, shard_path
+from tpuconv.convert.store import Store, page_buffer
+from tpuconv.errors import CorruptOutput
+
+DTYPES = ["uint8", "int8", "bfloat16", "float8_e4m3fn", "float32", "float64"]
+
+
+@dataclass
+class Case:
+    """An array "w", how it is cut, and a box of it."""
+
+    array: Array
+    box: tuple[slice | int, ...]
+    read_bytes: int
+    """Read at once."""
+    direct: bool
+    """Whether around the page cache, which is for larger files otherwise."""
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
+    chunks = tuple(draw(st.integers(1, n)) for n in shape)
+    shards = tuple(c * draw(st.integers(1, 4)) for c in chunks)
+    dtype = np.dtype(getattr(ml_dtypes, name, name) if (name := draw(st.sampled_from(DTYPES))) else None)
+    box: list[slice | int] = []
+    for n in shape[: draw(st.integers(0, len(shape)))]:
+        first = draw(st.integers(0, n - 1))
+        box.append(first if draw(st.booleans()) else slice(first, draw(st.integers(first, n))))
+    read_bytes = draw(st.sampled_from([1, 40, 1 << 20]))
+    return Case(Array(shape, dtype, shards, chunks, "w", "", ()), tuple(box), read_bytes, draw(st.booleans()))
+
+
+def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
+    store, buffer = Store(folder / "params", {"w": array}), page_buffer(array.shard_bytes)
+    store.write_metadata()
+    bits = values.view(f"u{values.itemsize}")
+    for index in product(*map(range, array.grid)):
+        shard = Shard(array, index, buffer)
+        for slot, start in shard.chunks():
+            part = bits[tuple(slice(a, a + c) for a, c in zip(start, array.chunks, strict=True))]
+            chunk = shard.place(slot, bits.dtype)
+            chunk[...] = 0
+            chunk[tuple(map(slice, part.shape))] = part
+            shard.close_chunk()
+        store.write("w", shard)
+    stored = StoredArray("w", array.shape, array.dtype.name, "", array.chunks, (), "", False)
+    return Manifest(folder, {}, {"w": stored})
+
+
+def random(array: Array) -> np.ndarray:
+    bits = np.random.default_rng(0).integers(0, 256, prod(array.shape) * array.dtype.itemsize, np.uint8)
+    return bits.view(array.dtype).reshape(array.shape)
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_any_box_is_what_tensorstore_reads(case):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "READ_BYTES", case.read_bytes)
+        if case.direct:
+            patch.setattr(checkpoint, "DIRECT_BYTES", 0)
+        manifest = write(case.array, Path(name), random(case.array))
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{name}/params/w"}}
+        want = ts.open(spec).result()[case.box].read().result()
+        have = np.zeros(want.shape, case.array.dtype)
+        read_box(manifest, "w", case.box, have)
+        assert have.tobytes() == want.tobytes()
+
+
+SMALL = Array((5, 6), np.dtype("u2"), (4, 6), (2, 3), "w", "", ())
+ALL = (slice(0, 5), slice(0, 6))
+
+
+def test_every_bit_is_checked(tmp_path):
+    """Of chunks, of the index and of their checksums; and every byte that is lost at the end."""
+    manifest, out = write(SMALL, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
+    for index in product(*map(range, SMALL.grid)):
+        path = shard_path(tmp_path / "params" / "w", index)
+        data = path.read_bytes()
+        for bit in range(8 * len(data)):
+            path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
+            with pytest.raises(CorruptOutput, match=r"params/w cannot be read: .* does not hold its checksum"):
+                read_box(manifest, "w", ALL, out)
+        for size in range(len(data)):
+            path.write_bytes(data[:size])
+            with pytest.raises(CorruptOutput, match=r"params/w cannot be read: "):
+                read_box(manifest, "w", ALL, out)
+        path.write_bytes(data)
+    read_box(manifest, "w", ALL, out)
+    assert (out == random(SMALL)).all()
+
+
+def test_what_is_missing_is_named(tmp_path):
+    manifest, out = write(SMALL, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
+    folder = tmp_path / "params" / "w"
+    short = Shard(SMALL, (0, 0), page_buffer(SMALL.shard_bytes))  # a shard without its last chunk
+    for slot in range(3):
+        short.place(slot, np.dtype("u2"))[...] = 0
+        short.close_chunk()
+    Store(tmp_path / "params", {}).write("w", short)
+    read_box(manifest, "w", (slice(0, 2),), out[:2])
+    with pytest.raises(CorruptOutput, match=r"w cannot be read: a chunk of c\.0\.0 is missing"):
+        read_box(manifest, "w", ALL, out)
+    (folder / "c.0.0").unlink()
+    with pytest.raises(CorruptOutput, match=r"w cannot be read: c\.0\.0 is missing"):
+        read_box(manifest, "w", ALL, out)
+    read_box(manifest, "w", (slice(4, 5),), out[4:])
+    for text in ("{}", "[", (folder / "zarr.json").read_text().replace("uint16", "int16")):
+        (folder / "zarr.json").write_text(text)
+        with pytest.raises(CorruptOutput, match=r"w cannot be read: zarr\.json does not describe the array"):
+            read_box(manifest, "w", ALL, out)
+    (folder / "zarr.json").unlink()
+    with pytest.raises(CorruptOutput, match=r"w cannot be read: zarr\.json is missing"):
+        read_box(manifest, "w", ALL, out)

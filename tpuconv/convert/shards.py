@@ -1,0 +1,145 @@
+"""How an array lies in shard files: what `store` writes and `checkpoint` reads.
+
+An array is a grid of shards, one file each, and a shard a grid of chunks, what a device reads (zarr v3
+"sharding_indexed"):
+
+    chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from tpuconv.layout import Shape
+
+CRC_BYTES = 4
+ENTRY = np.dtype("<u8")
+"""Of the index, which holds two for each chunk: where it begins and how long it is, checksum included."""
+ABSENT = np.iinfo(ENTRY).max
+"""Both entries of a chunk that lies outside of the array."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An array in files of the shape `shards`, which are read by `chunks`, of which a shard has a whole number along
+    each axis."""
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    shards: Shape
+    chunks: Shape
+
+    @property
+    def grid(self) -> Shape:
+        """The number of shards along each axis."""
+        return tuple(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
+
+    @property
+    def slots(self) -> Shape:
+        """The number of chunks of a shard along each axis."""
+        return tuple(s // c for s, c in zip(self.shards, self.chunks, strict=True))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a chunk and its checksum."""
+        return prod(self.chunks) * self.dtype.itemsize + CRC_BYTES
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the index and its checksum."""
+        return 2 * ENTRY.itemsize * prod(self.slots) + CRC_BYTES
+
+    @property
+    def shard_bytes(self) -> int:
+        """The size of the file of a shard that holds all its chunks."""
+        return prod(self.slots) * self.slot_bytes + self.index_bytes
+
+    def starts(self, index: Shape) -> Iterator[tuple[int, Shape]]:
+        """The slot and the first element in the array of every chunk of a shard that lies, in part at least, in the
+        array. `index` is the place of the shard in the grid."""
+        first = [i * s for i, s in zip(index, self.shards, strict=True)]
+        for slot, at in enumerate(product(*map(range, self.slots))):
+            start = tuple(f + i * c for f, i, c in zip(first, at, self.chunks, strict=True))
+            if all(a < n for a, n in zip(start, self.shape, strict=True)):
+                yield slot, start
+
+    def zarr_json(self) -> dict[str, Any]:
+        """The array's metadata, as JSON has it."""
+        crc = {"name": "crc32c"}
+        little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
+        sharding = {
+            "chunk_shape": list(self.chunks),
+            "codecs": [little_endian, crc],
+            "index_codecs": [little_endian, crc],
+            "index_location": "end",
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.shards)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {},
+        }
+
+
+def shard_path(folder: Path, index: Shape) -> Path:
+    """The file of a shard of the array in a folder."""
+    return folder / ".".join(("c", *map(str, index)))
+
+
+class Shard:
+    """One shard under construction in `buffer`, which starts at a page and holds `cut.shard_bytes` in whole pages.
+    `index` is its place in the array's grid of shards."""
+
+    def __init__(self, cut: Cut, index: Shape, buffer: np.ndarray):
+        self.cut, self.index, self.buffer = cut, index, buffer
+        self.offsets = np.full((prod(cut.slots), 2), ABSENT, ENTRY)
+        self.used = 0
+
+    def chunks(self) -> Iterator[tuple[int, Shape]]:
+        """The slot and the first element of every chunk that is to be built; see `Cut.starts`."""
+        return self.cut.starts(self.index)
+
+    def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
+        """Where the next chunk is to be built, as unsigned integers."""
+        self.offsets[slot] = self.used, self.cut.slot_bytes
+        end = self.used + self.cut.slot_bytes - CRC_BYTES
+        return self.buffer[self.used : end].view(bits).reshape(self.cut.chunks)
+
+    def close_chunk(self) -> None:
+        """Adds the checksum of the chunk that was built."""
+        self._add_crc(self.used, self.used + self.cut.slot_bytes - CRC_BYTES)
+
+    def close(self) -> np.ndarray:
+        """Adds the index: the file's bytes."""
+        start, index = self.used, self.offsets.view(np.uint8).reshape(-1)
+        self.buffer[start : start + index.size] = index
+        self._add_crc(start, start + index.size)
+        return self.buffer[: self.used]
+
+    def _add_crc(self, start: int, end: int) -> None:
+        crc = crc32c.crc32c(self.buffer[start:end].data)
+        self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
+        self.used = end + CRC_BYTES
+
+
+def checked(data: np.ndarray, what: str) -> np.ndarray:
+    """Bytes without the checksum that ends them.
+
+    Raises:
+        ValueError: they do not hold it.
+    """
+    own, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
+    if crc32c.crc32c(own.data) != int.from_bytes(crc.tobytes(), "little"):
+        raise ValueError(f"{what} does not hold its checksum")
+    return own
