@@ -304,8 +304,9 @@ FORMS = [
 ] + [pytest.param(case, mxfp4, id=f"{case}-mxfp4") for case in GPT_OSS]
 
 
+SLOW = ("llama4-maverick", "deepseek_v3-plain-queries", "qwen3_moe-few-experts")
 LOADED = [
-    pytest.param(case, encoding, id=f"{case}-{encoding.__name__}")
+    pytest.param(case, encoding, id=f"{case}-{encoding.__name__}", marks=[pytest.mark.slow] * (case.id in SLOW))
     for case, encoding in (
         *((case, fp8) for case in CASES if case.id in ("llama-biases", "llama4-maverick", "deepseek_v3-groups")),
         *((case, int4) for case in CASES if case.id in ("deepseek_v3-plain-queries", "mixtral-plain")),

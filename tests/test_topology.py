@@ -144,7 +144,6 @@ def test_experts_that_no_token_chose_are_not_read(tmp_path):
     assert kernel["expected_bytes"] <= 0.25 * experts
     assert decode["expected_floor"] < decode["floor"]
     assert "few_rows" not in {call["kernel"] for call in one["programs"]["prefill"]["custom_calls"]}
-    assert "(all experts " in ask(tmp_path, config, *args).stdout
 
 
 @compiler
