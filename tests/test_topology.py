@@ -124,6 +124,15 @@ def test_a_dense_layer_has_two_all_reduces(tmp_path):
 
 
 @compiler
+def test_one_tokens_products_are_the_matrix_units(tmp_path):
+    """Not loops over elements: seven products a layer, and the head's."""
+    args = ("--topology", "v5e:1x1", "--batch", 1, "--context", 128, "--json")
+    (one,) = json.loads(ask(tmp_path, DENSE, *args).stdout)["slices"]
+    counts = [product["count"] for product in one["programs"]["decode"]["products"] if product["count"]]
+    assert sum(counts) >= 3 * 7 + 1
+
+
+@compiler
 def test_experts_that_no_token_chose_are_not_read(tmp_path):
     """Three tokens, two experts each, choose at most 6 of 32."""
     config = DENSE | {

@@ -79,7 +79,7 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
         out_shape=jax.ShapeDtypeStruct((R, M), jnp.float32),  # type: ignore[no-untyped-call]
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(M // width, jnp.sum(tiles)),
+            grid=(-(-M // width), jnp.sum(tiles)),
             in_specs=[
                 pl.BlockSpec((height, D), lambda j, at, group, tile, *_: (tile[at], 0)),
                 pl.BlockSpec((1, D, width), lambda j, at, group, tile, *_: (group[at], 0, j)),
@@ -107,8 +107,13 @@ def tile_width(x: jax.Array, kernel: jax.Array) -> int | None:
     height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
     column = 2 * round(D * _bytes(kernel)) + 3 * 4 * height + (4 + kind) * min(D, SLAB)
     room = FAST_BYTES - 2 * height * D * kind
-    widths = (M // n for n in range(1, M + 1) if M % n == 0 and (n == 1 or M // n % LANES == 0))
-    return next((n for n in widths if n * column <= room and D % SUBLANES == 0), None)
+    widest = room // column
+    if D % SUBLANES or widest < min(M, LANES):
+        return None
+    if widest >= M:
+        return M
+    tiles = -(-M // (widest // LANES * LANES))
+    return -(-M // (tiles * LANES)) * LANES
 
 
 def _bytes(x: jax.Array) -> float:
