@@ -230,7 +230,7 @@ def test_a_mistake_gets_an_answer_that_helps(mistake):
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        (("--topology", "v5e:3x3"), "there is no slice v5e:3x3"),
+        (("--topology", "v5e:3x3"), "of v5e there are 1x1, 2x2, 2x4"),
         (("--topology", "v5e:2x2", "--mesh", "tensor=8"), "the mesh tensor=8 has 8 devices, v5e:2x2 has 4"),
     ],
 )
