@@ -47,10 +47,13 @@ class Commands(click.Group):
 
 
 class Example(click.Command):
-    """A command whose help ends with examples, one a line."""
+    """A command whose help ends with examples, one a line. It takes -v, which `main` looks for, as the group does."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
+        )
         self.examples = examples
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -79,9 +82,12 @@ class Size(click.ParamType[int]):
         text = str(value).strip().lower().removesuffix("b")
         number = text.rstrip("kmgti")
         try:
-            return int(float(number) * self.units[text[len(number) :]])
-        except (KeyError, ValueError):
+            size = int(float(number) * self.units[text[len(number) :]])
+        except (KeyError, ValueError, OverflowError):
+            size = 0
+        if size < 1:
             self.fail(f"'{value}' is no size; write 8GB or 500MB", param, ctx)
+        return size
 
 
 class Layers(click.ParamType[range]):
@@ -138,9 +144,9 @@ def main() -> None:
             traceback.print_exc()
         _fail(e, as_json)
     except (KeyboardInterrupt, click.Abort) as e:
-        click.echo("\nInterrupted. What is done is kept: the same command goes on from there.", err=True)
-        # click makes an Abort of every KeyboardInterrupt
-        sys.exit(TERMINATED if isinstance(e.__context__ or e, _Terminated) else INTERRUPTED)
+        cause = e.__context__ or e  # click makes an Abort of every KeyboardInterrupt
+        click.echo("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
+        sys.exit(TERMINATED if isinstance(cause, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
     except Exception as e:  # a bug: say so in one line, and all of it on request
@@ -156,6 +162,16 @@ class _Terminated(KeyboardInterrupt):
 
 def _terminate(*_: object) -> None:
     raise _Terminated
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Around work that a rerun goes on with: who interrupts it is told so."""
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        e.add_note("What is done is kept: the same command goes on from there.")
+        raise
 
 
 def _help_hint(error: click.ClickException) -> str:
@@ -329,7 +345,7 @@ def convert(
         )
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
-    with _progress("downloading", as_json) as show:
+    with _kept(), _progress("downloading", as_json) as show:
         resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
     with resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
@@ -381,7 +397,7 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
     from tpuconv.convert.run import run
 
     began, resumed = time.monotonic(), 0
-    with _progress(what, as_json) as show:
+    with _kept(), _progress(what, as_json) as show:
         for at in run(plan, out, limits, overwrite=overwrite):
             show(at.done, at.total)
             resumed = at.resumed or resumed
@@ -506,7 +522,7 @@ def quantize(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint CKPT by Qwix rules to OUT (./<CKPT>-<config> by default).
+    """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
 
     CKPT is the newest checkpoint in the current folder that is not quantized, by default. OUT appears whole or not at
     all; interrupted, the same command goes on where it was. It holds the arrays that Qwix would make of the whole
@@ -766,7 +782,7 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     family = get_family(manifest.family)
     config = family.config.from_hf(exporter.released_config(manifest))
     began, total = time.monotonic(), 0
-    with _progress("exporting", as_json) as show:
+    with _kept(), _progress("exporting", as_json) as show:
         for at in exporter.export(manifest, family.table, config, out):
             show(at.done, at.total)
             total = at.total
@@ -957,7 +973,7 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
         )
     if faults and not as_json:
         raise CorruptOutput(
-            f"{len(faults)} faults in {manifest.folder}",
+            f"{len(faults)} {'faults' if len(faults) > 1 else 'fault'} in {manifest.folder}",
             details=[f"{array.name} {array.fault}" for array in faults[:20]],
             hint="convert the checkpoint again",
         )
@@ -985,7 +1001,7 @@ def _verify_logits(
 
     devices = logits.device_mesh(mesh) if mesh else None
     origin = manifest.raw["source"]
-    with _progress("downloading", as_json) as show:
+    with _kept(), _progress("downloading", as_json) as show:
         resolved = resolve(
             source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
         )
@@ -1026,9 +1042,20 @@ def _verify_logits(
 def _prompt_ids(manifest: Any, tokenizer_folder: Path, prompt_file: Path | None) -> list[list[int]]:
     from tpuconv.verify.logits import tokenize
 
-    lines = prompt_file.read_text().splitlines() if prompt_file else []
     vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
-    return tokenize(tokenizer_folder, [line for line in lines if line.strip()], vocab)
+    return tokenize(tokenizer_folder, _prompts(prompt_file) if prompt_file else [], vocab)
+
+
+def _prompts(file: Path) -> list[str]:
+    try:
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{file} is no text in UTF-8: {e.reason} at byte {e.start}", hint="save it as UTF-8") from e
+    except OSError as e:
+        raise UsageError(f"{file} cannot be read: {e.strerror}") from e
+    if not prompts:
+        raise UsageError(f"{file} holds no prompt", hint="write a prompt a line, or leave --prompts out")
+    return prompts
 
 
 def _show_part(part: Any) -> None:
@@ -1281,7 +1308,13 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
 @click.option("--top-k", type=int, help="Only the k most likely tokens.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@click.option(
+    "--seed",
+    type=click.IntRange(-(1 << 63), (1 << 63) - 1),
+    metavar="INTEGER",
+    default=0,
+    help="The same seed gives the same text.  [default: 0]",
+)
 @CACHE_DTYPE
 @JSON
 def generate(
