@@ -179,10 +179,11 @@ def _help_hint(error: click.ClickException) -> str:
     return f"see `{ctx.command_path} --help`" if ctx else "see `tpuconv --help`"
 
 
-def _fail(error: TpuconvError, as_json: bool) -> None:
+def _fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> None:
+    """Ends with the error; in JSON it stands beside what is `known` all the same."""
     if as_json:
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
-        _print_json({"error": {**facts, "exit_code": error.exit_code}})
+        _print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
     name = click.style(type(error).__name__, fg="red", bold=True)
     click.echo(f"{name}: {error}", err=True)
     sys.exit(error.exit_code)
@@ -354,7 +355,6 @@ def convert(
         plan = _plan(source, family, family.table, options, rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
-            plan.check()
             return
         out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
         _run(plan, out, limits, overwrite, as_json, "converting")
@@ -434,10 +434,15 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
 
 
 def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
+    """Shows a plan, and what is wrong with it after that."""
     from tpuconv.convert.names import collapse
 
     memory = plan.peak_memory(plan.jobs(jobs, max_memory))
     if as_json:
+        try:
+            plan.check()
+        except TpuconvError as error:
+            _fail(error, as_json, plan.to_json(memory))
         _print_json(plan.to_json(memory))
         return
     table = _table(
@@ -459,6 +464,7 @@ def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
         f"{_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {_size(memory)}",
         soft_wrap=True,
     )
+    plan.check()
 
 
 def _print_skipped(console: "Console", plan: "Plan") -> None:
