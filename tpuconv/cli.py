@@ -267,6 +267,28 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
+def _awaited(items: Iterable[Any], what: str, quiet: bool) -> Iterator[Any]:
+    """The items, with a sign of life on the terminal while each is awaited."""
+    waiting, none = iter(items), object()
+    while True:
+        with _sign_of_life(what, quiet):
+            item = next(waiting, none)
+        if item is none:
+            return
+        yield item
+
+
+@contextmanager
+def _sign_of_life(what: str, quiet: bool) -> Iterator[None]:
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tpuconv")
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
@@ -1019,9 +1041,11 @@ def _verify_logits(
             show_part = (lambda part: None) if as_json else _show_part
             parts, hf, ours = compare_layers(manifest, resolved.folder, ids, own, show_part)
         else:
-            hf = logits.reference_logits(resolved.folder, ids, own)
+            with _sign_of_life("running transformers", as_json):
+                hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
-        ours = logits.model_logits(manifest.folder, ids, own, devices)
+        with _sign_of_life("running the converted model", as_json):
+            ours = logits.model_logits(manifest.folder, ids, own, devices)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
@@ -1135,7 +1159,7 @@ def _verify_topology(
     from tpuconv.verify import tpu
 
     answers = []
-    for answer in tpu.ask(question, groups):
+    for answer in _awaited(tpu.ask(question, groups), "compiling", as_json):
         answers.append(answer)
         if not as_json:
             _console().print(_answer_line(answer), soft_wrap=True)
@@ -1196,7 +1220,7 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
     columns = ("compiled in", "HBM read", "written", "floor", "estimate")
     table = _table(
         f"a step; estimates are experimental: {ESTIMATE_ERROR}",
-        "slice", "program", *columns, "collectives", "products: multiplied (stored)", "large copies", right=columns,
+        "slice", "program", *columns, right=columns,
     )  # fmt: skip
     for answer in answers:
         for program in answer.programs:
@@ -1208,10 +1232,23 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
                 _size(program.hbm_written),
                 _floor(program),
                 f"{1e3 * program.estimate:.2f} ms",
-                "\n".join(f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives),
-                "\n".join(f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products),
-                "\n".join(f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]),
             )
+    yield table
+    table = _table(
+        "what a step does; products: as multiplied (as stored)", "slice", "program", "kind", "count and bytes"
+    )
+    for answer in answers:
+        for program in answer.programs:
+            does = {
+                "collectives": [f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives],
+                "products": [f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products],
+                "large copies": [
+                    f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]
+                ],
+            }
+            for kind, lines in does.items():
+                if lines:
+                    table.add_row(answer.topology, program.name, kind, "\n".join(lines))
     yield table
 
 
@@ -1236,7 +1273,8 @@ def _benchmark(
     tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
     spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
     machine = decode.machine()
-    model = _load(manifest.folder, own)
+    with _sign_of_life("loading", as_json):  # and none while times are taken
+        model = _load(manifest.folder, own)
     timings = list(decode.measure(model, wanted, repeats, machine.limits, spoken, cache_dtype))
     text = decode.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True) if tokenizer else None
     origin = manifest.raw["source"]
