@@ -4,6 +4,8 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 from itertools import product
@@ -13,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+
+from tpuconv import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 SAMPLE = EXAMPLE.parent / "sample.txt"
@@ -154,10 +158,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     data[100] ^= 1
     shard.write_bytes(data)
     done = tpuconv("verify", "out", cwd=tmp_path, code=10)
+    assert "1 fault in out" in done.stderr
     assert "layers.1.mlp.up.kernel" in done.stderr
     facts = json.loads(tpuconv("verify", "out", "--json", cwd=tmp_path, code=10).stdout)
     assert facts["passed"] is False
     assert [fault["name"] for fault in facts["faults"]] == ["layers.1.mlp.up.kernel"]
+    shard.parent.joinpath("zarr.json").unlink()
+    assert "tensorstore_spec" not in tpuconv("verify", "out", cwd=tmp_path, code=10).stderr
 
 
 # -- generate, benchmark -----------------------------------------------------------------------------------------------
@@ -235,9 +242,9 @@ def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):
     tensors = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config()))
     write_checkpoint(tmp_path / "hf", qwen3_config(), tensors | {"model.mtp.weight": np.zeros(3, "f4")})
     done = tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path, code=5)
-    facts, end = json.JSONDecoder().raw_decode(done.stdout)
+    facts = json.loads(done.stdout)
     assert facts["unmapped"] == ["model.mtp.weight"]
-    assert json.loads(done.stdout[end:])["error"]["exit_code"] == 5
+    assert facts["error"]["exit_code"] == 5
     assert "model.mtp.weight" in tpuconv("convert", "hf", cwd=tmp_path, code=5).stderr
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -352,6 +359,7 @@ MISTAKES = {
     "a folder": (("convert", "./nowhere"), 2, "nowhere"),
     "a dtype": (("convert", "x", "--dtype", "float3"), 2, "float32"),
     "a size": (("convert", "x", "--max-memory", "lots"), 2, "is no size"),
+    "no memory": (("convert", "x", "--max-memory", "0"), 2, "is no size"),
     "layers": (("convert", "x", "--layers", "5-3"), 2, "is no range of layers"),
     "an option that does not go alone": (("verify", "--source", "x"), 2, "--source goes with --compare-hf"),
     "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "--batch goes with --benchmark"),
@@ -360,6 +368,7 @@ MISTAKES = {
     "one new token": (("verify", EXAMPLE, "--benchmark", "--new-tokens", "1"), 2, "2 or more"),
     "no config": (("quantize",), 2, "--config is missing"),
     "a config": (("quantize", "--config", "int8_defualt"), 2, "the nearest is int8_default"),
+    "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),
     "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
     "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
 }
@@ -369,6 +378,45 @@ MISTAKES = {
 def test_a_mistake_gets_an_answer_that_helps(mistake, tmp_path):
     args, code, answer = MISTAKES[mistake]
     assert answer in tpuconv(*args, cwd=tmp_path, code=code).stderr
+
+
+def test_the_traceback_is_shown_wherever_one_asks_for_it(tmp_path):
+    for args in (("-v", "verify", "x"), ("verify", "x", "-v"), ("verify", "-v", "x")):
+        command = [sys.executable, "-m", "tpuconv", *args]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, True)
+
+
+def test_prompts_that_cannot_be_read_are_a_mistake(converted, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", prompts)
+    prompts.write_bytes("Die Würde des Menschen".encode("latin-1"))
+    assert "is no text in UTF-8" in tpuconv(*args, cwd=converted, code=2).stderr
+    prompts.write_text("\n \n")
+    assert "holds no prompt" in tpuconv(*args, cwd=converted, code=2).stderr
+
+
+def test_a_tokenizer_that_cannot_be_read_has_its_error(converted, tmp_path):
+    shutil.copytree(converted / "tiny-qwen3-orbax", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_text("{")
+    done = tpuconv("generate", "out", "--prompt", "x", cwd=tmp_path, code=6)
+    assert "the tokenizer in out cannot be read" in done.stderr
+
+
+def test_what_is_converted_already_is_not_converted_again(converted):
+    assert "is converted already" in tpuconv("convert", "tiny-qwen3-orbax", cwd=converted, code=2).stderr
+
+
+def test_interrupted_it_promises_no_more_than_is_kept(monkeypatch, capsys):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tpuconv.models.registry.family_names", interrupt)
+    monkeypatch.setattr(sys, "argv", ["tpuconv", "families"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler of the tests' own process stays
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr().err.strip() == "Interrupted."
 
 
 CONFIGS = {

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from tpuconv.convert import download
 from tpuconv.convert import hub as hub_module
-from tpuconv.convert.hub import resolve, wrong_hash
+from tpuconv.convert.hub import fetch_config, resolve, wrong_hash
 from tpuconv.convert.source import open_source
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 
@@ -469,6 +469,26 @@ def test_an_empty_cache(hub: HubServer, monkeypatch: pytest.MonkeyPatch, way: st
         resolve(REPO)
     assert error.value.exit_code == 7
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("way", ["offline", "down", "503", "timeout"])
+def test_a_config_alone_is_asked_for_once_and_in_silence(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _cut(hub, way, monkeypatch)
+    start = time.monotonic()
+    with pytest.raises(HubError):
+        fetch_config(REPO)
+    assert time.monotonic() - start < 10
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("way", ["offline", "down", "503"])
+def test_a_config_in_the_cache_is_enough(hub: HubServer, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    config = fetch_config(REPO)
+    hub.forget()
+    _cut(hub, way, monkeypatch)
+    assert fetch_config(REPO) == config
 
 
 def test_the_server_goes_away_in_between(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -141,6 +142,23 @@ def test_what_is_no_model_is_refused(tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 97}))
     with pytest.raises(CorruptOutput, match=r"not those of a qwen3 model"):
         tpuconv.load(str(tmp_path / "out"))
+
+
+def test_a_mesh_that_would_divide_nothing_is_refused(tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
+    with pytest.raises(UsageError, match="no axis 'model'") as error:
+        tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("data", "model")))
+    assert error.value.hint == "axes are data, tensor, group, expert"
+
+
+def test_a_damaged_array_is_named(tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
+    shard = next((tmp_path / "out/params/layers.1.mlp.up.kernel").glob("c.*"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptOutput, match=r"layers\.1\.mlp\.up\.kernel.* Digest mismatch"):
+        tpuconv.load(tmp_path / "out")
 
 
 def test_importing_the_package_imports_no_jax():

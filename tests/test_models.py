@@ -618,6 +618,14 @@ def test_the_family_of_a_config() -> None:
     assert {case.family for case in CASES} == set(FAMILIES)
 
 
+def test_an_unknown_model_is_told_of_every_family() -> None:
+    with pytest.raises(UnsupportedConfig, match="no family reads model_type 'deepseek_v2'") as error:
+        find_family({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]})
+    known = {model_type for family in all_families() for model_type in family.architectures.values()}
+    assert all(f" {model_type}" in str(error.value.hint).replace(",", "").replace(";", "") for model_type in known)
+    assert str(error.value.hint).endswith("the nearest is deepseek_v3")
+
+
 def test_tensors_that_are_not_converted() -> None:
     for family in all_families():
         front = "language_model." if family.name == "llama4" else ""

@@ -346,3 +346,10 @@ def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):
     assert file.read_text() == "mine"
     recipe.write("ours", file, True)
     assert file.read_text() == "ours"
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_named_before_anything_is_measured():
+    file = Path("/proc/recipe.yaml")
+    with pytest.raises(OutputError, match=r"recipe\.yaml cannot be written: ") as error:
+        recipe.check_free(file, False)
+    assert error.value.hint == "name another file by --out-config"

@@ -1,6 +1,7 @@
 """Compiling for a slice of TPUs that is not here: every family, what does not fit, mistakes. The compiler is the real
 one."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,11 +11,14 @@ from importlib.util import find_spec
 import pytest
 from checkpoints import qwen3_config
 from families import CASES
+from rich.console import Console
 from test_cli import EXAMPLE, tpuconv
 
+from tpuconv import cli
 from tpuconv.errors import UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
+from tpuconv.verify import tpu
 from tpuconv.verify.hlo import Schedule, values
 from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, Slice, parse_mesh, parse_topologies
 
@@ -238,7 +242,7 @@ def test_a_mistake_gets_an_answer_that_helps(mistake):
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        (("--topology", "v5e:3x3"), "there is no slice v5e:3x3"),
+        (("--topology", "v5e:3x3"), "of v5e there are 1x1, 2x2, 2x4"),
         (("--topology", "v5e:2x2", "--mesh", "tensor=8"), "the mesh tensor=8 has 8 devices, v5e:2x2 has 4"),
     ],
 )
@@ -255,6 +259,19 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
 
 
 # -- names and letters -------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_can_be_read_on_a_narrow_terminal():
+    collectives = [{"op": "all-reduce", "count": 160, "bytes": 10_200_000}]
+    products = [{"multiplied": "bf16 x int8", "stored": "bf16 x int8", "count": 560}]
+    program = tpu.Program("prefill", 2048, 12, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
+    answer = tpu.Answer("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in cli._answer_tables("model", tpu.Question({}), [answer]):
+        console.print(table)
+    text = console.export_text()
+    assert "160 all-reduce, 10.2 MB" in text
+    assert "560 bf16 x int8 (bf16 x int8)" in text
 
 
 def test_topologies_are_read():

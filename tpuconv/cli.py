@@ -47,10 +47,13 @@ class Commands(click.Group):
 
 
 class Example(click.Command):
-    """A command whose help ends with examples, one a line."""
+    """A command whose help ends with examples, one a line. It takes -v, which `main` looks for, as the group does."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
+        )
         self.examples = examples
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -79,9 +82,12 @@ class Size(click.ParamType[int]):
         text = str(value).strip().lower().removesuffix("b")
         number = text.rstrip("kmgti")
         try:
-            return int(float(number) * self.units[text[len(number) :]])
-        except (KeyError, ValueError):
+            size = int(float(number) * self.units[text[len(number) :]])
+        except (KeyError, ValueError, OverflowError):
+            size = 0
+        if size < 1:
             self.fail(f"'{value}' is no size; write 8GB or 500MB", param, ctx)
+        return size
 
 
 class Layers(click.ParamType[range]):
@@ -138,9 +144,9 @@ def main() -> None:
             traceback.print_exc()
         _fail(e, as_json)
     except (KeyboardInterrupt, click.Abort) as e:
-        click.echo("\nInterrupted. What is done is kept: the same command goes on from there.", err=True)
-        # click makes an Abort of every KeyboardInterrupt
-        sys.exit(TERMINATED if isinstance(e.__context__ or e, _Terminated) else INTERRUPTED)
+        cause = e.__context__ or e  # click makes an Abort of every KeyboardInterrupt
+        click.echo("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
+        sys.exit(TERMINATED if isinstance(cause, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
     except Exception as e:  # a bug: say so in one line, and all of it on request
@@ -158,15 +164,26 @@ def _terminate(*_: object) -> None:
     raise _Terminated
 
 
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Around work that a rerun goes on with: who interrupts it is told so."""
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        e.add_note("What is done is kept: the same command goes on from there.")
+        raise
+
+
 def _help_hint(error: click.ClickException) -> str:
     ctx = getattr(error, "ctx", None)
     return f"see `{ctx.command_path} --help`" if ctx else "see `tpuconv --help`"
 
 
-def _fail(error: TpuconvError, as_json: bool) -> None:
+def _fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> None:
+    """Ends with the error; in JSON it stands beside what is `known` all the same."""
     if as_json:
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
-        _print_json({"error": {**facts, "exit_code": error.exit_code}})
+        _print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
     name = click.style(type(error).__name__, fg="red", bold=True)
     click.echo(f"{name}: {error}", err=True)
     sys.exit(error.exit_code)
@@ -250,6 +267,28 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
+def _awaited(items: Iterable[Any], what: str, quiet: bool) -> Iterator[Any]:
+    """The items, with a sign of life on the terminal while each is awaited."""
+    waiting, none = iter(items), object()
+    while True:
+        with _sign_of_life(what, quiet):
+            item = next(waiting, none)
+        if item is none:
+            return
+        yield item
+
+
+@contextmanager
+def _sign_of_life(what: str, quiet: bool) -> Iterator[None]:
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tpuconv")
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
@@ -329,7 +368,7 @@ def convert(
         )
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
-    with _progress("downloading", as_json) as show:
+    with _kept(), _progress("downloading", as_json) as show:
         resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
     with resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
@@ -338,7 +377,6 @@ def convert(
         plan = _plan(source, family, family.table, options, rules)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
-            plan.check()
             return
         out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
         _run(plan, out, limits, overwrite, as_json, "converting")
@@ -381,7 +419,7 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
     from tpuconv.convert.run import run
 
     began, resumed = time.monotonic(), 0
-    with _progress(what, as_json) as show:
+    with _kept(), _progress(what, as_json) as show:
         for at in run(plan, out, limits, overwrite=overwrite):
             show(at.done, at.total)
             resumed = at.resumed or resumed
@@ -418,10 +456,15 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
 
 
 def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
+    """Shows a plan, and what is wrong with it after that."""
     from tpuconv.convert.names import collapse
 
     memory = plan.peak_memory(plan.jobs(jobs, max_memory))
     if as_json:
+        try:
+            plan.check()
+        except TpuconvError as error:
+            _fail(error, as_json, plan.to_json(memory))
         _print_json(plan.to_json(memory))
         return
     table = _table(
@@ -443,6 +486,7 @@ def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
         f"{_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {_size(memory)}",
         soft_wrap=True,
     )
+    plan.check()
 
 
 def _print_skipped(console: "Console", plan: "Plan") -> None:
@@ -506,7 +550,7 @@ def quantize(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint CKPT by Qwix rules to OUT (./<CKPT>-<config> by default).
+    """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
 
     CKPT is the newest checkpoint in the current folder that is not quantized, by default. OUT appears whole or not at
     all; interrupted, the same command goes on where it was. It holds the arrays that Qwix would make of the whole
@@ -766,7 +810,7 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     family = get_family(manifest.family)
     config = family.config.from_hf(exporter.released_config(manifest))
     began, total = time.monotonic(), 0
-    with _progress("exporting", as_json) as show:
+    with _kept(), _progress("exporting", as_json) as show:
         for at in exporter.export(manifest, family.table, config, out):
             show(at.done, at.total)
             total = at.total
@@ -957,7 +1001,7 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
         )
     if faults and not as_json:
         raise CorruptOutput(
-            f"{len(faults)} faults in {manifest.folder}",
+            f"{len(faults)} {'faults' if len(faults) > 1 else 'fault'} in {manifest.folder}",
             details=[f"{array.name} {array.fault}" for array in faults[:20]],
             hint="convert the checkpoint again",
         )
@@ -985,7 +1029,7 @@ def _verify_logits(
 
     devices = logits.device_mesh(mesh) if mesh else None
     origin = manifest.raw["source"]
-    with _progress("downloading", as_json) as show:
+    with _kept(), _progress("downloading", as_json) as show:
         resolved = resolve(
             source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
         )
@@ -997,9 +1041,11 @@ def _verify_logits(
             show_part = (lambda part: None) if as_json else _show_part
             parts, hf, ours = compare_layers(manifest, resolved.folder, ids, own, show_part)
         else:
-            hf = logits.reference_logits(resolved.folder, ids, own)
+            with _sign_of_life("running transformers", as_json):
+                hf = logits.reference_logits(resolved.folder, ids, own)
     if not layerwise:
-        ours = logits.model_logits(manifest.folder, ids, own, devices)
+        with _sign_of_life("running the converted model", as_json):
+            ours = logits.model_logits(manifest.folder, ids, own, devices)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
@@ -1026,9 +1072,20 @@ def _verify_logits(
 def _prompt_ids(manifest: Any, tokenizer_folder: Path, prompt_file: Path | None) -> list[list[int]]:
     from tpuconv.verify.logits import tokenize
 
-    lines = prompt_file.read_text().splitlines() if prompt_file else []
     vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
-    return tokenize(tokenizer_folder, [line for line in lines if line.strip()], vocab)
+    return tokenize(tokenizer_folder, _prompts(prompt_file) if prompt_file else [], vocab)
+
+
+def _prompts(file: Path) -> list[str]:
+    try:
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{file} is no text in UTF-8: {e.reason} at byte {e.start}", hint="save it as UTF-8") from e
+    except OSError as e:
+        raise UsageError(f"{file} cannot be read: {e.strerror}") from e
+    if not prompts:
+        raise UsageError(f"{file} holds no prompt", hint="write a prompt a line, or leave --prompts out")
+    return prompts
 
 
 def _show_part(part: Any) -> None:
@@ -1102,7 +1159,7 @@ def _verify_topology(
     from tpuconv.verify import tpu
 
     answers = []
-    for answer in tpu.ask(question, groups):
+    for answer in _awaited(tpu.ask(question, groups), "compiling", as_json):
         answers.append(answer)
         if not as_json:
             _console().print(_answer_line(answer), soft_wrap=True)
@@ -1163,7 +1220,7 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
     columns = ("compiled in", "HBM read", "written", "floor", "estimate")
     table = _table(
         f"a step; estimates are experimental: {ESTIMATE_ERROR}",
-        "slice", "program", *columns, "collectives", "products: multiplied (stored)", "large copies", right=columns,
+        "slice", "program", *columns, right=columns,
     )  # fmt: skip
     for answer in answers:
         for program in answer.programs:
@@ -1175,10 +1232,23 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
                 _size(program.hbm_written),
                 _floor(program),
                 f"{1e3 * program.estimate:.2f} ms",
-                "\n".join(f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives),
-                "\n".join(f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products),
-                "\n".join(f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]),
             )
+    yield table
+    table = _table(
+        "what a step does; products: as multiplied (as stored)", "slice", "program", "kind", "count and bytes"
+    )
+    for answer in answers:
+        for program in answer.programs:
+            does = {
+                "collectives": [f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives],
+                "products": [f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products],
+                "large copies": [
+                    f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]
+                ],
+            }
+            for kind, lines in does.items():
+                if lines:
+                    table.add_row(answer.topology, program.name, kind, "\n".join(lines))
     yield table
 
 
@@ -1203,7 +1273,8 @@ def _benchmark(
     tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
     spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
     machine = decode.machine()
-    model = _load(manifest.folder, own)
+    with _sign_of_life("loading", as_json):  # and none while times are taken
+        model = _load(manifest.folder, own)
     timings = list(decode.measure(model, wanted, repeats, machine.limits, spoken, cache_dtype))
     text = decode.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True) if tokenizer else None
     origin = manifest.raw["source"]
@@ -1281,7 +1352,13 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
 @click.option("--top-k", type=int, help="Only the k most likely tokens.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@click.option(
+    "--seed",
+    type=click.IntRange(-(1 << 63), (1 << 63) - 1),
+    metavar="INTEGER",
+    default=0,
+    help="The same seed gives the same text.  [default: 0]",
+)
 @CACHE_DTYPE
 @JSON
 def generate(

@@ -84,5 +84,12 @@ class CorruptOutput(TpuconvError):
     exit_code = 10
 
 
+def root_cause(error: BaseException) -> str:
+    """The first line of what an exception goes back to, without the description of the array that TensorStore adds."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0].partition(" [tensorstore_spec=")[0]
+
+
 class LayoutError(ValueError):
     """A layout of a table is malformed, or a tensor does not fit it. A bug in a table, never in a checkpoint."""

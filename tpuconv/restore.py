@@ -19,10 +19,10 @@ from tpuconv.convert.layouts import LAYOUTS, read_layouts
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.convert.names import QVALUE, SCALE, collapse
 from tpuconv.convert.source import read_json
-from tpuconv.errors import ConfigError, CorruptOutput
+from tpuconv.errors import ConfigError, CorruptOutput, UsageError, root_cause
 from tpuconv.models.placement import sharding
 from tpuconv.models.registry import get_family
-from tpuconv.sharding import MESH_AXES, decoding_mesh
+from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 
 
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
@@ -35,18 +35,21 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     Args:
         ckpt: the folder that holds the checkpoint.
         dtype: of parameters and activations; the checkpoint's own where None. Quantized values stay as they are.
-        mesh: devices with axes of the names in `tpuconv.sharding.MESH_AXES`, over which the parameters are divided:
+        mesh: devices with axes of the names in `tpuconv.sharding.AXES`, over which the parameters are divided:
             each device reads its part only. One device holds all where None. Arrays lie as `layouts.json` has it for
             devices and mesh, where `verify --write-layouts` wrote that.
 
     Raises:
-        UsageError: the folder is no such checkpoint, or only a part of a model.
+        UsageError: the folder is no such checkpoint, or only a part of a model; the mesh has an axis of another name.
         CorruptOutput: its arrays are not those of the model, a checksum does not hold, or `layouts.json` is no such
             file.
     """
     manifest = read_manifest(Path(ckpt))
     manifest.check_whole()
-    if mesh is not None:  # one of `jax.make_mesh` is explicit: every product would have to say where its result lies
+    if mesh is not None:
+        if unknown := [name for name in mesh.axis_names if name not in AXES]:
+            raise UsageError(f"no axis '{unknown[0]}' of a mesh divides anything", hint=f"axes are {', '.join(AXES)}")
+        # One of `jax.make_mesh` is explicit: every product would have to say where its result lies.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
@@ -69,7 +72,7 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
             restored = checkpointer.restore(manifest.params.absolute(), wanted)
     except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
         raise CorruptOutput(
-            f"{ckpt} cannot be restored: {str(e).partition(chr(10))[0][:200]}",
+            f"{ckpt} cannot be restored: {root_cause(e)}",
             hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
     arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]

@@ -127,10 +127,8 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
     if src and (path.is_dir() or path.suffix == ".json"):
         return read_json(path / "config.json" if path.is_dir() else path, ConfigError)
     _check_id(src, path)
-    from huggingface_hub import hf_hub_download
-
     with client_errors(src, revision or "main"):
-        return read_json(Path(hf_hub_download(src, "config.json", revision=revision)), ConfigError)
+        return read_json(_Hub(src, revision or "main").config(), ConfigError)
 
 
 def wrong_hash(path: Path, expected: str, actual: str) -> SourceError:
@@ -212,6 +210,20 @@ class _Hub:
 
     def snapshot(self, commit: str) -> Path:
         return self.storage / "snapshots" / commit
+
+    def config(self) -> Path:
+        """config.json alone, of the cache where nobody answers."""
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        try:  # not left to the client, which tries again and again and says so each time
+            commit, _ = self._listing()
+        except Exception as error:
+            cached = try_to_load_from_cache(self.repo, "config.json", revision=self.revision)
+            if is_unreachable(error) and isinstance(cached, str):
+                return Path(cached)
+            raise
+        self._remember(commit)
+        return Path(hf_hub_download(self.repo, "config.json", revision=commit))
 
     def resolve(self, weights: bool, progress: Progress | None) -> Resolved:
         try:

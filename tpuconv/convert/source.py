@@ -205,6 +205,13 @@ def _read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         if (folder / SINGLE_FILE).exists():
             return [SINGLE_FILE], None
         shards = sorted(p.name for p in folder.glob("*.safetensors"))
+        from tpuconv.convert.journal import MANIFEST
+
+        if not shards and (folder / MANIFEST).is_file():
+            raise UsageError(
+                f"{folder} is converted already",
+                hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
+            )
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",

@@ -91,9 +91,9 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     names = [model_type, *architectures] if isinstance(architectures, list) else [None]
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"config.json: model_type={model_type!r} and architectures={architectures!r} name no model")
-    known: dict[str, str] = {}
+    known: set[str] = set()
     for family in map(get_family, family_names()):  # ours first: for what they read, no plugin is imported
-        known |= family.architectures
+        known.update(family.architectures.values())
         if model_type in family.architectures.values():
             other = [name for name in architectures if family.architectures.get(name) != model_type]
             if not other:
@@ -104,7 +104,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             )
     raise UnsupportedConfig(
         f"no family reads model_type '{model_type}' (architectures {architectures})",
-        hint=_suggestion(model_type, sorted(set(known.values()))),
+        hint=_suggestion(model_type, sorted(known)),
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.convert.source import read_json
-from tpuconv.errors import ConfigError, UsageError
+from tpuconv.errors import ConfigError, UsageError, root_cause
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -16,6 +16,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises:
         UsageError: there is none in the folder, or transformers is not installed.
+        ConfigError: transformers cannot read it.
     """
     if not has_tokenizer(folder):
         raise UsageError(f"{folder} has no tokenizer", hint="copy tokenizer.json and tokenizer_config.json into it")
@@ -23,7 +24,13 @@ def load_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise UsageError("text needs transformers' tokenizers", hint="pip install 'tpuconv[hf]'") from None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as e:  # of any kind, by the file that is broken
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read: {type(e).__name__}: {root_cause(e)}",
+            hint="copy the tokenizer's files into it again",
+        ) from e
 
 
 def end_tokens(folder: Path) -> frozenset[int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -170,13 +171,17 @@ def check_free(out: Path, overwrite: bool) -> None:
     """That a recipe can be written there.
 
     Raises:
-        OutputError: there is such a file, and it is not to be replaced.
+        OutputError: there is such a file, and it is not to be replaced, or none can be made.
         UsageError: it is a folder, or in none.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"{out} is a folder, or in none", hint="name a file in a folder that there is")
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists", hint="name another file by --out-config, or give --overwrite")
+    try:
+        TemporaryFile(dir=out.absolute().parent).close()
+    except OSError as e:
+        raise _unwritable(out, e) from e
 
 
 def write(text: str, out: Path, overwrite: bool) -> None:
@@ -186,3 +191,9 @@ def write(text: str, out: Path, overwrite: bool) -> None:
             file.write(text)
     except FileExistsError:
         check_free(out, overwrite)
+    except OSError as e:
+        raise _unwritable(out, e) from e
+
+
+def _unwritable(out: Path, error: OSError) -> OutputError:
+    return OutputError(f"{out} cannot be written: {error.strerror}", hint="name another file by --out-config")

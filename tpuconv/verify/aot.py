@@ -205,7 +205,10 @@ def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **bounds)
     except Exception as e:  # a RuntimeError of jax's own kind
-        raise UsageError(f"there is no slice {topology.name}: {str(e)[:200]}") from e
+        raise UsageError(
+            f"there is no slice {topology.name}: {str(e)[:200]}",
+            hint=f"of {topology.kind} there are {', '.join(topology.chip.slices)}",
+        ) from e
     shape = tuple(sizes.values()) or (1,)
     devices = mesh_utils.create_device_mesh(shape, described.devices, allow_split_physical_axes=True)
     return Mesh(devices, tuple(sizes) or ("tensor",))

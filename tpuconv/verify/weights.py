@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
 import numpy as np
 
 from tpuconv.convert.manifest import Manifest, StoredArray, add_checksums, chunk_checksum
+from tpuconv.errors import root_cause
 
 READ_BYTES = 32 << 20
 ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
@@ -49,7 +50,7 @@ def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
             return Checked(array.name, nbytes, f"is {have}, the manifest says {want}")
         checksum = add_checksums(_checksums(stored, array))
     except ValueError as e:
-        return Checked(array.name, nbytes, f"cannot be read: {str(e).splitlines()[0]}")
+        return Checked(array.name, nbytes, f"cannot be read: {root_cause(e)}")
     fault = None if f"{checksum:016x}" == array.xxh3 else "does not have the checksum of the manifest"
     return Checked(array.name, nbytes, fault)
 
