@@ -269,8 +269,8 @@ COMPUTED_BY = {"kimi_k2": "deepseek_v3", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 
-OWN_ATTENTION = {"llama", "gpt_oss", "deepseek_v3", "llama4"}
-"""Families with an attention of their own; that of the others is llama's."""
+OWN_CACHE = {"llama", "deepseek_v3"}
+"""Families with a cache of their own; that of the others is llama's."""
 
 
 def one_fast_of_each(families: Collection[str] = FAMILIES - COMPUTED_BY.keys()) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CASES, OWN_ATTENTION, Case, one_fast_of_each
+from families import CASES, OWN_CACHE, Case, one_fast_of_each
 from flax import nnx
 from test_generate import PROMPTS
 
@@ -40,7 +40,7 @@ def logits(model: Any, ids_BT: np.ndarray, mask_BT: np.ndarray, dtype: str | Non
     return np.concatenate(all_BTV, axis=1)
 
 
-@pytest.mark.parametrize("case", one_fast_of_each(OWN_ATTENTION))
+@pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE))
 def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
     model = tpuconv.load(orbax(case))
     ids_BT, mask_BT = left_padded([prompt + PROMPTS[0][:MORE] for prompt in PROMPTS])

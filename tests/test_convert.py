@@ -108,8 +108,13 @@ def small_cuts(monkeypatch):
 # -- what comes out ---------------------------------------------------------------------------------------------------
 
 
+FIRST = {case.family: case for case in reversed(CASES) if not case.no_scan}
 FORMS = [
-    pytest.param(case, scan, id=f"{case}-{'scan' if scan else 'layers'}")
+    pytest.param(
+        *(case, scan),
+        id=f"{case}-{'scan' if scan else 'layers'}",
+        marks=[pytest.mark.slow] * (scan and case != FIRST[case.family]),
+    )
     for case in CASES
     for scan in (False, True)
     if not (scan and case.no_scan)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from families import CASES, OWN_ATTENTION, Case, one_fast_of_each, save
+from families import CASES, OWN_CACHE, Case, one_fast_of_each, save
 from test_codecs import encode
 from test_convert import convert
 
@@ -31,7 +31,7 @@ def compared(out: Path, source: Path, dtype: str = "float32") -> tuple[list[Part
     return compare_layers(read_manifest(out), source, PROMPTS, dtype)
 
 
-@pytest.mark.parametrize("case", one_fast_of_each(OWN_ATTENTION))
+@pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE))
 def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) -> None:
     parts, theirs, ours = compared(orbax(case), hf(case))
     layers = case.config.get("num_hidden_layers", 2)
@@ -125,6 +125,7 @@ print(*peaks)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_layer_and_not_of_the_model(tmp_path: Path) -> None:
     layers = 12
     config = qwen3_config(hidden_size=1024, intermediate_size=5120, num_hidden_layers=layers)

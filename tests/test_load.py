@@ -146,9 +146,9 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 def test_a_mesh_that_would_divide_nothing_is_refused(tmp_path):
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
-    with pytest.raises(UsageError, match="no axis 'model'") as error:
-        tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("data", "model")))
-    assert error.value.hint == "axes are data, tensor, group, expert"
+    with pytest.raises(UsageError, match="the axes rows, model would divide nothing") as error:
+        tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("rows", "model")))
+    assert error.value.hint == "those that divide are data, tensor, group, expert"
 
 
 def test_a_damaged_array_is_named(tmp_path):

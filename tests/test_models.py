@@ -246,6 +246,7 @@ def test_bfloat16_is_rounded_where_transformers_rounds(name: str, build: Any, mo
     assert set(map(str, seen)) == {str(cos.dtype).removeprefix("torch.")}
 
 
+@pytest.mark.slow
 def test_latent_attention_takes_the_cheaper_form(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpuconv.models.deepseek_v3 import modules
 

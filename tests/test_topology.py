@@ -177,6 +177,7 @@ def test_fewer_key_value_heads_than_chips(context, holders, exchanges, tmp_path)
 
 
 @compiler
+@pytest.mark.slow
 def test_an_int8_cache_is_read_as_it_lies(tmp_path):
     """Half the bytes and the scales, in memory and in what a step reads: nothing is dequantized first."""
     ones = [

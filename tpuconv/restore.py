@@ -40,15 +40,18 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
             devices and mesh, where `verify --write-layouts` wrote that.
 
     Raises:
-        UsageError: the folder is no such checkpoint, or only a part of a model; the mesh has an axis of another name.
+        UsageError: the folder is no such checkpoint, or only a part of a model; no axis of the mesh has such a name.
         CorruptOutput: its arrays are not those of the model, a checksum does not hold, or `layouts.json` is no such
             file.
     """
     manifest = read_manifest(Path(ckpt))
     manifest.check_whole()
     if mesh is not None:
-        if unknown := [name for name in mesh.axis_names if name not in AXES]:
-            raise UsageError(f"no axis '{unknown[0]}' of a mesh divides anything", hint=f"axes are {', '.join(AXES)}")
+        if not set(AXES) & set(mesh.axis_names):
+            raise UsageError(
+                f"a mesh with the axes {', '.join(mesh.axis_names)} would divide nothing",
+                hint=f"those that divide are {', '.join(AXES)}",
+            )
         # One of `jax.make_mesh` is explicit: every product would have to say where its result lies.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
