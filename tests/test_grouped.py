@@ -1,20 +1,15 @@
 """Grouped products: the kernel for few rows against the plain formula, and what the TPU's compiler makes of it."""
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tpu_compiler import answers_of, compiler
 
 from tpuconv.models.grouped import FEW_ROWS, KINDS, expected_groups, few_rows, product
-from tpuconv.verify.tpu import CHIPS, ENVIRONMENT
+from tpuconv.verify.tpu import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (2880, 1440)]
 LIMIT = 1e-5  # of the largest: products are exact, or in float32, and added up in float32
@@ -94,21 +89,12 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+@compiler
 def test_every_chip_has_the_kernel_and_no_matrix_is_fetched_ahead():
     topologies = [f"{name}:{chip.slices[1]}" for name, chip in CHIPS.items()]
     asked = [(topologies[0], kind) for kind in KINDS] + [(topology, "int8") for topology in topologies[1:]]
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        input="".join(json.dumps(pair) + "\n" for pair in asked),
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (_, kind), line in zip(asked, done.stdout.splitlines(), strict=True):
-        (kernel,) = (call for call in json.loads(line) if call["kernel"] == "few_rows")
+    for (_, kind), calls in zip(asked, answers_of(COMPILE, asked), strict=True):
+        (kernel,) = (call for call in calls if call["kernel"] == "few_rows")
         matrices = 2 * 16 * 1024 * 512 * jax.dtypes.itemsize_bits(jnp.dtype(kind)) // 8
         assert kernel["count"] == 2
         assert kernel["bytes"] >= matrices  # operands of the kernel where they lie, in HBM

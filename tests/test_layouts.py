@@ -1,7 +1,6 @@
 """How arrays lie in memory: written by the TPU's compiler, followed when a model is loaded."""
 
 import json
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from test_cli import tpuconv as command
 from test_convert import convert
 from test_keep import encoded, fp8
+from tpu_compiler import compiler
 
 import tpuconv
 from tpuconv.convert.layouts import LAYOUTS, Layout, read_layouts, write_layouts
@@ -20,7 +20,6 @@ from tpuconv.convert.plan import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.models.generate import Generator
 
-compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 TURNED = Layout("bfloat16", (1, 0), ())
 
 

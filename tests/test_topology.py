@@ -3,16 +3,13 @@ one."""
 
 import io
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 from checkpoints import qwen3_config
 from families import CASES
 from rich.console import Console
 from test_cli import EXAMPLE, tpuconv
+from tpu_compiler import answers_of, compiler
 
 from tpuconv import cli
 from tpuconv.errors import UsageError
@@ -20,9 +17,7 @@ from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
 from tpuconv.verify import tpu
 from tpuconv.verify.hlo import Schedule, values
-from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, Slice, parse_mesh, parse_topologies
-
-compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+from tpuconv.verify.tpu import CHIPS, Slice, parse_mesh, parse_topologies
 
 MANY = """
 import json, sys
@@ -55,21 +50,12 @@ FIRST = {family: next(case for case in CASES if case.family == family) for famil
 
 @pytest.fixture(scope="module")
 def answers():
-    """Of one tiny model of every family, from one process: starting takes as long as compiling."""
+    """Of one tiny model of every family."""
     configs = []
     for case in FIRST.values():
         config = json.loads(case.hf_config().to_json_string())
         configs.append(config | ({"model_type": case.written_as} if case.written_as else {}))
-    done = subprocess.run(
-        [sys.executable, "-c", MANY],
-        input="".join(json.dumps(config) + "\n" for config in configs),
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([*FIRST, "generate"], map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip([*FIRST, "generate"], answers_of(MANY, configs), strict=True))
 
 
 @compiler

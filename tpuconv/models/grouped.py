@@ -25,8 +25,10 @@ FAST_BYTES = 14 << 20
 one that comes or goes, the sum, and a converted slab."""
 SUBLANES = 32
 """Of a register of int8: a height that is no multiple of it is padded."""
-KINDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "int4")
-"""What the kernel multiplies with; XLA's with the first three."""
+XLA_KINDS = ("bfloat16", "float32", "int8")
+"""What XLA's kernel multiplies with."""
+KINDS = (*XLA_KINDS, "float8_e4m3fn", "int4")
+"""What ours does."""
 
 
 def product(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int) -> jax.Array:
@@ -35,7 +37,7 @@ def product(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int) 
     dealt over `groups`, of which the other ones' matrices are elsewhere."""
 
     def by_xla(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
-        kernel = kernel if kernel.dtype.name in KINDS[:3] else kernel.astype(x.dtype)
+        kernel = kernel if kernel.dtype.name in XLA_KINDS else kernel.astype(x.dtype)
         return jax.lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
 
     if len(x) > FEW_ROWS or kernel.dtype.name not in KINDS or tile_width(x, kernel) is None:

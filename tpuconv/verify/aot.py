@@ -218,13 +218,10 @@ def _bytes(tree: Any) -> int:
     """Of one device's part of every array."""
     import jax
 
-    return sum(-(-prod(x.sharding.shard_shape(x.shape)) * _bits(x.dtype) // 8) for x in jax.tree.leaves(tree))
-
-
-def _bits(dtype: Any) -> int:
-    import jax.numpy as jnp
-
-    return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
+    return sum(
+        -(-prod(x.sharding.shard_shape(x.shape)) * jax.dtypes.itemsize_bits(x.dtype) // 8)
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def _gib(nbytes: int) -> str:

@@ -38,11 +38,6 @@ class Latent:
         latents, keys = zeros((*shape, config.axes["C"]), dtype), zeros((*shape, config.axes["R"]), dtype)
         return cls(latents[0], keys[0], latents[1], keys[1])
 
-    def extended(self, new: "Latent", slot: jax.Array | int) -> "Latent":
-        """With the new tokens' written at `slot`."""
-        out: Latent = written(self, new, slot)
-        return out
-
     def latents(self, dtype: DTypeLike) -> jax.Array:
         """[B, S, C], in int8 without their scales: what is linear in them is multiplied by these afterwards."""
         return as_stored(self.c_BSC, dtype)
@@ -75,7 +70,7 @@ class Attention(nnx.Module):
         new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B T C"), placed(k_BTR, "B T R"))
         rules = rules_for(new if kv is None else kv)
         new = Latent(placed(new.c_BSC, "B T C", rules), placed(new.k_BSR, "B T R", rules))
-        kv = new if kv is None else kv.extended(new, step.slot)
+        kv = new if kv is None else written(kv, new, step.slot)
 
         visible_BTS = step.visible(window)
         T, S = visible_BTS.shape[1:]
