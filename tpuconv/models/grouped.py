@@ -111,10 +111,9 @@ def few_rows(
         rows = tile[at] * height + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
         is_own = (rows >= starts[group[at]]) & (rows < ends[group[at]])
         scale = _of_columns(scales[0][0].astype(jnp.float32), j * width, width, M) if scales else None
-        y[...] = jnp.where(is_own, _product(x, kernel.at[0], scale, kind), y[...])
+        y[...] = jnp.where(is_own, _product(x, kernel.at[0], scale), y[...])
 
-    kind = kernel.dtype.name
-    operands = [x, jax.lax.bitcast_convert_type(kernel, jnp.int4) if kind == FP4 else kernel]
+    operands = [x, kernel]
     blocks = [
         pl.BlockSpec((height, D), lambda j, at, group, tile, *_: (tile[at], 0)),
         pl.BlockSpec((1, D, width), lambda j, at, group, *_: (group[at], 0, j)),
@@ -149,15 +148,14 @@ def few_rows(
     return y
 
 
-def _product(x: Any, kernel: Any, scale: jax.Array | None, kind: str) -> jax.Array:
-    """Within the kernel: rows [height, D] times a matrix [D, width] of a kind, slab by slab, with the scales [D/d,
-    width] of its tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with
-    its codes."""
+def _product(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
+    """Within the kernel: rows [height, D] times a matrix [D, width], slab by slab, with the scales [D/d, width] of its
+    tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with its codes."""
     D, width = kernel.shape
     deep = D if scale is None else D // len(scale)
     y = jnp.zeros((len(x), width), jnp.float32)
     for slab in _slabs(D, deep):
-        codes = _of_e2m1(kernel[slab]) if kind == FP4 else kernel[slab]
+        codes = _of_e2m1(kernel[slab]) if kernel.dtype == FP4 else kernel[slab]
         own = None if scale is None else scale[slab.start // deep : -(-slab.stop // deep)]
         if own is not None and deep < DEPTH:
             tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
@@ -177,7 +175,7 @@ def _slabs(D: int, deep: int) -> list[slice]:
 def _of_e2m1(codes: jax.Array) -> jax.Array:
     """Within the kernel: the values of FP4 codes (OCP Microscaling Formats v1.0), of which few TPUs know the type: a
     bit of sign, two of exponent, one of mantissa."""
-    code = codes.astype(jnp.int32)
+    code = pltpu.bitcast(codes, jnp.int4).astype(jnp.int32)
     size = code & 7
     halves = jnp.where(size < 2, size, (2 + (size & 1)) << ((jnp.maximum(size, 2) >> 1) - 1))
     return jnp.where(code < 0, -halves, halves).astype(jnp.float32) * 0.5
