@@ -67,10 +67,10 @@ ENVIRONMENT = {
 }
 """Of the child: no metadata server is asked, no lock file taken, and no chip looked for."""
 
-ESTIMATE_ERROR = "0.8 to 1.25 of published times on v5e, 0.9 to 2.1 on v6e, by a fit to them; no hardware was measured"
-"""What is known of the estimated times: two constants were fitted to published times with a prototype of this walk. On
-four decode steps of Llama 70B, cut to 4 and 8 layers, the two agree within 1%. Collectives are charged as if nothing
-ran beside them, those that are started and awaited later too."""
+ESTIMATE_ERROR = "0.8 to 1.25 of published times of others' programs, twice at batch 1; nothing ran on hardware here"
+"""What is known of the estimated times: two constants are fitted to eleven published steps of three programs on v5e and
+v6e, compiled alike (benchmarks/published.py). At batch 1 those compute element by element, for which the compiler's
+cycles are twice the time. Collectives are charged as if nothing ran beside them."""
 
 
 @dataclass(frozen=True)
