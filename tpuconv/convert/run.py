@@ -191,6 +191,8 @@ class _Workers:
                 self.done.put(self.plan.stored_bytes(piece))
         finally:
             self.memories.put(memory)
+        for name in figures:
+            self.plan.encoders[name].check()
         self.store.sync(checksums)
         own = {name: f"{part:016x}" for name, part in checksums.items()}
         self.journal.record(unit.uid, {"checksums": own, "figures": figures})

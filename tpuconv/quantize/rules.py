@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,13 +140,22 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
         ConfigError: a rule decides about nothing, is matched for ever, or has a tile that does not divide an axis.
         UnsupportedConfig: the model's layers are stacked.
     """
-    model = nnx.eval_shape(build)
-    _check_not_stacked(model)
-    paths = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
-    _check_patterns(config, paths)
     provider = Provider(config)
+    hows: dict[str, How] = {}
+
+    def trace() -> None:
+        model = build()
+        _check_not_stacked(model)
+        _check_patterns(config, ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)])
+        alike = _skip_repeated(model, config)
+        for path, leaf in nnx.iter_graph(quantized(model, provider)):
+            if isinstance(leaf, ptq.WithAux):
+                for own in _spread(path, alike):
+                    name, module = ".".join(own), "/".join(own[:-1])
+                    hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
+
     try:
-        resolved = nnx.eval_shape(lambda: quantized(build(), provider))
+        jax.eval_shape(trace)
     except ValueError as e:
         if "cannot be tiled" in str(e):
             raise ConfigError(
@@ -155,12 +164,43 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
             ) from None
         raise
     _check_used(config, provider)
-    hows = {}
-    for path, leaf in nnx.iter_graph(resolved):
-        if isinstance(leaf, ptq.WithAux):
-            name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
-            hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
     return hows
+
+
+class Skipped(nnx.Module):
+    """In the place of a layer that Qwix would treat as it does an earlier one."""
+
+    def __call__(self, x_BTD: jax.Array, *_: Any) -> tuple[jax.Array, None]:
+        return x_BTD, None
+
+
+def _skip_repeated(model: Any, config: QuantConfig) -> dict[int, list[int]]:
+    """Keeps of the layers that are alike the first one: tracing costs a tenth of a second each. Returns its number, and
+    those of all that are like it. Alike are layers of the same modules, sizes, settings and window, each of whose
+    modules is matched by the same rules."""
+    kinds: list[tuple[Any, list[int]]] = []
+    for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
+        graph, state = nnx.split(layer)
+        sizes = tuple((path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state))
+        modules = ["/".join(map(str, ("layers", i, *path))) for path, _ in nnx.iter_modules(layer)]
+        rules = tuple(tuple(bool(re.fullmatch(r.module_path, m)) for r in config.rules) for m in modules)
+        kind = graph, sizes, window, rules  # which holds dicts: it can be compared, and not be hashed
+        if own := next((layers for known, layers in kinds if known == kind), None):
+            own.append(i)
+            model.layers[i] = Skipped()
+        else:
+            kinds.append((kind, [i]))
+    return {layers[0]: layers for _, layers in kinds}
+
+
+def _spread(path: Sequence[Any], alike: Mapping[int, Sequence[int]]) -> Iterator[tuple[str, ...]]:
+    """The paths of a parameter in all layers that are like its own."""
+    own = tuple(map(str, path))
+    if own[0] != "layers":
+        yield own
+        return
+    for i in alike[int(own[1])]:
+        yield own[0], str(i), *own[2:]
 
 
 def _check_not_stacked(model: Any) -> None:
