@@ -52,6 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
     store, buffer = Store(folder / "params", {"w": array}), page_buffer(array.shard_bytes)
+    store.make_folders()
     store.write_metadata()
     bits = values.view(f"u{values.itemsize}")
     for index in product(*map(range, array.grid)):

@@ -3,6 +3,7 @@ runs."""
 
 import gc
 import json as jsonlib
+import os
 import resource
 import signal
 import sys
@@ -133,7 +134,10 @@ def main() -> None:
     as_json, verbose = "--json" in sys.argv, any(a in ("-v", "--verbose") for a in sys.argv)
     try:
         code = tpuconv.main(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # All is closed and on the disk. The interpreter would now take apart jax and numba, object by object: 0.4 s.
+        os._exit(code if isinstance(code, int) else 0)
     except click.exceptions.NoArgsIsHelpError as e:
         e.show()
         sys.exit(2)

@@ -97,9 +97,7 @@ def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.staging, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
-    if journal.done("metadata") is None:
-        store.write_metadata()
-        journal.record("metadata", {})
+    store.make_folders()
     for done in _Workers(plan, journal, store, jobs).run(todo):
         yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
     yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
@@ -146,7 +144,8 @@ class _Workers:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
         last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
-        tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
+        tasks: list[Callable[[], None]] = [self._describe]
+        tasks += [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
             tasks.append(partial(self._unit, unit))
             tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
@@ -155,6 +154,11 @@ class _Workers:
     def _shards(self, unit: Unit) -> set[str]:
         tensors = self.plan.tensors
         return {info.shard for piece in unit.pieces for name in piece.names() for info in tensors[name].stored}
+
+    def _describe(self) -> None:
+        if self.journal.done("metadata") is None:
+            self.store.write_metadata()
+            self.journal.record("metadata", {})
 
     def _check_hash(self, shard: SourceShard) -> None:
         if self.journal.done(f"sha256-{shard.name}") is None:
