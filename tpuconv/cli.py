@@ -378,7 +378,7 @@ def convert(
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
         options = Options(dtype, scan_layers, layers, include_mtp, encoding)
-        plan = _plan(source, family, family.table, options, rules)
+        plan = _plan(source, family, family.table, options, rules, runs=not dry_run)
         if dry_run:
             _show_plan(plan, limits.jobs, limits.max_memory, as_json)
             return
@@ -392,8 +392,9 @@ def _rules(config: str | None) -> "QuantConfig | None":
     return find_config(config) if config else None
 
 
-def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfig | None") -> "Plan":
+def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfig | None", *, runs: bool) -> "Plan":
     from tpuconv.convert.plan import make_plan
+    from tpuconv.convert.run import read_ahead
 
     config = family.config.from_hf(source.config)
     plan = make_plan(source, family.name, table, config, options)
@@ -402,6 +403,8 @@ def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfi
     with _uncollected():
         from tpuconv.quantize.apply import quantization
 
+        if runs:  # not before the modules are read: they come in small pieces from the same disk
+            read_ahead(plan)
         how = quantization(plan, family, config, rules)
     return make_plan(source, family.name, table, config, options, how)
 
@@ -594,7 +597,8 @@ def quantize(
     limits = Limits.of_this_machine(jobs, max_memory)
     own = source.manifest
     options = Options(scan_layers=own.scan_layers, layers=own.layer_range, include_mtp=own.include_mtp)
-    plan = _plan(source, get_family(source.manifest.family), source.table(), options, rules)
+    family = get_family(source.manifest.family)
+    plan = _plan(source, family, source.table(), options, rules, runs=not (explain or dry_run))
     plan.check()
     if explain:
         _explain(plan, rules, as_json)
