@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models import grouped
+from tpuconv.models.decoder import Decoder
 from tpuconv.quantize.config import QuantConfig, Rule
 
 TOKENS = 1024
@@ -147,12 +148,15 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
         model = build()
         _check_not_stacked(model)
         _check_patterns(config, ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)])
-        alike = _skip_repeated(model, config)
-        for path, leaf in nnx.iter_graph(quantized(model, provider)):
-            if isinstance(leaf, ptq.WithAux):
-                for own in _spread(path, alike):
-                    name, module = ".".join(own), "/".join(own[:-1])
-                    hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
+        if isinstance(model, Decoder):  # which says how layers are called
+            _skip_repeated(model, config)
+        for path, node in nnx.iter_graph(quantized(model, provider)):
+            name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
+            if isinstance(node, ptq.WithAux):
+                hows[name] = How(tuple(node.shape), _tiles(node), _first_match(config, module), node.how)
+            elif isinstance(node, Skipped):
+                first = f"layers.{node.like}."
+                hows.update({f"{name}.{n.removeprefix(first)}": hows[n] for n in hows if n.startswith(first)})
 
     try:
         jax.eval_shape(trace)
@@ -168,39 +172,29 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
 
 
 class Skipped(nnx.Module):
-    """In the place of a layer that Qwix would treat as it does an earlier one."""
+    """In the place of a layer that Qwix would treat as it does an earlier one, the layer `like`."""
+
+    def __init__(self, like: int):
+        self.like = like
 
     def __call__(self, x_BTD: jax.Array, *_: Any) -> tuple[jax.Array, None]:
         return x_BTD, None
 
 
-def _skip_repeated(model: Any, config: QuantConfig) -> dict[int, list[int]]:
-    """Keeps of the layers that are alike the first one: tracing costs a tenth of a second each. Returns its number, and
-    those of all that are like it. Alike are layers of the same modules, sizes, settings and window, each of whose
-    modules is matched by the same rules."""
-    kinds: list[tuple[Any, list[int]]] = []
+def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
+    """Keeps of the layers that are alike the first one: tracing each takes time. Alike are layers of the same modules,
+    sizes, settings and window, each of whose modules is matched by the same rules."""
+    kinds: list[tuple[Any, int]] = []
     for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
         graph, state = nnx.split(layer)
-        sizes = tuple((path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state))
+        sizes = [(path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state)]
         modules = ["/".join(map(str, ("layers", i, *path))) for path, _ in nnx.iter_modules(layer)]
-        rules = tuple(tuple(bool(re.fullmatch(r.module_path, m)) for r in config.rules) for m in modules)
-        kind = graph, sizes, window, rules  # which holds dicts: it can be compared, and not be hashed
-        if own := next((layers for known, layers in kinds if known == kind), None):
-            own.append(i)
-            model.layers[i] = Skipped()
+        matches = [[bool(re.fullmatch(rule.module_path, m)) for rule in config.rules] for m in modules]
+        kind = graph, sizes, window, matches  # not hashable: settings may be dicts
+        if (like := next((first for known, first in kinds if known == kind), None)) is None:
+            kinds.append((kind, i))
         else:
-            kinds.append((kind, [i]))
-    return {layers[0]: layers for _, layers in kinds}
-
-
-def _spread(path: Sequence[Any], alike: Mapping[int, Sequence[int]]) -> Iterator[tuple[str, ...]]:
-    """The paths of a parameter in all layers that are like its own."""
-    own = tuple(map(str, path))
-    if own[0] != "layers":
-        yield own
-        return
-    for i in alike[int(own[1])]:
-        yield own[0], str(i), *own[2:]
+            model.layers[i] = Skipped(like)
 
 
 def _check_not_stacked(model: Any) -> None:
