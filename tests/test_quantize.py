@@ -375,6 +375,9 @@ def test_a_scale_that_is_not_qwixs_stops_the_work(tmp_path, monkeypatch):
     with pytest.raises(GateError, match="is not what Qwix makes of it"):
         quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
     assert not (tmp_path / "out").exists()
+    entries = [json.loads(path.read_text()) for path in (tmp_path / ".out.tpuconv").glob("*.done")]
+    assert entries
+    assert not [entry for entry in entries if entry.get("figures")]  # what is wrong does not count as done
 
 
 def test_a_damaged_checkpoint_is_not_quantized(tmp_path):
