@@ -22,13 +22,13 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
 
     Raises:
         ConfigError: see `tpuconv.quantize.rules.resolve`.
-        UnsupportedConfig: layers are stacked, or only a part of the model is converted.
+        UnsupportedConfig: layers that are stacked are not quantized alike, or only a part of the model is converted.
     """
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave --layers out")
-    scan = plain.options.scan_layers
-    hows = resolve(lambda: family.model_class(config, scan_layers=scan, dtype=jnp.bfloat16), rules)
+    stacked = plain.options.scan_layers
+    hows = resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
     kept = _kept(plain, hows)
     encoders = {}
     for name, how in hows.items():
