@@ -15,11 +15,12 @@ import torch
 from checkpoints import read_tensors, write_checkpoint
 from families import CASES, Case, hf_model, save
 from test_convert import convert, restore, same_bits
-from test_keep import GPT_OSS, assert_came_back, dequantized, mxfp4
+from test_keep import GPT_OSS, assert_came_back, dequantized, mxfp4, quantized
 from test_models import forward
 
 import tpuconv
 from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import Reader, open_source
 
@@ -177,6 +178,22 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, tmp_pa
     have, want = dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain")
     assert not [name for name in want if not same_bits(have[name], want[name])]
     assert_came_back(folder, tmp_path / "kept", kept)
+
+
+def test_mxfp4_is_kept_where_mxfp4_is_asked_for(tmp_path: Path) -> None:
+    folder = write_compressed(WIDE, {"group_0": scheme("mxfp4")}, tmp_path / "hf")
+    quantized(
+        folder,
+        tmp_path / "out",
+        "qwix: {rules: [{module_path: 'layers/.*/mlp/.*', weight_qtype: mxfp4, tile_size: 32}]}",
+    )
+    convert(folder, tmp_path / "kept", Options(encoding="keep"))
+    convert(folder, tmp_path / "plain")
+    have, kept, plain = (restore(tmp_path / name) for name in ("out", "kept", "plain"))
+    facts = read_manifest(tmp_path / "out").quantization["parameters"]
+    assert len(facts) == 3 * WIDE.hf_config().num_hidden_layers
+    assert all("kept" in own for own in facts.values())
+    assert not [n for n in have if not same_bits(have[n], (kept if ".mlp." in n else plain)[n])]
 
 
 EXPERTS = Case(

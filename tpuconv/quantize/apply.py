@@ -6,7 +6,8 @@ from importlib.metadata import version
 import jax.numpy as jnp
 import numpy as np
 
-from tpuconv.convert.codecs.schemes import Scheme
+from tpuconv.convert.codecs import Tensor
+from tpuconv.convert.codecs.kept import POWERS_OF_TWO
 from tpuconv.convert.plan import Plan, Quantization
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.config import DecoderConfig
@@ -15,6 +16,10 @@ from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.report import html
 from tpuconv.quantize.rules import How, resolve
+
+MX_BLOCK = 32
+MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
+"""Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
 
 
 def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig) -> Quantization:
@@ -44,13 +49,18 @@ def _kept(plain: Plan, hows: Mapping[str, How]) -> dict[str, int]:
     """The parameters of those rows that the source has in the very type that is asked for, with their rules."""
     kept: dict[str, int] = {}
     for binding in plain.bindings:
-        scheme = plain.tensors[binding.src[0].names[0]].scheme
+        tensor = plain.tensors[binding.src[0].names[0]]
         names = [name for stack in binding.dst for name in stack.names]
-        if scheme and all(name in hows and _is_type_of(hows[name], scheme) for name in names):
+        if all(name in hows and _is_type_of(hows[name], tensor) for name in names):
             kept |= {name: hows[name].rule for name in names}
     return kept
 
 
-def _is_type_of(how: How, scheme: Scheme) -> bool:
+def _is_type_of(how: How, tensor: Tensor) -> bool:
+    if tensor.scheme is None or tensor.scales is None:
+        return False
+    types = [tensor.scheme.qtype]
+    if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
+        types.append(MX_TYPES[tensor.scheme.qtype])
     symmetric = str(how.how.calibration_method).startswith(("absmax", "rms"))
-    return symmetric and how.qtype in (scheme.qtype, scheme.title.lower())
+    return symmetric and how.qtype in types
