@@ -1097,7 +1097,8 @@ def _comparison_table(result: Any, name: str) -> "Table":
         ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
         ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
-        ("same most likely token", f"{100 * result.top1:.2f}%", "top1"),
+        ("same most likely token", f"{100 * result.top1:.2f}%", None),
+        (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),
         ("perplexity, transformers", f"{result.perplexity_hf:.5g}", None),
         ("perplexity, JAX", f"{result.perplexity_jax:.5g}", None),
     )
