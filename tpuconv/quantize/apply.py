@@ -57,7 +57,7 @@ def _kept(plain: Plan, hows: Mapping[str, How]) -> dict[str, int]:
 
 
 def _is_type_of(how: How, tensor: Tensor) -> bool:
-    if tensor.scheme is None or tensor.scales is None:
+    if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
         return False
     types = [tensor.scheme.qtype]
     if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
