@@ -203,7 +203,7 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
     for dtype in (BF16, np.dtype("f4")):
         out = np.empty(stop - start, dtype)
         with closing(Reader(source)) as reader:
-            tensor.read(reader, start, np.empty(4096, np.uint8), out)
+            tensor.read(reader, start, np.empty(tensor.values.nbytes, np.uint8), out)
         want = values.reshape(-1)[start:stop].astype(dtype)
         np.testing.assert_array_equal(out.view(f"u{dtype.itemsize}"), want.view(f"u{dtype.itemsize}"))
 

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpu_compiler import answers_of, compiler
 
-from tpuconv.models.grouped import FEW_ROWS, KINDS, expected_groups, few_rows, product
+from tpuconv.models.grouped import DEPTH, FEW_ROWS, KINDS, by_xla, expected_groups, few_rows, product
 from tpuconv.verify.tpu import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (2880, 1440)]
+TILES = [None, ("D", 1), ("D", "M"), (8, 1), (32, 1), (32, 40), (96, 1), (128, 128), (1536, 1)]
+"""Of scales, as deep and wide; a tile that does not divide a shape is not tried with it."""
 LIMIT = 1e-5  # of the largest: products are exact, or in float32, and added up in float32
 
 
@@ -21,22 +23,33 @@ LIMIT = 1e-5  # of the largest: products are exact, or in float32, and added up 
     others=st.integers(0, 40),
     shape=st.sampled_from(SHAPES),
     kind=st.sampled_from(KINDS),
+    tile=st.sampled_from(TILES),
     seed=st.integers(0, 99),
 )
-def test_the_kernel_multiplies_each_row_with_its_groups_matrix(counts, others, shape, kind, seed):
+def test_the_kernel_multiplies_each_row_with_its_groups_matrix(counts, others, shape, kind, tile, seed):
     rows = sum(counts) + others
     if not 0 < rows <= FEW_ROWS:
         return
-    rng, (D, M) = np.random.default_rng(seed), shape
+    rng, (D, M), E = np.random.default_rng(seed), shape, len(counts)
     x = jnp.asarray(rng.standard_normal((rows, D)), "float32" if kind == "float32" else "bfloat16")
-    kernel = jnp.asarray(rng.standard_normal((len(counts), D, M)) * {"int8": 40, "int4": 3}.get(kind, 1), kind)
-    y = few_rows(x, kernel, jnp.asarray(counts, jnp.int32), groups=len(counts), interpret=True)
-    group = np.repeat(np.arange(len(counts)), counts)
-    exact = np.einsum(
-        "rd,rdm->rm", np.asarray(x, np.float64)[: len(group)], np.asarray(kernel.astype(jnp.float32), np.float64)[group]
-    )
-    assert y.dtype == jnp.float32
-    assert np.abs(np.asarray(y)[: len(group)] - exact).max(initial=0) <= LIMIT * np.abs(exact).max(initial=1)
+    kernel = jnp.asarray(rng.standard_normal((E, D, M)) * {"int8": 40, "int4": 3}.get(kind, 1), kind)
+    matrices, scale = np.asarray(kernel.astype(jnp.float32)), None
+    multiplied = matrices
+    if tile is not None:
+        deep, wide = ({"D": D, "M": M}.get(size, size) for size in tile)
+        if D % deep or M % wide:
+            return
+        scale = jnp.asarray(rng.uniform(0.5, 2, (E, D // deep, M // wide)), "float32")
+        matrices = multiplied = matrices * np.asarray(scale).repeat(deep, axis=1).repeat(wide, axis=2)
+        if deep < DEPTH:  # as the matrix unit has them
+            multiplied = matrices.astype(x.dtype)
+    operands = x, kernel, jnp.asarray(counts, jnp.int32), scale
+    group = np.repeat(np.arange(E), counts)
+    own = np.asarray(x, np.float64)[: len(group)]
+    for y, used in ((few_rows(*operands, groups=E, interpret=True), multiplied), (by_xla(*operands), matrices)):
+        exact = np.einsum("rd,rdm->rm", own, used.astype(np.float64)[group])
+        assert y.dtype == jnp.float32
+        assert np.abs(np.asarray(y)[: len(group)] - exact).max(initial=0) <= LIMIT * np.abs(exact).max(initial=1)
 
 
 def test_a_row_that_is_no_number_spoils_no_other():
@@ -73,7 +86,7 @@ from tpuconv.models.grouped import product
 from tpuconv.verify.hlo import Schedule
 
 for line in sys.stdin:
-    topology, kind = json.loads(line)
+    topology, kind, tile = json.loads(line)
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     D, M, E, R = 1024, 512, 16, 24
     where = SingleDeviceSharding(device)
@@ -81,10 +94,16 @@ for line in sys.stdin:
     up, down = (jax.ShapeDtypeStruct((E, *shape), kind, sharding=where) for shape in ((D, M), (M, D)))
     counts = jax.ShapeDtypeStruct((E,), "int32", sharding=where)
 
-    def feed(x, up, down, counts):
-        return product(product(x, up, counts, groups=64).astype(x.dtype), down, counts, groups=64)
+    def scale(kernel):
+        if tile:
+            shape = E, kernel.shape[1] // tile[0], kernel.shape[2] // tile[1]
+            return jax.ShapeDtypeStruct(shape, "float32", sharding=where)
 
-    compiled = jax.jit(feed).lower(x, up, down, counts).compile(compiler_options("tpu"))
+    def feed(x, up, down, up_scale, down_scale, counts):
+        x = product(x, up, counts, groups=64, scale=up_scale).astype(x.dtype)
+        return product(x, down, counts, groups=64, scale=down_scale)
+
+    compiled = jax.jit(feed).lower(x, up, down, scale(up), scale(down), counts).compile(compiler_options("tpu"))
     print(json.dumps(Schedule(compiled.as_text()).custom_calls()), flush=True)
 """
 
@@ -92,10 +111,15 @@ for line in sys.stdin:
 @compiler
 def test_every_chip_has_the_kernel_and_no_matrix_is_fetched_ahead():
     topologies = [f"{name}:{chip.slices[1]}" for name, chip in CHIPS.items()]
-    asked = [(topologies[0], kind) for kind in KINDS] + [(topology, "int8") for topology in topologies[1:]]
-    for (_, kind), calls in zip(asked, answers_of(COMPILE, asked), strict=True):
+    asked = [(topologies[0], kind, None) for kind in KINDS]
+    asked += [(topology, "int8", None) for topology in topologies[1:]]
+    asked += [
+        (topologies[at], *scaled) for at in (1, 4) for scaled in (("float8_e4m3fn", (128, 128)), ("int4", (32, 1)))
+    ]
+    for (_, kind, tile), calls in zip(asked, answers_of(COMPILE, asked), strict=True):
         (kernel,) = (call for call in calls if call["kernel"] == "few_rows")
         matrices = 2 * 16 * 1024 * 512 * jax.dtypes.itemsize_bits(jnp.dtype(kind)) // 8
+        matrices += 2 * 16 * 1024 * 512 * 4 // np.prod(tile) if tile else 0
         assert kernel["count"] == 2
         assert kernel["bytes"] >= matrices  # operands of the kernel where they lie, in HBM
         assert kernel["expected_bytes"] <= 0.35 * matrices

@@ -4,6 +4,7 @@ On a TPU a kernel of our own takes few rows through them. It reads the matrices 
 they lie, and no others. XLA's own kernel reads no others either, but XLA brings all to fast memory ahead of it.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from tpuconv.sharding import LANES
 
@@ -23,6 +25,10 @@ SLAB = 1024
 FAST_BYTES = 14 << 20
 """Of fast memory, of which a kernel has 16 MB: two tiles of every operand and of the result, one that is multiplied and
 one that comes or goes, the sum, and a converted slab."""
+DEPTH = 128
+"""Of the matrix unit."""
+REGISTER = 8
+"""Rows of float32 in a register: tiles of that height are split without moving a value."""
 SUBLANES = 32
 """Of a register of int8: a height that is no multiple of it is padded."""
 XLA_KINDS = ("bfloat16", "float32", "int8")
@@ -31,27 +37,66 @@ KINDS = (*XLA_KINDS, "float8_e4m3fn", "int4")
 """What ours does."""
 
 
-def product(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int) -> jax.Array:
+def product(
+    x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int, scale: jax.Array | None = None
+) -> jax.Array:
     """`x` [R, D] times `kernel` [E, D, M]: [R, M] in float32. The first `counts[0]` rows are multiplied with the first
     matrix, the next `counts[1]` with the second, and so on; what becomes of rows after the last is undefined. They are
-    dealt over `groups`, of which the other ones' matrices are elsewhere."""
-
-    def by_xla(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
-        kernel = kernel if kernel.dtype.name in XLA_KINDS else kernel.astype(x.dtype)
-        return jax.lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
-
-    if len(x) > FEW_ROWS or kernel.dtype.name not in KINDS or tile_width(x, kernel) is None:
-        return by_xla(x, kernel, counts)
-    ours = partial(few_rows, groups=groups)
-    y: jax.Array = jax.lax.platform_dependent(x, kernel, counts, tpu=ours, default=by_xla)
+    dealt over `groups`, of which the other ones' matrices are elsewhere. `scale` [E, D/d, M/m] is that of codes, which
+    share one in tiles of d by m."""
+    operands = (x, kernel, counts) if scale is None else (x, kernel, counts, scale)
+    if len(x) <= FEW_ROWS and kernel.dtype.name in KINDS and tile_width(x, kernel, scale) is not None:
+        on_tpu: Callable[..., jax.Array] = partial(few_rows, groups=groups)
+    elif scale is not None:
+        on_tpu = partial(by_xla, dtype=x.dtype)  # to which its matrix unit rounds anyway: half of the bytes
+    else:
+        return by_xla(*operands)
+    y: jax.Array = jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_xla)
     return y
 
 
-def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int, interpret: bool = False) -> jax.Array:
+def by_xla(
+    x: jax.Array,
+    kernel: jax.Array,
+    counts: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """The same by XLA's own kernel. Scales of columns are multiplied with the rows' products, so that the matrices are
+    read as they are; those of tiles with the matrices, which are rounded to `dtype` then."""
+    if scale is not None and scale.shape[1] > 1:
+        tiles = zip((1, 2), kernel.shape[1:], scale.shape[1:], strict=True)
+        kernel = kernel.astype(scale.dtype) * _spread(scale, {axis: n // s for axis, n, s in tiles})
+        kernel, scale = kernel.astype(dtype or kernel.dtype), None
+    elif kernel.dtype.name not in XLA_KINDS:
+        kernel = kernel.astype(x.dtype)
+    y = jax.lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
+    if scale is None:
+        return y
+    by_column = _spread(scale[:, 0], {1: kernel.shape[2] // scale.shape[2]})
+    return y * jnp.repeat(by_column, counts, axis=0, total_repeat_length=len(y))
+
+
+def _spread(scale: jax.Array, tiles: Mapping[int, int]) -> jax.Array:
+    for axis, size in tiles.items():
+        scale = jnp.repeat(scale, size, axis=axis)
+    return scale
+
+
+def few_rows(
+    x: jax.Array,
+    kernel: jax.Array,
+    counts: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    groups: int,
+    interpret: bool = False,
+) -> jax.Array:
     """The same by a Pallas kernel, in the way of megablox (arXiv:2211.15841): one step for each group and each tile of
     rows that it has rows in. A tile that groups share is visited by each of them, and keeps the rows of all."""
     (R, D), (E, _, M) = x.shape, kernel.shape
-    height, width = min(R, TILE_ROWS), tile_width(x, kernel)
+    height, width = min(R, TILE_ROWS), tile_width(x, kernel, scale)
     assert width is not None
     ends = jnp.cumsum(counts)
     starts = ends - counts
@@ -60,20 +105,28 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
     group = jnp.repeat(jnp.arange(E), tiles, total_repeat_length=most)
     tile = starts[group] // height + jnp.arange(most) - (jnp.cumsum(tiles) - tiles)[group]
 
-    def step(group: Any, tile: Any, starts: Any, ends: Any, x: Any, kernel: Any, y: Any) -> None:
-        at = pl.program_id(1)
+    def step(group: Any, tile: Any, starts: Any, ends: Any, x: Any, kernel: Any, *scale_and_y: Any) -> None:
+        *scales, y = scale_and_y
+        j, at = pl.program_id(0), pl.program_id(1)
         rows = tile[at] * height + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
         is_own = (rows >= starts[group[at]]) & (rows < ends[group[at]])
-        slabs = [slice(d, min(d + SLAB, D)) for d in range(0, D, SLAB)]
-        own = sum(
-            jnp.dot(x[:, slab], kernel[0, slab].astype(x.dtype), preferred_element_type=jnp.float32) for slab in slabs
-        )
-        y[...] = jnp.where(is_own, own, y[...])
+        scale = _of_columns(scales[0][0].astype(jnp.float32), j * width, width, M) if scales else None
+        y[...] = jnp.where(is_own, _product(x, kernel.at[0], scale), y[...])
 
+    operands = [x, kernel]
+    blocks = [
+        pl.BlockSpec((height, D), lambda j, at, group, tile, *_: (tile[at], 0)),
+        pl.BlockSpec((1, D, width), lambda j, at, group, *_: (group[at], 0, j)),
+    ]
+    if scale is not None:
+        operands.append(scale)
+        whole = scale.shape[2] != M
+        of_tiles = (1, scale.shape[1], scale.shape[2] if whole else width)
+        blocks.append(pl.BlockSpec(of_tiles, lambda j, at, group, *_: (group[at], 0, 0 if whole else j)))
     visited = expected_groups(R, E, groups)
     cost = pl.CostEstimate(
         flops=round(2 * visited * height * D * M),
-        bytes_accessed=round(visited * D * M * _bytes(kernel)),  # rows are in fast memory
+        bytes_accessed=round(visited * sum(a.size // E * _bytes(a) for a in operands[1:])),  # rows are in fast memory
         transcendentals=0,
     )
     call = pl.pallas_call(
@@ -82,10 +135,7 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(-(-M // width), jnp.sum(tiles)),
-            in_specs=[
-                pl.BlockSpec((height, D), lambda j, at, group, tile, *_: (tile[at], 0)),
-                pl.BlockSpec((1, D, width), lambda j, at, group, tile, *_: (group[at], 0, j)),
-            ],
+            in_specs=blocks,
             out_specs=pl.BlockSpec((height, width), lambda j, at, group, tile, *_: (tile[at], j)),
         ),
         cost_estimate=cost,
@@ -93,9 +143,39 @@ def few_rows(x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int,
         name="few_rows",
     )
     if not interpret:  # else the compiler may bring all matrices to fast memory ahead
-        kernel = pltpu.with_memory_space_constraint(kernel, pltpu.HBM)
-    y: jax.Array = call(*(a.astype(jnp.int32) for a in (group, tile, starts, ends)), x, kernel)
+        operands[1:] = [pltpu.with_memory_space_constraint(operand, pltpu.HBM) for operand in operands[1:]]
+    y: jax.Array = call(*(a.astype(jnp.int32) for a in (group, tile, starts, ends)), *operands)
     return y
+
+
+def _product(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
+    """Within the kernel: rows [height, D] times a matrix [D, width], slab by slab, with the scales [D/d, width] of its
+    tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with its codes."""
+    D, width = kernel.shape
+    deep = D if scale is None else D // len(scale)
+    whole = deep if deep >= DEPTH else SLAB // deep * deep
+    y = jnp.zeros((len(x), width), jnp.float32)
+    for start in range(0, D, whole):
+        end = min(start + whole, D)
+        for slab in (slice(d, min(d + SLAB, end)) for d in range(start, end, SLAB)):
+            codes, own = kernel[slab], None if scale is None else scale[start // deep : end // deep]
+            if own is not None and deep < DEPTH:
+                tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
+                codes, own = tiles.reshape(-1, width), None
+            of_slab = jnp.dot(x[:, slab], codes.astype(x.dtype), preferred_element_type=jnp.float32)
+            y += of_slab if own is None else of_slab * own
+    return y
+
+
+def _of_columns(scale: jax.Array, first: Any, width: int, M: int) -> jax.Array:
+    """Within the kernel: of scales of all columns' tiles [D/d, M/m] those of each of `width` columns. A product with
+    ones, since lanes cannot be repeated."""
+    if scale.shape[1] == width:
+        return scale
+    of_tile = jax.lax.broadcasted_iota(jnp.int32, (scale.shape[1], width), 0)
+    column = first + jax.lax.broadcasted_iota(jnp.int32, of_tile.shape, 1)
+    tile = jax.lax.div(column, jnp.int32(M // scale.shape[1]))
+    return jnp.dot(scale, (tile == of_tile).astype(scale.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 def expected_groups(rows: int, here: int, groups: int) -> float:
@@ -103,14 +183,15 @@ def expected_groups(rows: int, here: int, groups: int) -> float:
     return here * (1 - (1 - 1 / groups) ** rows)
 
 
-def tile_width(x: jax.Array, kernel: jax.Array) -> int | None:
+def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) -> int | None:
     """Columns of a matrix that are in fast memory at a time; None where there are no such."""
     D, M = kernel.shape[1:]
     height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
-    column = 2 * round(D * _bytes(kernel)) + 3 * 4 * height + (4 + kind) * min(D, SLAB)
+    tiles = 0 if scale is None else scale.shape[1]
+    column = 2 * round(D * _bytes(kernel)) + 3 * 4 * (height + tiles) + (8 + kind) * min(D, SLAB)
     room = FAST_BYTES - 2 * height * D * kind
     widest = room // column
-    if D % SUBLANES or widest < min(M, LANES):
+    if D % SUBLANES or (tiles and D // tiles % REGISTER) or widest < min(M, LANES):
         return None
     if widest >= M:
         return M

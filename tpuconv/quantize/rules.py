@@ -72,9 +72,9 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.weight_calibration_method,
             )
             rhs = ptq.create_quantized_param(name, rhs, how).array
-        is_scaled_by_column = isinstance(rhs, qarray.QArray) and rhs.zero_point is None and rhs.scale.shape[1] == 1
-        if is_scaled_by_column and rhs.qvalue.dtype.name in grouped.KINDS and rule.act_qtype is None:
-            return _rows_times_codes(lhs, rhs, group_sizes, groups)
+        is_codes = isinstance(rhs, qarray.QArray) and rhs.zero_point is None and rhs.qvalue.dtype.name in grouped.KINDS
+        if is_codes and rule.act_qtype is None:
+            return grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
                 qtype=rule.act_qtype,
@@ -84,13 +84,6 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
             )
             lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
         return ragged_dot(lhs, rhs, group_sizes)
-
-
-def _rows_times_codes(lhs: jax.Array, rhs: Any, group_sizes: jax.Array, groups: int) -> jax.Array:
-    """Rows times codes as they are, then times the scales: a TPU's kernels read the experts that have rows, in int8.
-    Dequantized first, as Qwix does it, all of them are read, and in some programs written back in bfloat16."""
-    y = grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups)
-    return y * jnp.repeat(rhs.scale[:, 0], group_sizes, axis=0, total_repeat_length=y.shape[0])
 
 
 @dataclass(frozen=True)

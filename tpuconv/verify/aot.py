@@ -89,10 +89,11 @@ class _Compilation:
         if weights + cache > available:
             why = f"weights and cache alone take {_gib(weights + cache)} of {_gib(available)}"
         chunk = max(1, min(question.context, PREFILL_TOKENS // question.batch))
-        for name, tokens in (("decode", 1), ("prefill", chunk)):
+        tokens = {"decode": 1, "prefill": chunk}
+        for name in question.programs:
             if not why:
                 try:
-                    programs.append(self._compile(name, tokens))
+                    programs.append(self._compile(name, tokens[name]))
                 except Exception as e:  # jax has no error of its own for what does not fit
                     if "RESOURCE_EXHAUSTED" not in str(e):
                         raise TpuconvError(

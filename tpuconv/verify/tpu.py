@@ -155,7 +155,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 class Question:
     """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives. `checkpoint` is
     the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of its manifest.
-    `cache_dtype` is that of keys and values where it is not `dtype`.
+    `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
     """
 
     config: Mapping[str, Any]
@@ -166,6 +166,7 @@ class Question:
     quantize: Mapping[str, Any] | None = None
     checkpoint: str | None = None
     cache_dtype: str | None = None
+    programs: Sequence[str] = ("decode", "prefill")
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:

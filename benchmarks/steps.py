@@ -1,0 +1,95 @@
+"""What a decode step takes, by the TPU's compiler alone: makes the table of benchmarks/README.md.
+
+    python benchmarks/steps.py [WORD ...]
+
+Rows whose names have all the words; all of them without. A row takes a minute to ten: the whole model is compiled, but
+decoding alone.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tpuconv.quantize.config import find_config
+from tpuconv.verify.tpu import Answer, Question, Slice, ask
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class Row(NamedTuple):
+    """`published` are milliseconds that others measured of their own program for the same step."""
+
+    model: str
+    quantization: str | None
+    topology: str
+    batch: int
+    context: int
+    cache: str = "bfloat16"
+    published: float | None = None
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.model} {self.quantization or 'bfloat16'} {self.topology} {self.batch} {self.context} {self.cache}"
+        )
+
+
+ROWS = (
+    Row("llama-3.3-70b", "int8_weight_only", "v5e:4x4", 8, 2048),
+    Row("llama-3.3-70b", "int8_weight_only", "v5e:4x4", 8, 2048, "int8", published=1e3 / 159),
+    Row("deepseek-r1", "int8_weight_only", "v5e:8x8", 8, 512, published=1e3 / 75.9),
+    Row("deepseek-r1", "int8_weight_only", "v5e:8x8", 64, 4096),
+    Row("deepseek-r1", "fp8_weight_only", "v5e:8x8", 64, 4096),
+    Row("deepseek-r1", "int8_weight_only", "v6e:8x8", 64, 4096),
+    Row("deepseek-r1", "fp8_weight_only", "v6e:8x8", 64, 4096),
+    Row("qwen3-32b", None, "v6e:2x4", 1, 2048, published=1e3 / 108),
+    Row("qwen3-32b", None, "v6e:2x4", 128, 4096, published=1e3 / 42),
+    Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 42),
+    Row("qwen3-32b", None, "v6e:2x4", 512, 1024),
+)
+"""Published: of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's jax-llm."""
+
+COLUMNS = (
+    *("step", "weights", "cache", "temporaries", "code", "peak", "HBM read, written", "floor ms", "estimate ms"),
+    *("published ms", "estimate / published"),
+)
+
+
+def answers(rows: list[Row]) -> Iterator[tuple[Row, Answer]]:
+    for row in rows:
+        config = json.loads((CONFIGS / f"{row.model}.json").read_text())
+        quantize = find_config(row.quantization).to_json() if row.quantization else None
+        question = Question(
+            config, row.batch, row.context, quantize=quantize, cache_dtype=row.cache, programs=("decode",)
+        )
+        yield row, next(ask(question, [[Slice(row.topology)]]))
+
+
+def cells(row: Row, answer: Answer) -> Iterator[str]:
+    memory, decode = answer.memory, answer.program("decode")
+    yield row.title
+    if decode is None:
+        yield answer.why
+        return
+    for nbytes in (memory.weights, memory.cache, memory.temporaries, memory.code, memory.peak):
+        yield f"{nbytes / 1e9:.2f}"
+    yield f"{decode.hbm_read / 1e9:.2f}, {decode.hbm_written / 1e9:.2f}"
+    every, expected, estimate = (1e3 * seconds for seconds in (decode.floor, decode.expected_floor, decode.estimate))
+    yield f"{every:.2f}" + (f" ({expected:.1f})" if expected < 0.99 * every else "")
+    yield f"{estimate:.1f}"
+    if row.published:
+        yield f"{row.published:.1f}"
+        yield f"{estimate / row.published:.2f}"
+
+
+def main(words: list[str]) -> None:
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
+    rows = [row for row in ROWS if all(word in row.title.split() for word in words)]
+    for row, answer in answers(rows):
+        print("| " + " | ".join(cells(row, answer)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
