@@ -168,10 +168,10 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
         if isinstance(leaf, ptq.WithAux):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
             hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
-    return _stacked(hows, config, provider, len(model.layers)) if stacked else hows
+    return _stacked(hows, config, provider) if stacked else hows
 
 
-def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider, layers: int) -> dict[str, How]:
+def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider) -> dict[str, How]:
     """Of all layers what one says: each has scales of its own.
 
     Raises:
@@ -185,9 +185,11 @@ def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider, l
                     f"{config.name} does not quantize {first} and {path} alike, so that they cannot be stacked",
                     hint="convert without --scan-layers, or give all layers the same rules",
                 )
+    matches = {name: LAYER.fullmatch(name) for name in hows}
+    layers = len({match[1] for match in matches.values() if match})
     out = {}
     for name, how in hows.items():
-        match = LAYER.fullmatch(name)
+        match = matches[name]
         if match is None:
             out[name] = how
         elif match[1] == "0":
