@@ -39,20 +39,22 @@ class Row(NamedTuple):
 ROWS = (
     Row("llama-3.3-70b", "int8_weight_only", "v5e:4x4", 8, 2048),
     Row("llama-3.3-70b", "int8_weight_only", "v5e:4x4", 8, 2048, "int8", published=1e3 / 159),
-    Row("deepseek-r1", "int8_weight_only", "v5e:8x8", 8, 512, published=1e3 / 75.9),
+    Row("deepseek-r1", "int8_weight_only", "v5e:8x8", 8, 512, published=1e3 / 48.0),
     Row("deepseek-r1", "int8_weight_only", "v5e:8x8", 64, 4096),
     Row("deepseek-r1", "fp8_weight_only", "v5e:8x8", 64, 4096),
     Row("deepseek-r1", "int8_weight_only", "v6e:8x8", 64, 4096),
     Row("deepseek-r1", "fp8_weight_only", "v6e:8x8", 64, 4096),
-    Row("qwen3-32b", None, "v6e:2x4", 1, 2048, published=1e3 / 108),
+    Row("gpt-oss-120b", "mxfp4_weight_only", "v5e:2x4", 8, 4096),
+    Row("kimi-k2", "int4_weight_only", "v5e:8x8", 8, 4096),
+    Row("qwen3-32b", None, "v6e:2x4", 1, 512, published=1e3 / 108),
     Row("qwen3-32b", None, "v6e:2x4", 128, 4096, published=1e3 / 42),
-    Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 42),
+    Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 41),
     Row("qwen3-32b", None, "v6e:2x4", 512, 1024),
 )
 """Published: of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's jax-llm."""
 
 COLUMNS = (
-    *("step", "weights", "cache", "temporaries", "code", "peak", "HBM read, written", "floor ms", "estimate ms"),
+    *("step", "weights", "cache", "temporaries", "code", "XLA's peak", "HBM read, written", "floor ms", "estimate ms"),
     *("published ms", "estimate / published"),
 )
 
@@ -73,7 +75,7 @@ def cells(row: Row, answer: Answer) -> Iterator[str]:
     if decode is None:
         yield answer.why
         return
-    for nbytes in (memory.weights, memory.cache, memory.temporaries, memory.code, memory.peak):
+    for nbytes in (memory.weights, memory.cache, memory.temporaries, memory.code, decode.peak):
         yield f"{nbytes / 1e9:.2f}"
     yield f"{decode.hbm_read / 1e9:.2f}, {decode.hbm_written / 1e9:.2f}"
     every, expected, estimate = (1e3 * seconds for seconds in (decode.floor, decode.expected_floor, decode.estimate))

@@ -251,7 +251,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
 def test_the_tables_can_be_read_on_a_narrow_terminal():
     collectives = [{"op": "all-reduce", "count": 160, "bytes": 10_200_000}]
     products = [{"multiplied": "bf16 x int8", "stored": "bf16 x int8", "count": 560}]
-    program = tpu.Program("prefill", 2048, 12, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
+    program = tpu.Program("prefill", 2048, 12, 0, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
     answer = tpu.Answer("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
     console = Console(width=80, record=True, file=io.StringIO())
     for table in cli._answer_tables("model", tpu.Question({}), [answer]):

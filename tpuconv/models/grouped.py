@@ -4,7 +4,7 @@ On a TPU a kernel of our own takes few rows through them. It reads the matrices 
 they lie, and no others. XLA's own kernel reads no others either, but XLA brings all to fast memory ahead of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ SUBLANES = 32
 """Of a register of int8: a height that is no multiple of it is padded."""
 XLA_KINDS = ("bfloat16", "float32", "int8")
 """What XLA's kernel multiplies with."""
-KINDS = (*XLA_KINDS, "float8_e4m3fn", "int4")
+FP4 = "float4_e2m1fn"
+KINDS = (*XLA_KINDS, "float8_e4m3fn", "float8_e5m2", "int4", FP4)
 """What ours does."""
 
 
@@ -66,22 +67,21 @@ def by_xla(
     """The same by XLA's own kernel. Scales of columns are multiplied with the rows' products, so that the matrices are
     read as they are; those of tiles with the matrices, which are rounded to `dtype` then."""
     if scale is not None and scale.shape[1] > 1:
-        tiles = zip((1, 2), kernel.shape[1:], scale.shape[1:], strict=True)
-        kernel = kernel.astype(scale.dtype) * _spread(scale, {axis: n // s for axis, n, s in tiles})
-        kernel, scale = kernel.astype(dtype or kernel.dtype), None
+        kernel, scale = _dequantized(kernel, scale).astype(dtype or scale.dtype), None
     elif kernel.dtype.name not in XLA_KINDS:
         kernel = kernel.astype(x.dtype)
     y = jax.lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
     if scale is None:
         return y
-    by_column = _spread(scale[:, 0], {1: kernel.shape[2] // scale.shape[2]})
+    by_column = jnp.repeat(scale[:, 0], kernel.shape[2] // scale.shape[2], axis=1)
     return y * jnp.repeat(by_column, counts, axis=0, total_repeat_length=len(y))
 
 
-def _spread(scale: jax.Array, tiles: Mapping[int, int]) -> jax.Array:
-    for axis, size in tiles.items():
-        scale = jnp.repeat(scale, size, axis=axis)
-    return scale
+def _dequantized(kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Codes times the scales of their tiles: these are not repeated in memory."""
+    (E, D, M), (_, deep, wide) = kernel.shape, scale.shape
+    tiles = kernel.astype(scale.dtype).reshape(E, deep, D // deep, wide, M // wide)
+    return (tiles * scale[:, :, None, :, None]).reshape(E, D, M)
 
 
 def few_rows(
@@ -153,18 +153,32 @@ def _product(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
     tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with its codes."""
     D, width = kernel.shape
     deep = D if scale is None else D // len(scale)
-    whole = deep if deep >= DEPTH else SLAB // deep * deep
     y = jnp.zeros((len(x), width), jnp.float32)
-    for start in range(0, D, whole):
-        end = min(start + whole, D)
-        for slab in (slice(d, min(d + SLAB, end)) for d in range(start, end, SLAB)):
-            codes, own = kernel[slab], None if scale is None else scale[start // deep : end // deep]
-            if own is not None and deep < DEPTH:
-                tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
-                codes, own = tiles.reshape(-1, width), None
-            of_slab = jnp.dot(x[:, slab], codes.astype(x.dtype), preferred_element_type=jnp.float32)
-            y += of_slab if own is None else of_slab * own
+    for slab in _slabs(D, deep):
+        codes = _of_e2m1(kernel[slab]) if kernel.dtype == FP4 else kernel[slab]
+        own = None if scale is None else scale[slab.start // deep : -(-slab.stop // deep)]
+        if own is not None and deep < DEPTH:
+            tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
+            codes, own = tiles.reshape(-1, width), None
+        of_slab = jnp.dot(x[:, slab], codes.astype(x.dtype), preferred_element_type=jnp.float32)
+        y += of_slab if own is None else of_slab * own
     return y
+
+
+def _slabs(D: int, deep: int) -> list[slice]:
+    """Rows of a matrix that are multiplied at a time: some of one tile, or whole tiles."""
+    step = deep if deep >= DEPTH else SLAB // deep * deep
+    ends = [(start, min(start + step, D)) for start in range(0, D, step)]
+    return [slice(d, min(d + SLAB, end)) for start, end in ends for d in range(start, end, SLAB)]
+
+
+def _of_e2m1(codes: jax.Array) -> jax.Array:
+    """Within the kernel: the values of FP4 codes (OCP Microscaling Formats v1.0), of which few TPUs know the type: a
+    bit of sign, two of exponent, one of mantissa."""
+    code = pltpu.bitcast(codes, jnp.int4).astype(jnp.int32)
+    size = code & 7
+    halves = jnp.where(size < 2, size, (2 + (size & 1)) << ((jnp.maximum(size, 2) >> 1) - 1))
+    return jnp.where(code < 0, -halves, halves).astype(jnp.float32) * 0.5
 
 
 def _of_columns(scale: jax.Array, first: Any, width: int, M: int) -> jax.Array:

@@ -158,6 +158,7 @@ class _Compilation:
             compile_seconds=round(seconds, 1),
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
+            peak=memory.peak_memory_in_bytes,
             hbm_read=read,
             hbm_written=written,
             floor=(read + written) / chip.bandwidth,

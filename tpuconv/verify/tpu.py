@@ -194,15 +194,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. Bytes and times are of one device and one step; `floor` is the time in seconds that its HBM
-    needs at full bandwidth, `expected_floor` where tokens choose their experts evenly and kernels read no others;
-    `estimate` comes from a simulation of the schedule (see `ESTIMATE_ERROR`)."""
+    """One compiled program. Bytes and times are of one device and one step. `peak` is what XLA counts in use at once,
+    code aside; `floor` the time in seconds that its HBM needs at full bandwidth, `expected_floor` where tokens choose
+    their experts evenly and kernels read no others; `estimate` comes from a simulation of the schedule (see
+    `ESTIMATE_ERROR`)."""
 
     name: str
     tokens: int
     compile_seconds: float
     temporaries: int
     code: int
+    peak: int
     hbm_read: int
     hbm_written: int
     floor: float
