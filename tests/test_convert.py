@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from tpuconv.convert import plan as plan_module
 from tpuconv.convert import run as run_module
+from tpuconv.convert.checkpoint import open_checkpoint
 from tpuconv.convert.journal import Journal
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options, make_plan
@@ -35,7 +37,7 @@ from tpuconv.errors import (
     UnsupportedConfig,
     UsageError,
 )
-from tpuconv.models.registry import find_family
+from tpuconv.models.registry import find_family, get_family
 from tpuconv.verify.weights import check
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -576,3 +578,29 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(refused, tmp_pat
     monkeypatch.undo()
     assert refusals
     assert not [array.name for array in check(read_manifest(tmp_path / "out")) if array.fault]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_is_read_ahead_is_what_is_read_first(converted, tmp_path, monkeypatch):
+    """Of a source and of a converted one: whole tensors in the order of the units, and no more than is wanted."""
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    source = open_source(folder)
+    if converted:
+        convert(folder, tmp_path / "ckpt")
+        source = open_checkpoint(tmp_path / "ckpt")
+    family = get_family("qwen3")
+    table = source.table() if converted else family.table
+    plan = make_plan(source, "qwen3", table, family.config.from_hf(source.config), Options())
+    asked: list[tuple[str, int, int]] = []
+
+    def advise(fd: int, start: int, size: int, _: int) -> None:
+        asked.append((os.readlink(f"/proc/self/fd/{fd}"), start, size))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(run_module, "AHEAD_BYTES", 10_000)
+    monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    run_module.read_ahead(plan)
+    assert sum(size for *_, size in asked) == 10_000
+    first = next(plan.units[0].pieces[0].names())
+    path, start, size = plan.source.files(plan.tensors[first].stored[0])[0]
+    assert asked[0] == (str(path), start, min(size, 10_000))

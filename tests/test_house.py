@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,16 @@ def test_every_exit_code_is_documented():
     documented = set(re.findall(r"^\| (\d+)", (ROOT / "docs" / "exit-codes.md").read_text(), re.MULTILINE))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "exit_code")]
     assert {str(kind.exit_code) for kind in kinds} <= documented
+
+
+def test_kernels_bring_no_scipy():
+    """Numba would look for its BLAS, which takes longer than all kernels do to load."""
+    program = """
+import sys
+import numpy as np
+from tpuconv.convert.kernels import transpose
+words = np.arange(64, dtype=np.uint64)
+transpose(words, 8, np.zeros(64, np.uint64), 8, 8, 1)
+assert "scipy.linalg" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

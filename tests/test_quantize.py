@@ -1,6 +1,7 @@
 """Quantized checkpoints against Qwix itself: every array, every logit, bit for bit."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from tpuconv.errors import (
 from tpuconv.models.grouped import product
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize import encode
+from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
@@ -364,13 +366,18 @@ def test_the_report_is_that_of_the_whole_tensors(tmp_path, small_cuts):
 
 
 def test_a_scale_that_is_not_qwixs_stops_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "_compared", set())
-    real = encode._scales("int8", "absmax")
-    monkeypatch.setattr(encode, "_scales", lambda *_: np.nextafter(real, np.inf).astype(np.float32) * 1.01)
+    monkeypatch.setattr(encode, "_compared", {})
+    real = encode._scales("int8", "absmax").result()
+    wrong: Future[np.ndarray] = Future()
+    wrong.set_result(np.nextafter(real, np.inf).astype(np.float32) * 1.01)
+    monkeypatch.setattr(encode, "_scales", lambda *_: wrong)
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
     with pytest.raises(GateError, match="is not what Qwix makes of it"):
         quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
     assert not (tmp_path / "out").exists()
+    entries = [json.loads(path.read_text()) for path in (tmp_path / ".out.tpuconv").glob("*.done")]
+    assert entries
+    assert not [entry for entry in entries if entry.get("figures")]  # what is wrong does not count as done
 
 
 def test_a_damaged_checkpoint_is_not_quantized(tmp_path):
@@ -548,6 +555,68 @@ def test_a_rule_that_cannot_be_meant_is_an_error(rules, message, monkeypatch):
     with pytest.raises(ConfigError) as info:
         resolve(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
     assert message in str(info.value)
+
+
+MIXED = """
+qwix:
+  rules:
+    - {module_path: 'layers/0/.*', weight_qtype: int4}
+    - {module_path: 'layers/2/attn/.*', weight_qtype: null}
+    - {module_path: '.*', weight_qtype: int8}
+"""
+"""The first layer is unlike the next ones, and one in the midst unlike the rest by some of its modules."""
+
+
+ALL_UNLIKE = {"gpt_oss-many-experts", "llama4-maverick", "llama4-lists"}
+"""Cases whose few layers the mixed config and the model itself make all unlike."""
+
+
+def resolutions():
+    """Every config with every family, and the mixed one with every case."""
+    fast = {
+        case.family: case for case in reversed(CASES) if case.family in ("qwen3", "gpt_oss", "deepseek_v3", "llama4")
+    }
+    for case in CASES:
+        marks = [] if case in fast.values() else [pytest.mark.slow]
+        yield pytest.param("mixed", case, id=f"mixed-{case}", marks=marks)
+    for name in config_names():
+        for case in ONE_OF_EACH.values():
+            yield pytest.param(name, case, id=f"{name}-{case}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "case"), list(resolutions()))
+def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
+    """Tracing the first layer of each kind gives what tracing each layer does."""
+    rules = parse_config(MIXED.encode(), "mixed", "mixed.yaml") if name == "mixed" else find_config(name)
+    longer = {} if "layer_types" in case.config else {"num_hidden_layers": 5}
+    case = replace(case, config={**case.config, **longer})
+    config_json = json.loads(case.hf_config().to_json_string()) | ({"model_type": "kimi_k2"} if case.written_as else {})
+    family = get_family(case.family)
+    config = family.config.from_hf(config_json)
+    skipped = counted_skips(monkeypatch)
+    found = resolved(family, config, rules)
+    assert bool(skipped[0]) != (case.id in ALL_UNLIKE)
+    monkeypatch.setattr(rules_module, "_skip_repeated", lambda *_: None)
+    assert found == resolved(family, config, rules)
+
+
+def counted_skips(monkeypatch) -> list[int]:
+    real, counts = rules_module._skip_repeated, []
+
+    def skip(model, config):
+        real(model, config)
+        counts.append(sum(isinstance(layer, rules_module.Skipped) for layer in model.layers))
+
+    monkeypatch.setattr(rules_module, "_skip_repeated", skip)
+    return counts
+
+
+def resolved(family, config, rules):
+    """How each parameter is quantized, in order, or why none can be."""
+    try:
+        return list(resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules).items())
+    except ConfigError as e:
+        return e.message, e.details
 
 
 @pytest.mark.parametrize("name", config_names())

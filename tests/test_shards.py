@@ -52,6 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
     store, buffer = Store(folder / "params", {"w": array}), page_buffer(array.shard_bytes)
+    store.make_folders()
     store.write_metadata()
     bits = values.view(f"u{values.itemsize}")
     for index in product(*map(range, array.grid)):
@@ -79,6 +80,7 @@ def test_any_box_is_what_tensorstore_reads(case):
         patch.setattr(checkpoint, "READ_BYTES", case.read_bytes)
         if case.direct:
             patch.setattr(checkpoint, "DIRECT_BYTES", 0)
+            patch.setattr(checkpoint, "_is_cached", lambda *_: False)  # they were written a moment ago
         manifest = write(case.array, Path(name), random(case.array))
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{name}/params/w"}}
         want = ts.open(spec).result()[case.box].read().result()
@@ -132,3 +134,12 @@ def test_what_is_missing_is_named(tmp_path):
     (folder / "zarr.json").unlink()
     with pytest.raises(CorruptOutput, match=r"w cannot be read: zarr\.json is missing"):
         read_box(manifest, "w", ALL, out)
+
+
+def test_what_is_in_the_page_cache_is_read_from_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(checkpoint, "_set_flags", lambda *_: pytest.fail("read around the cache"))
+    values = random(SMALL)
+    manifest, out = write(SMALL, tmp_path, values), np.empty((5, 6), "u2")
+    read_box(manifest, "w", ALL, out)
+    assert out.tobytes() == values.tobytes()

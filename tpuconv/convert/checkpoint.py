@@ -1,6 +1,7 @@
 """A converted checkpoint as the source of another one, which holds the same parameters in another form.
 
-Its shard files are read around the page cache where the file system can, as they were written. Nothing that is read
+Its shard files are read around the page cache where the file system can, as they were written; those that are in it
+already, from there. Nothing that is read
 goes unchecked: each chunk, and the index of each shard, holds its checksum.
 """
 
@@ -58,6 +59,9 @@ class Checkpoint(Source):
     def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
         """That of the original."""
         return dict(self.manifest.raw["source"])
+
+    def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
+        return [(path, 0, path.stat().st_size) for path in sorted((self.manifest.params / info.name).glob("c*"))]
 
     def table(self) -> MappingTable:
         """Every parameter becomes the one of the same name."""
@@ -145,7 +149,7 @@ def _read_box(folder: Path, cut: Cut, box: Sequence[slice], out: np.ndarray) -> 
 def _chunks(file: FileIO, cut: Cut, slots: Sequence[int]) -> Iterator[np.ndarray]:
     """The bytes of some chunks of a shard, each until the next one. Those that lie side by side are read together."""
     name, size = Path(file.name).name, os.fstat(file.fileno()).st_size
-    if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+    if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not _is_cached(file, size):
         _set_flags(file, os.O_DIRECT)
     end = size - cut.index_bytes
     if end < 0:
@@ -166,6 +170,14 @@ def _chunks(file: FileIO, cut: Cut, slots: Sequence[int]) -> Iterator[np.ndarray
         for start, stop in spans[:count]:
             yield checked(data[start - first : stop - first], f"a chunk of {name}")
         del spans[:count]
+
+
+def _is_cached(file: FileIO, size: int) -> bool:
+    """Whether the end of a file is in the page cache, and so most likely all of it."""
+    try:
+        return bool(os.preadv(file.fileno(), [bytearray(1)], size - 1, os.RWF_NOWAIT))
+    except OSError:  # it is not, or this file system does not say
+        return False
 
 
 def _read(file: FileIO, start: int, stop: int) -> np.ndarray:

@@ -97,6 +97,9 @@ class Encoder(Protocol):
             FloatingPointError: a value is infinite or not a number.
         """
 
+    def check(self) -> None:
+        """Raises GateError if what was made is wrong; called before it counts as done."""
+
     def to_json(self) -> dict[str, Any]:
         """All that decides about the result."""
 

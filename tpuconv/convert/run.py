@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -36,6 +37,9 @@ from tpuconv.sizes import format_size
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
 """Stored types that have NaN and are searched for it; the other types of codes have none."""
+
+AHEAD_BYTES = 768 * MIB
+"""Of the source, read while the rules of a quantization are resolved: what a disk gives in a second."""
 
 LARGE = 1 << 16
 """Elements from which on a transposition is worth the import of its kernel."""
@@ -65,6 +69,23 @@ class Limits:
         """By default a job for each processor, and 60% of the memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(jobs or len(os.sched_getaffinity(0)), max_memory or int(0.6 * memory))
+
+
+def read_ahead(plan: Plan) -> None:
+    """Begins to bring what `run` reads first to the page cache, while other work leaves the disk idle."""
+
+    def read() -> None:
+        left = AHEAD_BYTES
+        names = dict.fromkeys(name for unit in plan.units for piece in unit.pieces for name in piece.names())
+        with suppress(OSError):  # whoever reads it in earnest says what is wrong
+            for path, start, size in (at for n in names for i in plan.tensors[n].stored for at in plan.source.files(i)):
+                with path.open("rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), start, min(size, left), os.POSIX_FADV_WILLNEED)
+                left -= size
+                if left <= 0:
+                    return
+
+    threading.Thread(target=read, daemon=True).start()
 
 
 def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
@@ -98,9 +119,7 @@ def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.staging, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
-    if journal.done("metadata") is None:
-        store.write_metadata()
-        journal.record("metadata", {})
+    store.make_folders()
     for done in _Workers(plan, journal, store, jobs).run(todo):
         yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
     yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
@@ -147,7 +166,8 @@ class _Workers:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
         last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
-        tasks: list[Callable[[], None]] = [partial(self._compare, *copy) for copy in self.plan.copies.items()]
+        tasks: list[Callable[[], None]] = [self._describe]
+        tasks += [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
             tasks.append(partial(self._unit, unit))
             tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
@@ -156,6 +176,11 @@ class _Workers:
     def _shards(self, unit: Unit) -> set[str]:
         tensors = self.plan.tensors
         return {info.shard for piece in unit.pieces for name in piece.names() for info in tensors[name].stored}
+
+    def _describe(self) -> None:
+        if self.journal.done("metadata") is None:
+            self.store.write_metadata()
+            self.journal.record("metadata", {})
 
     def _check_hash(self, shard: SourceShard) -> None:
         if self.journal.done(f"sha256-{shard.name}") is None:
@@ -192,6 +217,8 @@ class _Workers:
                 self.done.put(self.plan.stored_bytes(piece))
         finally:
             self.memories.put(memory)
+        for name in figures:
+            self.plan.encoders[name].check()
         self.store.sync(checksums)
         own = {name: f"{part:016x}" for name, part in checksums.items()}
         self.journal.record(unit.uid, {"checksums": own, "figures": figures})

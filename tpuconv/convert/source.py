@@ -117,6 +117,10 @@ class Source:
             "bytes": self.nbytes,
         }
 
+    def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
+        """Where a tensor lies: file, first byte, number of bytes."""
+        return [(self.folder / info.shard, info.offset, info.nbytes)]
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())

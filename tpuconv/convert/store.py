@@ -31,15 +31,22 @@ class Store:
         self.folder = folder
         self.arrays = arrays
 
-    def write_metadata(self) -> None:
-        """Makes the folder of every array and describes it."""
+    def make_folders(self) -> None:
+        """One for every array."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for array in self.arrays.values():
                 (self.folder / array.name).mkdir(exist_ok=True)
+            sync(self.folder)
+        except OSError as e:
+            raise write_error(self.folder, e) from e
+
+    def write_metadata(self) -> None:
+        """Describes every array."""
+        try:
+            for array in self.arrays.values():
                 _write_text(self.folder / array.name / "zarr.json", json.dumps(array.zarr_json()))
                 sync(self.folder / array.name)
-            sync(self.folder)
         except OSError as e:
             raise write_error(self.folder, e) from e
 

@@ -13,7 +13,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.quantize.config import QuantConfig
-from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.quantize.encode import QwixEncoder, prepare
 from tpuconv.quantize.report import html
 from tpuconv.quantize.rules import How, resolve
 
@@ -42,6 +42,7 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
         dtype = plain.arrays[name].dtype
         scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
         encoders[name] = QwixEncoder(name, how, dtype, np.dtype(scale_dtype))
+    prepare(encoders.values())
     return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, html, kept)
 
 

@@ -6,9 +6,10 @@ result with a fraction of the work. All else is given to Qwix, a box at a time, 
 tiles.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -47,6 +48,11 @@ class Kind:
     qtype: str
     method: str
     tiles: tuple[int, ...]
+
+    @property
+    def group(self) -> "Kind":
+        """What is compared with Qwix once: sizes of tiles do not matter, only where tiles are."""
+        return Kind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.tiles))
 
     def transposed(self, order: Sequence[int]) -> "Kind":
         return Kind(self.qtype, self.method, tuple(self.tiles[axis] for axis in order))
@@ -92,6 +98,14 @@ class QwixEncoder:
         return str(self.how.how.calibration_method)
 
     @property
+    def kind(self) -> Kind:
+        return Kind(self.how.qtype, self.method, self.how.tiles)
+
+    @property
+    def by_tables(self) -> bool:
+        return self.dtype == BF16 and self.method.startswith("absmax")
+
+    @property
     def is_asymmetric(self) -> bool:
         return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
 
@@ -116,10 +130,9 @@ class QwixEncoder:
         Raises:
             FloatingPointError: a value is infinite or not a number.
             UnsupportedConfig: the scale of a tile is so small that it is stored as 0.
-            GateError: the tables do not give what Qwix does.
         """
-        kind = Kind(self.how.qtype, self.method, self.how.tiles)
-        if self.dtype == BF16 and self.method.startswith("absmax"):
+        kind = self.kind
+        if self.by_tables:
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
             with np.errstate(all="ignore"):  # scales that are 0 are found below, absurd values have absurd figures
                 parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
@@ -138,17 +151,29 @@ class QwixEncoder:
         codes, *zero_points = (part.view(self.parts[0].dtype) for part in (codes, *zero_points))
         return [codes, scales.astype(self.scale_dtype), *zero_points], figures
 
+    def check(self) -> None:
+        """Waits until what was encoded is compared with what Qwix makes of it.
+
+        Raises:
+            GateError: they differ.
+        """
+        if compared := _compared.get(self.kind.group):
+            compared.result()
+
     def rounded(self, values: np.ndarray) -> jax.Array:
         """What codes and scales of the whole parameter stand for, exactly, so in float32. Of symmetric ranges only."""
         (codes, scales), _ = self(values)
+        self.check()
         array = qarray.QArray(jnp.asarray(codes), jnp.asarray(scales, jnp.float32), None, self.how.qtype)
         decoded: jax.Array = qarray.dequantize(array)
         return decoded
 
 
+@cache
 def stored_dtype(qtype: str) -> np.dtype[Any]:
     """In which codes of a type are stored. That of Qwix; NF4's, uint4, has no place in a checkpoint, so a byte."""
-    return stored(_codes(qtype).dtype)
+    one = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
+    return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), one).dtype)
 
 
 def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -164,15 +189,24 @@ def _is_symmetric(method: str) -> bool:
 # -- by tables --------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _all_bfloat16() -> jax.Array:
-    return jnp.asarray(np.arange(1 << 16, dtype=np.uint16).view(BF16))
+_beside = ThreadPoolExecutor(1, "qwix")
+"""What Qwix is asked for, tables and comparisons, is compiled without the interpreter's lock, beside all other work."""
+
+ALL = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+"""Every bfloat16, by its bits."""
+
+
+def prepare(encoders: Iterable[QwixEncoder]) -> None:
+    """Begins to fill the tables that they need first."""
+    for encoder in encoders:
+        if encoder.by_tables:
+            _scales(encoder.how.qtype, encoder.method)
 
 
 @cache
 def _codes(qtype: str) -> np.ndarray:
     """[65536]: the code of every quotient of value and scale, by its bits."""
-    return np.asarray(jax.jit(lambda x: numerics.convert_to(x, qtype))(_all_bfloat16()))
+    return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL))
 
 
 @cache
@@ -198,7 +232,7 @@ def _decoded(qtype: str) -> np.ndarray:
 
 
 @cache
-def _scales(qtype: str, method: str) -> np.ndarray:
+def _scales(qtype: str, method: str) -> "Future[np.ndarray]":
     """[32768]: the scale of every largest absolute value, by its bits; float32 that bfloat16 can hold."""
     factor = [float(number) for number in method.split(",")[1:]]
 
@@ -207,7 +241,11 @@ def _scales(qtype: str, method: str) -> np.ndarray:
         out: jax.Array = qarray.compute_scale_zero_point({"absmax": absmax}, qtype)[0]
         return out.astype(jnp.bfloat16)
 
-    return np.asarray(jax.jit(scale)(_all_bfloat16()[: 1 << 15])).astype(np.float32)
+    return _beside.submit(lambda: np.asarray(jax.jit(scale)(ALL[: 1 << 15])).astype(np.float32))
+
+
+NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
+"""Of integers, which are computed."""
 
 
 def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
@@ -222,11 +260,11 @@ def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
     kernels.absmax(bits, tile_row, tiles[-1], largest)
     if largest.max() >= INFINITY:
         raise FloatingPointError
-    scales = _scales(kind.qtype, kind.method)[largest]
+    scales = _scales(kind.qtype, kind.method).result()[largest]
     codes = np.empty(bits.shape, np.uint8)
     integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGERS else 0
     bound = _largest(kind.qtype) if "," in kind.method else np.inf
-    tables = _code_bytes(kind.qtype), _decoded(kind.qtype)
+    tables = NO_TABLES if integers else (_code_bytes(kind.qtype), _decoded(kind.qtype))
     signal, noise, clipped = kernels.encode(bits, tile_row, tiles[-1], scales, integers, *tables, bound, codes)
     figures = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
     return [codes.reshape(shape), scales.astype(BF16).reshape(counts)], figures
@@ -236,19 +274,13 @@ def _largest(qtype: str) -> float:
     return float(numerics.get_symmetric_bound(qtype))
 
 
-_compared: set[tuple[Kind, tuple[bool, ...]]] = set()
+_compared: "dict[Kind, Future[None]]" = {}
 
 
 def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Compares some random tiles of the first box of each kind with what Qwix itself makes of them.
-
-    Raises:
-        GateError: they differ.
-    """
-    key = Kind(kind.qtype, kind.method, ()), tuple(tile == 1 for tile in kind.tiles)
-    if key in _compared:
+    """Begins to compare some random tiles of the first box of each kind with what Qwix itself makes of them."""
+    if kind.group in _compared:
         return
-    _compared.add(key)
     rng = np.random.default_rng(len(_compared))
     box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.tiles)
     for n, tile in zip(values.shape, kind.tiles, strict=True):
@@ -257,10 +289,15 @@ def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, 
         first = int(rng.integers(0, n // tile - count + 1))
         box.append(slice(first * tile, (first + count) * tile))
         scale_box.append(slice(first, first + count))
-    part = values[tuple(box)]
-    array = jax.jit(lambda x: qarray.quantize(x, kind.in_qwix(part.shape)))(jnp.asarray(part))
-    same = as_bytes(np.asarray(array.qvalue)) == codes[tuple(box)]
-    same_scale = np.asarray(array.scale).view(np.uint16) == scales[tuple(scale_box)].view(np.uint16)
+    part, own, own_scales = values[tuple(box)], codes[tuple(box)], scales[tuple(scale_box)]
+    compared = partial(_compare, name, kind, part.copy(), own.copy(), own_scales.copy())  # their memory is used again
+    _compared[kind.group] = _beside.submit(compared)
+
+
+def _compare(name: str, kind: Kind, part: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+    array = jax.jit(lambda x: qarray.quantize(x, kind.in_qwix(part.shape)))(part)
+    same = as_bytes(np.asarray(array.qvalue)) == codes
+    same_scale = np.asarray(array.scale).view(np.uint16) == scales.view(np.uint16)
     if not same.all() or not same_scale.all():
         raise GateError(
             f"{name} in {kind.qtype} is not what Qwix makes of it",

@@ -21,6 +21,7 @@ from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models import grouped
+from tpuconv.models.decoder import Decoder
 from tpuconv.quantize.config import QuantConfig, Rule
 
 TOKENS = 1024
@@ -149,12 +150,24 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
         ConfigError: a rule decides about nothing, is matched for ever, or has a tile that does not divide an axis.
         UnsupportedConfig: layers that are to be stacked are not quantized alike.
     """
-    model = nnx.eval_shape(build)
-    paths = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
-    _check_patterns(config, paths)
     provider = Provider(config)
+    hows: dict[str, How] = {}
+
+    def trace() -> None:
+        model = build()
+        _check_patterns(config, ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)])
+        if isinstance(model, Decoder):  # which says how layers are called
+            _skip_repeated(model, config)
+        for path, node in nnx.iter_graph(quantized(model, provider)):
+            name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
+            if isinstance(node, ptq.WithAux):
+                hows[name] = How(tuple(node.shape), _tiles(node), _first_match(config, module), node.how)
+            elif isinstance(node, Skipped):
+                first = f"layers.{node.like}."
+                hows.update({f"{name}.{n.removeprefix(first)}": hows[n] for n in hows if n.startswith(first)})
+
     try:
-        resolved = nnx.eval_shape(lambda: quantized(build(), provider))
+        jax.eval_shape(trace)
     except ValueError as e:
         if "cannot be tiled" in str(e):
             raise ConfigError(
@@ -163,11 +176,6 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
             ) from None
         raise
     _check_used(config, provider)
-    hows = {}
-    for path, leaf in nnx.iter_graph(resolved):
-        if isinstance(leaf, ptq.WithAux):
-            name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
-            hows[name] = How(tuple(leaf.shape), _tiles(leaf), _first_match(config, module), leaf.how)
     return _stacked(hows, config, provider) if stacked else hows
 
 
@@ -206,6 +214,32 @@ def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
             if not rule.op_names:
                 return out
     return [*out, None]
+
+
+class Skipped(nnx.Module):
+    """In the place of a layer that Qwix would treat as it does an earlier one, the layer `like`."""
+
+    def __init__(self, like: int):
+        self.like = like
+
+    def __call__(self, x_BTD: jax.Array, *_: Any) -> tuple[jax.Array, None]:
+        return x_BTD, None
+
+
+def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
+    """Keeps of the layers that are alike the first one: tracing each takes time. Alike are layers of the same modules,
+    sizes, settings and window, each of whose modules is matched by the same rules."""
+    kinds: list[tuple[Any, int]] = []
+    for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
+        graph, state = nnx.split(layer)
+        sizes = [(path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state)]
+        modules = ["/".join(map(str, ("layers", i, *path))) for path, _ in nnx.iter_modules(layer)]
+        matches = [[bool(re.fullmatch(rule.module_path, m)) for rule in config.rules] for m in modules]
+        kind = graph, sizes, window, matches  # not hashable: settings may be dicts
+        if (like := next((first for known, first in kinds if known == kind), None)) is None:
+            kinds.append((kind, i))
+        else:
+            model.layers[i] = Skipped(like)
 
 
 def _tiles(leaf: Any) -> tuple[int, ...]:
