@@ -1,11 +1,15 @@
 """How fast is FP8 in blocks dequantized, beside a copy of the same bytes and beside the disk?
 
     python benchmarks/dequantize.py [--folder DIR] [--experts N] [--pairs N]
+    python benchmarks/dequantize.py --checkpoint DIR --layers 3-3 [--folder DIR] [--pairs N]
 
 First one matrix of an expert of DeepSeek R1 in memory, one thread, random codes: decoded to bfloat16, then transposed
 and cut to chunks as the conversion does, and copied (`np.copyto`, as many bytes as are read and written in all). Then,
 in turn with writing as many bytes past the page cache as it writes, the conversion of one layer of R1 with N experts
 from holes, which are read as zeros and cost no disk: all but reading is as it would be. Ratios are of paired runs.
+
+With --checkpoint some layers of that one are converted instead, and the time is extrapolated to all by the bytes that
+are written. For its values holes will do, too.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from collections.abc import Callable
 from contextlib import closing
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -158,28 +163,52 @@ def direct_writes(path: Path, nbytes: int) -> float:
     return seconds
 
 
+def convert(*args: str) -> dict[str, Any]:
+    """What `tpuconv convert` says of it."""
+    command = [sys.executable, "-m", "tpuconv", "convert", *args, "--json"]
+    facts: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return facts
+
+
+def pairs(source: Path, part: list[str], folder: Path, count: int) -> None:
+    """The conversion of a checkpoint, or of the layers that `part` names, in turn with the disk alone."""
+    whole, plan = convert(str(source), "--dry-run"), convert(str(source), *part, "--dry-run")
+    times = whole["output_bytes"] / plan["output_bytes"]
+    print(
+        "\n| GB written | wall s | cpu s | peak MB (planned) | disk alone s | of the disk's rate | all layers, min |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for _ in range(count):
+        began, before = time.monotonic(), cpu_seconds()
+        done = convert(str(source), str(folder / "out"), *part)
+        wall, cpu = time.monotonic() - began, cpu_seconds() - before
+        shutil.rmtree(folder / "out")
+        disk = direct_writes(folder / "zeros", done["output_bytes"])
+        memory = f"{done['peak_memory_bytes'] / 1e6:.0f} ({plan['peak_memory_bytes'] / 1e6:.0f})"
+        print(
+            f"| {done['output_bytes'] / 1e9:.1f} | {wall:.1f} | {cpu:.1f} | {memory} | {disk:.1f} "
+            f"| {disk / wall:.2f} | {wall * times / 60:.1f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to write; the temporary folder by default")
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--checkpoint", type=Path, help="instead of one layer with --experts")
+    parser.add_argument("--layers", help="of --checkpoint, first and last")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
-        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors\n")
-        print("| one thread | G elements/s | of the copy's rate |\n|---|---|---|")
-        one_matrix(folder / "matrix")
-        source = layer(folder / "layer", args.experts)
-        print("\n| GB written | wall s | cpu s | disk alone s | of the disk's rate |\n|---|---|---|---|---|")
-        for _ in range(args.pairs):
-            began, before = time.monotonic(), cpu_seconds()
-            command = [sys.executable, "-m", "tpuconv", "convert", str(source), str(folder / "out"), "--json"]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            wall, cpu = time.monotonic() - began, cpu_seconds() - before
-            nbytes = json.loads(done.stdout)["output_bytes"]
-            shutil.rmtree(folder / "out")
-            disk = direct_writes(folder / "zeros", nbytes)
-            print(f"| {nbytes / 1e9:.1f} | {wall:.1f} | {cpu:.1f} | {disk:.1f} | {disk / wall:.2f} |", flush=True)
+        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors")
+        if args.checkpoint:
+            pairs(args.checkpoint, ["--layers", args.layers] if args.layers else [], folder, args.pairs)
+        else:
+            print("\n| one thread | G elements/s | of the copy's rate |\n|---|---|---|")
+            one_matrix(folder / "matrix")
+            pairs(layer(folder / "layer", args.experts), [], folder, args.pairs)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,38 @@ def fp4_groups(rng, rows, columns):
     return stored, config, values * np.repeat(np.exp2(scales.astype("f4") - 127), 32, 1)
 
 
+def fp8_modelopt_channel(rng, rows, columns):
+    stored, _, values = fp8_blocks(rng, rows, columns, (1, columns))
+    stored["w.weight_scale"] = stored.pop("w.weight_scale_inv").reshape(rows)
+    return stored, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, values
+
+
+def nvfp4(rng, rows, columns):
+    """Codes, scales of 16 values in FP8 and the values without the scale of the tensor."""
+    groups = -(-columns // 16)
+    codes, scales = rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8), rng.integers(0, 127, (rows, groups))
+    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
+    return codes, scales.astype(np.uint8).view(FP8), values
+
+
+def nvfp4_modelopt(rng, rows, columns):
+    """ModelOpt's formula: codes times the product of both scales, in float32."""
+    codes, scales, values = nvfp4(rng, rows, columns)
+    whole = np.float32(rng.uniform(1e-5, 1e-3))
+    stored = {"w.weight": codes, "w.weight_scale": scales, "w.weight_scale_2": np.array(whole)}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    return stored, config, values * np.repeat(scales.astype("f4") * whole, 16, 1)
+
+
+def nvfp4_compressed(rng, rows, columns):
+    """That of compressed-tensors: the scale of the tensor divides."""
+    codes, scales, values = nvfp4(rng, rows, columns)
+    whole = np.float32(rng.uniform(1e3, 1e5))
+    stored = {"w.weight_packed": codes, "w.weight_scale": scales, "w.weight_global_scale": np.array([whole])}
+    config = compressed_config(type="float", num_bits=4, strategy="tensor_group", group_size=16)
+    return stored, config, values * np.repeat(scales.astype("f4") / whole, 16, 1)
+
+
 def fp8_named_otherwise(rng, rows, columns):
     stored, _, values = fp8_tensor(rng, rows, columns)
     stored["w.weight_scale_inv"] = stored.pop("w.weight_scale").reshape(())
@@ -143,6 +175,7 @@ def fp8_stacked(rng, rows, columns):
 SCHEMES = [
     *(fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, fp8_named_otherwise, fp8_stacked),
     *(int4_groups, int8_packed, int8_tensor, fp4_groups),
+    *(fp8_modelopt_channel, nvfp4_modelopt, nvfp4_compressed),
 ]
 
 
@@ -257,6 +290,21 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop("w.weight_scale_2"), "has no weight_scale_2"),
+        (lambda t: t.update({"w.weight_scale_2": np.ones(3, "f4")}), "should be one number"),
+        (lambda t: t.pop("w.weight"), "w.weight_scale_2  F32"),
+    ],
+)
+def test_the_scale_of_a_tensor_belongs_to_it(spoil, message, tmp_path):
+    stored, config, _ = nvfp4_modelopt(np.random.default_rng(0), 3, 40)
+    spoil(stored)
+    source = open_source(write_checkpoint(tmp_path, {}, stored))
+    assert message in "\n".join(decode_names(source.tensors, config)[1])
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_scales_and_values_that_do_not_belong_together_are_named(fault, tmp_path):
     spoil, message = FAULTS[fault]
@@ -290,14 +338,14 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
     "config",
     [
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "compressed-tensors"},
         compressed_config(type="int", num_bits=3, strategy="group", group_size=32, symmetric=True),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
-        compressed_config(type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        compressed_config(type="float", num_bits=8, strategy="tensor_group", group_size=16),
         compressed_config(type="float", num_bits=8, strategy="block", block_structure="128"),
         compressed_config(type="float", num_bits=8, strategy="tensor") | {"format": "marlin-24"},
         compressed_config(type="float", num_bits=8, strategy="tensor") | {"transform_config": {"config_groups": {}}},

@@ -497,7 +497,8 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(tmp_path, mon
     with pytest.raises(ResourceError, match="the conversion needs") as info:
         convert(folder, tmp_path / "out")
     assert info.value.exit_code == 8
-    assert not (tmp_path / "out").exists()
+    assert "has 1 kB free, the conversion needs 16.9 MB" in info.value.message
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):

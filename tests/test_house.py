@@ -17,11 +17,12 @@ MODULES = {
 # What a room may import, beside itself. `layout <- convert <- models <- quantize <- restore <- verify <- cli`.
 ROOMS = {
     "tpuconv.errors": set(),
+    "tpuconv.sizes": set(),
     "tpuconv.layout": {"tpuconv.errors"},
     "tpuconv.sharding": {"tpuconv.layout"},
-    "tpuconv.convert": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding"},
+    "tpuconv.convert": {"tpuconv.errors", "tpuconv.sizes", "tpuconv.layout", "tpuconv.sharding"},
     "tpuconv.models": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert"},
-    "tpuconv.quantize": {"tpuconv.errors", "tpuconv.layout", "tpuconv.convert", "tpuconv.models"},
+    "tpuconv.quantize": {"tpuconv.errors", "tpuconv.sizes", "tpuconv.layout", "tpuconv.convert", "tpuconv.models"},
     "tpuconv.restore": {"tpuconv.errors", "tpuconv.sharding", "tpuconv.convert", "tpuconv.models", "tpuconv.quantize"},
     "tpuconv.verify": {
         "tpuconv.errors",

@@ -603,7 +603,7 @@ def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) 
     from types import SimpleNamespace
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SIZE, total=SIZE, used=0))
-    with pytest.raises(ResourceError, match="GB more, and"):
+    with pytest.raises(ResourceError, match=r"2\.1 MB more, and"):
         resolve(REPO)
     assert not hub.sent("*.safetensors")
 

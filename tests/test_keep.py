@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
 from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
-from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
+from test_convert import assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
 import tpuconv
@@ -34,14 +34,12 @@ from tpuconv.convert.export import export, file_names, released_config
 from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
-from tpuconv.convert.plan import BASE_MEMORY, Options, make_plan
-from tpuconv.convert.run import run
-from tpuconv.convert.source import DTYPES, TensorInfo, open_source
+from tpuconv.convert.plan import BASE_MEMORY, Options
+from tpuconv.convert.source import DTYPES, TensorInfo
 from tpuconv.convert.table import Binding, Map, MappingTable
-from tpuconv.errors import MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
 from tpuconv.layout import LETTERS
 from tpuconv.models.registry import FAMILIES, find_family, get_family
-from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
 from tpuconv.verify.weights import check
@@ -477,19 +475,31 @@ def test_a_kept_model_computes_what_the_dequantized_one_does(case, encoding, sav
     assert np.median(np.abs(np.asarray(in_bfloat16(ids)) - want)) < 0.03 * np.abs(want).max()
 
 
+@pytest.mark.parametrize(
+    ("case", "encoding"),
+    [
+        pytest.param(GPT_OSS[0], mxfp4, id="gpt_oss-mxfp4"),
+        *(
+            pytest.param(case, int4, id="qwen3_moe-int4", marks=pytest.mark.slow)
+            for case in CASES
+            if case.id == "qwen3_moe-few-experts"
+        ),
+    ],
+)
+def test_stacked_layers_that_are_kept_are_a_model_too(case, encoding, saved, tmp_path):
+    write_encoded(case, encoding, saved, tmp_path / "hf")
+    for name, scan_layers in (("scan", True), ("separate", False)):
+        convert(tmp_path / "hf", tmp_path / name, Options(scan_layers=scan_layers, encoding="keep"))
+    test_quantize.assert_same_model(tmp_path / "scan", tmp_path / "separate")
+
+
 # -- with a config that asks for some of it ----------------------------------------------------------------------------
 
 
-def quantized(folder: Path, out: Path, text: str) -> Any:
+def quantized(folder: Path, out: Path, text: str, options: Options | None = None) -> Any:
     """In one pass from the source, as `convert --quantize` does it."""
     rules = parse_config(text.encode(), "mine", "mine.yaml")
-    source = open_source(folder)
-    family = find_family(source.config)
-    config = family.config.from_hf(source.config)
-    plain = plan_for(folder)
-    own = quantization(plain, family, config, rules)
-    for _ in run(make_plan(source, family.name, family.table, config, Options(), own), out, LIMITS):
-        pass
+    test_quantize.quantize_source(folder, out, rules, options)
     return rules
 
 
@@ -527,11 +537,12 @@ def test_what_has_the_type_that_is_asked_for_is_kept(saved, tmp_path):
         exported(tmp_path / "out", tmp_path / "back")
 
 
-def test_mxfp4_is_kept_where_mxfp4_is_asked_for(saved, tmp_path):
+@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_mxfp4_is_kept_where_mxfp4_is_asked_for(scan_layers, saved, tmp_path):
     mxfp4(saved(GPT_OSS[0]), tmp_path / "hf")
     rule = "qwix: {rules: [{module_path: 'layers/.*/moe/(?!router).*', weight_qtype: mxfp4, tile_size: 32}]}"
-    quantized(tmp_path / "hf", tmp_path / "out", rule)
-    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    quantized(tmp_path / "hf", tmp_path / "out", rule, Options(scan_layers=scan_layers))
+    convert(tmp_path / "hf", tmp_path / "kept", Options(scan_layers=scan_layers, encoding="keep"))
     have, want = restore(tmp_path / "out"), restore(tmp_path / "kept")
     assert have.keys() == want.keys()
     assert not [name for name in want if not same_bits(have[name], want[name])]
@@ -600,8 +611,6 @@ def test_where_nothing_is_encoded_nothing_is_kept(saved):
 def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     encoded(saved(LLAMA), tmp_path / "hf", fp8)
     convert(tmp_path / "hf", tmp_path / "scan", Options(scan_layers=True, encoding="keep"))
-    with pytest.raises(UnsupportedConfig, match="Qwix cannot compute"):
-        tpuconv.load(tmp_path / "scan")
     convert(tmp_path / "hf", tmp_path / "part", Options(layers=range(1, 2), encoding="keep"))
     with pytest.raises(UsageError, match="a trial and no model"):
         exported(tmp_path / "part", tmp_path / "back")

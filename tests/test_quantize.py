@@ -42,7 +42,7 @@ from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
-from tpuconv.quantize.rules import How, Provider, quantized, resolve
+from tpuconv.quantize.rules import LAYER, How, Provider, quantized, resolve
 from tpuconv.verify.logits import forward
 from tpuconv.verify.weights import check
 
@@ -106,13 +106,25 @@ def small_cuts(monkeypatch):
     monkeypatch.setattr(plan_module, "UNIT_BYTES", 100_000)
 
 
-def quantize(ckpt: Path, out: Path, rules: QuantConfig, **kwargs):
+def quantize(ckpt: Path, out: Path, rules: QuantConfig):
+    """As `tpuconv quantize` does it."""
     source = open_checkpoint(ckpt)
-    family = get_family(source.manifest.family)
+    options = Options(scan_layers=source.manifest.scan_layers)
+    return _quantize(source, get_family(source.manifest.family), source.table(), options, out, rules)
+
+
+def quantize_source(folder: Path, out: Path, rules: QuantConfig, options: Options | None = None):
+    """In one pass from the source, as `convert --quantize` does it."""
+    source = open_source(folder)
+    family = find_family(source.config)
+    return _quantize(source, family, family.table, options or Options(), out, rules)
+
+
+def _quantize(source, family, table, options: Options, out: Path, rules: QuantConfig):
     config = family.config.from_hf(source.config)
-    plain = make_plan(source, family.name, source.table(), config, Options())
-    plan = make_plan(source, family.name, source.table(), config, Options(), quantization(plain, family, config, rules))
-    for _ in run(plan, out, LIMITS, **kwargs):
+    plain = make_plan(source, family.name, table, config, options)
+    plan = make_plan(source, family.name, table, config, options, quantization(plain, family, config, rules))
+    for _ in run(plan, out, LIMITS):
         pass
     return plan
 
@@ -272,13 +284,7 @@ def test_one_pass_from_the_source_gives_the_same_as_two(tmp_path, small_cuts):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config(**sizes))
     convert(folder, tmp_path / "ckpt")
     quantize(tmp_path / "ckpt", tmp_path / "two", rules)
-    source = open_source(folder)
-    family = find_family(source.config)
-    config = family.config.from_hf(source.config)
-    plain = make_plan(source, family.name, family.table, config, Options())
-    own = quantization(plain, family, config, rules)
-    for _ in run(make_plan(source, family.name, family.table, config, Options(), own), tmp_path / "one", LIMITS):
-        pass
+    quantize_source(folder, tmp_path / "one", rules)
     one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
     assert {n: (a.shape, a.dtype, a.axes) for n, a in one.arrays.items()} == {
         n: (a.shape, a.dtype, a.axes) for n, a in two.arrays.items()
@@ -304,15 +310,9 @@ def test_a_source_that_is_not_finite_is_not_quantized(tmp_path, small_cuts):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
     tensors = {name: x.copy() for name, x in read_tensors(folder).items()}
     tensors["model.layers.2.mlp.up_proj.weight"][7, 9] = np.nan
-    source = open_source(write_checkpoint(folder, qwen3_config(), tensors))
-    family = find_family(source.config)
-    config = family.config.from_hf(source.config)
-    own = quantization(
-        make_plan(source, family.name, family.table, config, Options()), family, config, find_config("int8_weight_only")
-    )
-    plan = make_plan(source, family.name, family.table, config, Options(), own)
+    write_checkpoint(folder, qwen3_config(), tensors)
     with pytest.raises(SourceError, match=r"(?s)layers\.2\.mlp\.up\.kernel is not finite.*up_proj\.weight"):
-        list(run(plan, tmp_path / "out", LIMITS))
+        quantize_source(folder, tmp_path / "out", find_config("int8_weight_only"))
 
 
 def test_scales_are_stored_in_the_dtype_that_is_asked_for(tmp_path):
@@ -396,13 +396,80 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
     quantize(tmp_path / "ckpt", tmp_path / "out", rules)
     with pytest.raises(UsageError, match="is quantized already, with int8_weight_only"):
         quantize(tmp_path / "out", tmp_path / "twice", rules)
-    convert(folder, tmp_path / "scan", Options(scan_layers=True))
-    source = open_checkpoint(tmp_path / "scan")
-    family = get_family("qwen3")
-    config = family.config.from_hf(source.config)
-    plain = make_plan(source, "qwen3", source.table(), config, Options(scan_layers=True))
-    with pytest.raises(UnsupportedConfig, match="stacked"):
-        quantization(plain, family, config, rules)
+
+
+# -- layers stacked in one array --------------------------------------------------------------------------------------
+
+
+def stacked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of all layers as one array each."""
+    out: dict[str, np.ndarray] = {}
+    by_layer: dict[str, dict[int, np.ndarray]] = {}
+    for name, x in arrays.items():
+        if match := LAYER.fullmatch(name):
+            by_layer.setdefault(f"layers.{match[2]}", {})[int(match[1])] = x
+        else:
+            out[name] = x
+    return out | {name: np.stack([own[i] for i in sorted(own)]) for name, own in by_layer.items()}
+
+
+def assert_same_model(scanned: Path, separate: Path) -> None:
+    """The same arrays and logits, to the bit; these in float32, since what XLA leaves unrounded of bfloat16 is not the
+    same in a loop, quantized or not."""
+    have, want = tpuconv.load(scanned), tpuconv.load(separate)
+    assert_same(leaves(have), stacked(leaves(want)))
+    logits = [forward(tpuconv.load(path, "float32"), [[3, 1, 4, 1, 5]], "float32")() for path in (scanned, separate)]
+    assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("int8_default", "qwen3"),
+        pytest.param("mxfp4_weight_only", "mixtral", marks=pytest.mark.slow),
+        pytest.param("int8_default", "mixtral", marks=pytest.mark.slow),
+        pytest.param("int4_weight_only", "qwen3", marks=pytest.mark.slow),
+        pytest.param("nf4_weight_only", "gpt_oss", marks=pytest.mark.slow),
+    ],
+)
+def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, converted, tmp_path, small_cuts):
+    rules, separate = find_config(name), converted(ONE_OF_EACH[family])
+    convert(separate.parent / "hf", tmp_path / "scan", Options(scan_layers=True))
+    quantize(tmp_path / "scan", tmp_path / "out", rules)
+    quantize(separate, tmp_path / "separate", rules)
+    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert_same_model(tmp_path / "out", tmp_path / "separate")
+
+
+@pytest.mark.parametrize("method", ["rms,3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("absmax", "minmax"))])
+def test_stacked_layers_of_the_source_are_calibrated_each_for_itself(method, tmp_path, small_cuts):
+    """In one pass, by every way to find scales."""
+    rule = f"{{module_path: 'layers/\\d+/mlp/.*', weight_qtype: int8, weight_calibration_method: '{method}'}}"
+    rules = parse_config(f"qwix: {{rules: [{rule}]}}".encode(), "c", "c.yaml")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config(**sizes))
+    quantize_source(folder, tmp_path / "scan", rules, Options(scan_layers=True))
+    quantize_source(folder, tmp_path / "separate", rules)
+    assert read_manifest(tmp_path / "scan").arrays["layers.mlp.up.kernel.array.scale"].shape == (3, 1, 96)
+    assert_same_model(tmp_path / "scan", tmp_path / "separate")
+
+
+def test_layers_that_are_not_quantized_alike_are_not_stacked(tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "scan", Options(scan_layers=True))
+    for rules, module in (
+        ("{module_path: 'layers/(0|1)/.*', weight_qtype: int8}", "layers/0/attn/q and layers/2/attn/q"),
+        (
+            "{module_path: 'layers/1/mlp/up', weight_qtype: int8, act_qtype: int8}, {weight_qtype: int8}",
+            "layers/0/mlp/up and layers/1/mlp/up",
+        ),
+    ):
+        with pytest.raises(UnsupportedConfig, match=f"mine does not quantize {module} alike"):
+            quantize(
+                tmp_path / "scan", tmp_path / "out", parse_config(f"qwix: {{rules: [{rules}]}}".encode(), "mine", "m")
+            )
+    alike = "{module_path: 'layers/0/.*', weight_qtype: int8}, {module_path: 'layers/.*', weight_qtype: int8}"
+    quantize(tmp_path / "scan", tmp_path / "out", parse_config(f"qwix: {{rules: [{alike}]}}".encode(), "mine", "m"))
+    assert len(read_manifest(tmp_path / "out").quantization["parameters"]) == 7
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ FOLDERS = {
     "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
     "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "no valid JSON"),
     "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
-    "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing"),
+    "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
     "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "stands twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
     "no checkpoint": (lambda f: [p.unlink() for p in f.iterdir()], UsageError, "holds no model.safetensors"),

@@ -15,13 +15,15 @@ import torch
 from checkpoints import read_tensors, write_checkpoint
 from families import CASES, Case, hf_model, save
 from test_convert import convert, restore, same_bits
-from test_keep import GPT_OSS, assert_came_back, dequantized, mxfp4
+from test_keep import GPT_OSS, assert_came_back, dequantized, mxfp4, quantized
 from test_models import forward
 
 import tpuconv
 from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import Reader, open_source
+from tpuconv.errors import MappingError
 
 BY_ID = {case.id: case for case in CASES}
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))
@@ -65,10 +67,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4-channel": {"num_bits": 4, "type": "int", "strategy": "channel"},
     "int8-group": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16},
     "int8-channel": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
 }
 ACTIVATIONS = {  # what these releases do with activations, which decides how weights are stored
     "fp8-tensor": {**FP8, "strategy": "tensor", "dynamic": False},
     "int8-channel": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    "nvfp4": {**KINDS["nvfp4"], "dynamic": "local"},
 }
 
 
@@ -101,16 +105,21 @@ def write_compressed(case: Case, groups: dict[str, Any], folder: Path) -> Path:
     """As llm-compressor does it: schemes, scales from what was observed, compression, `save_pretrained`."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = hf_model(case).to(torch.bfloat16)
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
     for module in model.modules():
         if own := getattr(module, "quantization_scheme", None):
-            scales, _ = calculate_qparams(*ranges(module.weight.data, own.weights), own.weights)
+            observed, whole = ranges(module.weight.data, own.weights), None
+            if hasattr(module, "weight_global_scale"):
+                whole = generate_gparam(observed[0].amin(), observed[1].amax())
+                module.weight_global_scale.data = whole
+            scales, _ = calculate_qparams(*observed, own.weights, global_scale=whole)
             module.weight_scale.data = scales.to(module.weight_scale.dtype)
-            if hasattr(module, "input_scale"):
-                module.input_scale.data.fill_(0.25)
+            for name in ("input_scale", "input_global_scale"):
+                if hasattr(module, name):
+                    getattr(module, name).data.fill_(0.25)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
@@ -171,12 +180,32 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, tmp_pa
     assert not [name for name in theirs if not np.array_equal(ours[name].view("u2"), theirs[name])]
     plan = convert(folder, tmp_path / "plain")
     assert {skip.reason.partition(",")[0] for skip in plan.skipped} <= {"of quantized activations"}
-    assert bool(plan.skipped) == (kind == "fp8-tensor")
+    assert bool(plan.skipped) == (kind in ("fp8-tensor", "nvfp4"))
     assert_logits(tmp_path / "plain", read_by_transformers(folder))
+    if kind == "nvfp4":
+        with pytest.raises(MappingError, match=r"cannot be kept: .* two scales"):
+            convert(folder, tmp_path / "kept", Options(encoding="keep"))
+        return
     kept = convert(folder, tmp_path / "kept", Options(encoding="keep"))
     have, want = dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain")
     assert not [name for name in want if not same_bits(have[name], want[name])]
     assert_came_back(folder, tmp_path / "kept", kept)
+
+
+def test_mxfp4_is_kept_where_mxfp4_is_asked_for(tmp_path: Path) -> None:
+    folder = write_compressed(WIDE, {"group_0": scheme("mxfp4")}, tmp_path / "hf")
+    quantized(
+        folder,
+        tmp_path / "out",
+        "qwix: {rules: [{module_path: 'layers/.*/mlp/.*', weight_qtype: mxfp4, tile_size: 32}]}",
+    )
+    convert(folder, tmp_path / "kept", Options(encoding="keep"))
+    convert(folder, tmp_path / "plain")
+    have, kept, plain = (restore(tmp_path / name) for name in ("out", "kept", "plain"))
+    facts = read_manifest(tmp_path / "out").quantization["parameters"]
+    assert len(facts) == 3 * WIDE.hf_config().num_hidden_layers
+    assert all("kept" in own for own in facts.values())
+    assert not [n for n in have if not same_bits(have[n], (kept if ".mlp." in n else plain)[n])]
 
 
 EXPERTS = Case(

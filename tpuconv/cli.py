@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuconv.errors import GateError, TpuconvError, UsageError
+from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -216,16 +217,6 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
     return table
 
 
-def _size(nbytes: float) -> str:
-    if nbytes < 0:
-        return f"-{_size(-nbytes)}"
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
 def _peak_memory() -> int:
     """Bytes of this process in memory at most so far. Linux's getrusage would count those of the parent before exec."""
     try:
@@ -256,7 +247,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
     class Memory(ProgressColumn):
         def render(self, task: Any) -> Text:
-            return Text(f"memory {_size(_peak_memory())}", style="dim")
+            return Text(f"memory {format_size(_peak_memory())}", style="dim")
 
     columns = (
         TextColumn("{task.description}"),
@@ -453,8 +444,9 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
         rate = (plan.source_bytes - resumed) / seconds
         console.print(
             f"[bold]{out}[/bold]: {plan.family}, {plan.parameters:,} parameters in {len(plan.arrays)} arrays, "
-            f"{_size(plan.output_bytes)} in {seconds:.1f} s ({_size(rate)}/s), peak memory {_size(_peak_memory())}"
-            + (f", {_size(resumed)} from an earlier run" if resumed else ""),
+            f"{format_size(plan.output_bytes)} in {seconds:.1f} s ({format_size(rate)}/s), "
+            f"peak memory {format_size(_peak_memory())}"
+            + (f", {format_size(resumed)} from an earlier run" if resumed else ""),
             soft_wrap=True,
         )
     _print_skipped(console, plan)
@@ -483,14 +475,14 @@ def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
         first = arrays[0]
         shape = " ".join(map(str, first.shape))
         table.add_row(
-            "\n".join(sources), pattern, first.axes, shape, first.dtype.name, _size(sum(a.nbytes for a in arrays))
+            "\n".join(sources), pattern, first.axes, shape, first.dtype.name, format_size(sum(a.nbytes for a in arrays))
         )
     console = _console()
     console.print(table)
     _print_skipped(console, plan)
     console.print(
-        f"{len(plan.source.tensors)} tensors, {_size(plan.source.nbytes)} -> {len(plan.arrays)} arrays, "
-        f"{_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {_size(memory)}",
+        f"{len(plan.source.tensors)} tensors, {format_size(plan.source.nbytes)} -> {len(plan.arrays)} arrays, "
+        f"{format_size(plan.output_bytes)}; {plan.parameters:,} parameters; peak memory {format_size(memory)}",
         soft_wrap=True,
     )
     plan.check()
@@ -665,15 +657,15 @@ def _explain(plan: "Plan", rules: "QuantConfig", as_json: bool) -> None:
                 " ".join(map(str, row["shape"])),
                 " ".join(map(str, row["tiles"])) if row["tiles"] else "",
                 f"{row['bits']:.4g}",
-                _size(sum(by_name[name]["bytes_before"] for name in own)),
-                _size(sum(by_name[name]["bytes"] for name in own)),
+                format_size(sum(by_name[name]["bytes_before"] for name in own)),
+                format_size(sum(by_name[name]["bytes"] for name in own)),
             )
     console = _console()
     console.print(table)
     total = sum(row["bytes_before"] for row in rows)
     console.print(
-        f"{_size(total)} -> {_size(plan.output_bytes)}; line: of the rule in {rules.name}; on the disk a 4-bit value "
-        "takes a byte, on TPU half of one",
+        f"{format_size(total)} -> {format_size(plan.output_bytes)}; line: of the rule in {rules.name}; on the disk a "
+        "4-bit value takes a byte, on TPU half of one",
         soft_wrap=True,
     )
 
@@ -829,8 +821,8 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
         _print_json(facts | {"peak_memory_bytes": _peak_memory()})
         return
     _console().print(
-        f"[bold]{out}[/bold]: {family.name}, {_size(total)} in {files} {'files' if files > 1 else 'file'}, "
-        f"{seconds:.1f} s ({_size(total / max(seconds, 1e-9))}/s)",
+        f"[bold]{out}[/bold]: {family.name}, {format_size(total)} in {files} {'files' if files > 1 else 'file'}, "
+        f"{seconds:.1f} s ({format_size(total / max(seconds, 1e-9))}/s)",
         soft_wrap=True,
     )
 
@@ -1016,9 +1008,9 @@ def _verify_weights(manifest: Any, as_json: bool) -> None:
     if faults:
         sys.exit(CorruptOutput.exit_code)
     if not as_json:
-        rate = _size(done / max(seconds, 1e-9))
+        rate = format_size(done / max(seconds, 1e-9))
         _console().print(
-            f"[green]whole[/green]: {len(manifest.arrays)} arrays, {_size(done)}, every checksum holds ({rate}/s)"
+            f"[green]whole[/green]: {len(manifest.arrays)} arrays, {format_size(done)}, every checksum holds ({rate}/s)"
         )
 
 
@@ -1113,7 +1105,8 @@ def _comparison_table(result: Any, name: str) -> "Table":
         ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
         ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
-        ("same most likely token", f"{100 * result.top1:.2f}%", "top1"),
+        ("same most likely token", f"{100 * result.top1:.2f}%", None),
+        (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),
         ("perplexity, transformers", f"{result.perplexity_hf:.5g}", None),
         ("perplexity, JAX", f"{result.perplexity_jax:.5g}", None),
     )
@@ -1223,7 +1216,7 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
         "slice", *kinds, right=kinds,
     )  # fmt: skip
     for answer in answers:
-        table.add_row(answer.topology, *(_size(getattr(answer.memory, kind)) for kind in kinds))
+        table.add_row(answer.topology, *(format_size(getattr(answer.memory, kind)) for kind in kinds))
     yield table
     columns = ("compiled in", "HBM read", "written", "floor", "estimate")
     table = _table(
@@ -1236,8 +1229,8 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
                 answer.topology,
                 f"{program.name}, {program.tokens} tokens" if program.tokens > 1 else program.name,
                 f"{program.compile_seconds:.0f} s",
-                _size(program.hbm_read),
-                _size(program.hbm_written),
+                format_size(program.hbm_read),
+                format_size(program.hbm_written),
                 _floor(program),
                 f"{1e3 * program.estimate:.2f} ms",
             )
@@ -1248,10 +1241,10 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
     for answer in answers:
         for program in answer.programs:
             does = {
-                "collectives": [f"{c['count']} {c['op']}, {_size(c['bytes'])}" for c in program.collectives],
+                "collectives": [f"{c['count']} {c['op']}, {format_size(c['bytes'])}" for c in program.collectives],
                 "products": [f"{p['count']} {p['multiplied']} ({p['stored']})" for p in program.products],
                 "large copies": [
-                    f"{c['count']} of {c['source'][-60:]}, {_size(c['bytes'])}" for c in program.copies[:5]
+                    f"{c['count']} of {c['source'][-60:]}, {format_size(c['bytes'])}" for c in program.copies[:5]
                 ],
             }
             for kind, lines in does.items():
@@ -1311,7 +1304,7 @@ def _benchmark(
         "tokens/s each": lambda t: f"{t.per_sequence:.4g}",
         "tokens/s in all": lambda t: f"{t.in_all:.4g}",
         "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
-        "memory": lambda t: _size(t.peak_memory_bytes or t.memory_bytes),
+        "memory": lambda t: format_size(t.peak_memory_bytes or t.memory_bytes),
         "compiled in": lambda t: f"{t.compile_seconds:.1f} s",
     }
     rows = [[cell(timing) for cell in columns.values()] for timing in timings]
@@ -1319,7 +1312,7 @@ def _benchmark(
     types = f"{own}, cache {cache_dtype}" if cache_dtype else own
     title = f"{manifest.folder.name}, {types}, {machine.devices} x {machine.device}, median of {repeats}"
     footer = (
-        f"limits {'measured here' if limits.measured else 'of the chip'}: {_size(limits.bandwidth)}/s, "
+        f"limits {'measured here' if limits.measured else 'of the chip'}: {format_size(limits.bandwidth)}/s, "
         f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
         f"{origin['name']} at {origin['commit'] or 'no commit'}"
     )
@@ -1470,11 +1463,15 @@ def inspect(path: str, mesh: str | None, as_json: bool) -> None:
         others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""
         extent = " ".join(map(str, facts["shape"])) + others
         axes = [facts["axes"]] if ours else []
-        own = [_spelt(facts["partition"]), _size(facts["device_bytes"])] if mesh else []
-        table.add_row(facts["pattern"], str(facts["count"]), *axes, extent, facts["dtype"], _size(facts["bytes"]), *own)
+        own = [_spelt(facts["partition"]), format_size(facts["device_bytes"])] if mesh else []
+        table.add_row(
+            facts["pattern"], str(facts["count"]), *axes, extent, facts["dtype"], format_size(facts["bytes"]), *own
+        )
     console = _console()
     console.print(table)
-    console.print(f"{len(tensors)} tensors, {_size(total)}" + (f", {_size(on_device)} on a device" if mesh else ""))
+    console.print(
+        f"{len(tensors)} tensors, {format_size(total)}" + (f", {format_size(on_device)} on a device" if mesh else "")
+    )
 
 
 def _spelt(parts: Sequence[Any]) -> str:

@@ -92,14 +92,12 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
     family, config = get_family(manifest.family), _config(manifest)
     own = jnp.dtype(manifest.dtype if dtype is None else dtype)
 
-    def build() -> Any:
-        return family.model_class(config, scan_layers=manifest.scan_layers, dtype=own)
-
     if manifest.quantization is None:
-        return nnx.eval_shape(build)
+        return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
     from tpuconv.quantize.rules import abstract
 
-    graphdef, state = nnx.split(abstract(build, manifest.quantization))
+    model = abstract(lambda: family.model_class(config, dtype=own), manifest.quantization, stacked=manifest.scan_layers)
+    graphdef, state = nnx.split(model)
     leaves = []
     for path, value in nnx.to_flat_state(state):
         dtype = _loaded_as(value.dtype, manifest.arrays.get(_name(path)))

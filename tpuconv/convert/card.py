@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpuconv.convert.plan import REPORT
+from tpuconv.sizes import format_size
 
 COPIED = (
     "config.json",
@@ -38,7 +39,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     part, rules = manifest["options"]["layers"], manifest.get("quantization")
     skipped = "".join(f"- `{s['pattern']}` ({s['count']}): {s['reason']}\n" for s in manifest["skipped"])
     lines = [
-        f"{manifest['parameters']:,} parameters in {len(arrays)} arrays, {manifest['bytes'] / 1e9:.2f} GB, {dtypes}",
+        f"{manifest['parameters']:,} parameters in {len(arrays)} arrays, {format_size(manifest['bytes'])}, {dtypes}",
         f"layers {'stacked in one array each' if manifest['options']['scan_layers'] else 'as arrays of their own'}",
         *([f"only layers {part[0]} to {part[1]}: a part of the model, for trials"] if part else []),
         *([_quantized(rules)] if rules else []),

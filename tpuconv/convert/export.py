@@ -29,6 +29,7 @@ from tpuconv.convert.store import write_error
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
 from tpuconv.errors import ConfigError, CorruptOutput, OutputError, ResourceError, UsageError
 from tpuconv.layout import Shape
+from tpuconv.sizes import format_size
 
 SHARD_BYTES = 5_000_000_000
 
@@ -75,7 +76,7 @@ def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) 
         free = shutil.disk_usage(journal.staging).free
         if free < total:
             raise ResourceError(
-                f"{out.absolute().parent} has {free / 1e9:.1f} GB free, the export needs {total / 1e9:.1f} GB",
+                f"{out.absolute().parent} has {format_size(free)} free, the export needs {format_size(total)}",
                 hint="free some space, or give an OUT on another disk",
             )
         try:

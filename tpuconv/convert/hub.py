@@ -23,6 +23,7 @@ from typing import Any
 from tpuconv.convert.download import TICK_SECONDS, Meter, Progress, chunks_of, lock
 from tpuconv.convert.hub_errors import client_errors, is_unreachable, near_folders, raise_unreachable
 from tpuconv.errors import ConfigError, HubError, ResourceError, SourceError, UsageError
+from tpuconv.sizes import format_size
 
 COMPANIONS = (
     "config.json",
@@ -344,7 +345,7 @@ class _Hub:
         free = shutil.disk_usage(self.storage).free
         if need > free:
             raise ResourceError(
-                f"the download of {self.repo} takes {need / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free",
+                f"the download of {self.repo} takes {format_size(need)} more, and {format_size(free)} are free",
                 details=[f"in the cache at {self.storage.parent}"],
                 hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk",
             )

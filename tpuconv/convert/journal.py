@@ -55,6 +55,8 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if _same_file(self._lock, self.folder / "lock") and self._is_idle():
+            self._remove()
         os.close(self._lock)
         self._lock = -1
 
@@ -109,6 +111,11 @@ class Journal:
         except OSError as e:
             raise write_error(self.out, e) from e
         self._remove()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing lies here that a rerun could go on from, as after a refusal."""
+        names = {entry.name for entry in self.folder.iterdir()}
+        return names <= {"lock", "plan.done", "out"} and not ("out" in names and any(self.staging.iterdir()))
 
     def _is_published(self) -> bool:
         try:

@@ -141,6 +141,12 @@ def keep(
         if first.scheme is None or id(binding) not in chosen:
             out_bindings.append(binding)
             continue
+        if first.scheme.tensor_scale:
+            odd.append(
+                f"{first.name}  cannot be kept: its values have two scales, of a block and of the tensor, and a QArray "
+                "has one; --encoding dequantize reads it"
+            )
+            continue
         own = [[tensors[name] for name in stack.names] for stack in binding.src]
         if any(_kind(tensor) != _kind(stack[0]) for stack in own for tensor in stack) or any(
             (_title(stack[0]), _scales(stack[0]).dtype) != (first.scheme.title, _scales(first).dtype) for stack in own

@@ -33,6 +33,7 @@ from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Store, page_buffer
 from tpuconv.errors import ResourceError, SourceError, UsageError
+from tpuconv.sizes import format_size
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
 """Stored types that have NaN and are searched for it; the other types of codes have none."""
@@ -360,7 +361,7 @@ def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ResourceError(
-            f"{folder.parent.parent} has {free / 1e9:.1f} GB free, the conversion needs {need / 1e9:.1f} GB",
+            f"{folder.parent.parent} has {format_size(free)} free, the conversion needs {format_size(need)}",
             hint="free some space, or give an OUT on another disk",
         )
 

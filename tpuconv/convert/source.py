@@ -186,7 +186,9 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError]) -> dict[
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
     except FileNotFoundError:
-        raise error(f"{path} is missing") from None
+        raise error(
+            f"{path} is missing", hint="give a folder that holds all files of the model, or its Hub id"
+        ) from None
     except (ValueError, RecursionError) as e:
         raise error(f"{path} is no valid JSON: {e}") from None
     if not isinstance(value, dict):

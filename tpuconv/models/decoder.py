@@ -85,6 +85,12 @@ class Decoder(nnx.Module):
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
 
+    def stack_layers(self) -> None:
+        """Makes of separate layers stacked ones. They differ in nothing but their arrays."""
+        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
+        self.layers = nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+        self.scan_layers = True
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty cache for this model, of `length` tokens, padding included: in int8, or in the model's dtype."""
         L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype

@@ -6,7 +6,8 @@ from importlib.metadata import version
 import jax.numpy as jnp
 import numpy as np
 
-from tpuconv.convert.codecs.schemes import Scheme
+from tpuconv.convert.codecs import Tensor
+from tpuconv.convert.codecs.kept import POWERS_OF_TWO
 from tpuconv.convert.plan import Plan, Quantization
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.config import DecoderConfig
@@ -16,19 +17,23 @@ from tpuconv.quantize.encode import QwixEncoder, prepare
 from tpuconv.quantize.report import html
 from tpuconv.quantize.rules import How, resolve
 
+MX_BLOCK = 32
+MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
+"""Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
+
 
 def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig) -> Quantization:
     """How the parameters of a plan without quantization become quantized ones.
 
     Raises:
         ConfigError: see `tpuconv.quantize.rules.resolve`.
-        UnsupportedConfig: layers are stacked, or only a part of the model is converted.
+        UnsupportedConfig: layers that are stacked are not quantized alike, or only a part of the model is converted.
     """
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave --layers out")
-    scan = plain.options.scan_layers
-    hows = resolve(lambda: family.model_class(config, scan_layers=scan, dtype=jnp.bfloat16), rules)
+    stacked = plain.options.scan_layers
+    hows = resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
     kept = _kept(plain, hows)
     encoders = {}
     for name, how in hows.items():
@@ -45,13 +50,18 @@ def _kept(plain: Plan, hows: Mapping[str, How]) -> dict[str, int]:
     """The parameters of those rows that the source has in the very type that is asked for, with their rules."""
     kept: dict[str, int] = {}
     for binding in plain.bindings:
-        scheme = plain.tensors[binding.src[0].names[0]].scheme
+        tensor = plain.tensors[binding.src[0].names[0]]
         names = [name for stack in binding.dst for name in stack.names]
-        if scheme and all(name in hows and _is_type_of(hows[name], scheme) for name in names):
+        if all(name in hows and _is_type_of(hows[name], tensor) for name in names):
             kept |= {name: hows[name].rule for name in names}
     return kept
 
 
-def _is_type_of(how: How, scheme: Scheme) -> bool:
+def _is_type_of(how: How, tensor: Tensor) -> bool:
+    if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
+        return False
+    types = [tensor.scheme.qtype]
+    if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
+        types.append(MX_TYPES[tensor.scheme.qtype])
     symmetric = str(how.how.calibration_method).startswith(("absmax", "rms"))
-    return symmetric and how.qtype in (scheme.qtype, scheme.title.lower())
+    return symmetric and how.qtype in types

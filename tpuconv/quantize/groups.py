@@ -95,7 +95,7 @@ def _check_plain(manifest: Manifest) -> None:
     manifest.check_whole()
     if manifest.scan_layers:
         raise UnsupportedConfig(
-            f"{manifest.folder} has its layers stacked in one array, which Qwix cannot quantize",
+            f"{manifest.folder} has its layers stacked in one array, and a recipe gives each the type that it can bear",
             hint="convert without --scan-layers",
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpuconv.convert.manifest import element_bytes
 from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def html(manifest: Mapping[str, Any]) -> str:
     )
     return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
 <h1>{escape(title)}</h1>
-<p>{escape(own.summary)}. {own.parameters:,} parameters, {own.weight_bits:.2f} bits a weight, {own.bytes / 1e9:.3g} GB.
+<p>{escape(own.summary)}. {own.parameters:,} parameters, {own.weight_bits:.2f} bits a weight, {format_size(own.bytes)}.
 <h2>Signal-to-noise ratio of every parameter, dB</h2>
 {_plot(groups)}
 <h2>By kind, worst first</h2>

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ EMBEDDING = "embed"
 the look-up could not read it."""
 
 MATCH_SECONDS = 5.0
+
+LAYER = re.compile(r"layers[./](\d+)[./](.*)")
+"""The name of a parameter or module of one layer: its number, and the name within."""
 
 
 class Provider(qwix.PtqProvider):  # type: ignore[misc]
@@ -87,7 +90,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 @dataclass(frozen=True)
 class How:
     """How one parameter is quantized: `tiles` is how many elements of each axis share a scale; `rule` the number of
-    the rule."""
+    the rule; `how` in Qwix's words, of one layer where layers are stacked."""
 
     shape: tuple[int, ...]
     tiles: tuple[int, ...]
@@ -99,12 +102,15 @@ class How:
         return str(self.how.qtype)
 
 
-def kept_rules(kept: Mapping[str, Mapping[str, Any]]) -> QuantConfig:
+def kept_rules(kept: Mapping[str, Mapping[str, Any]], *, stacked: bool = False) -> QuantConfig:
     """A config that quantizes the modules of these parameters and no others, each in the type that it is kept in; their
     scales are those of the checkpoint, not what Qwix would make."""
     modules: dict[str, list[str]] = {}
     for name, facts in kept.items():
-        modules.setdefault(facts["qtype"], []).append(re.escape("/".join(name.split(".")[:-1])))
+        path = re.escape("/".join(name.split(".")[:-1]))
+        if stacked:
+            path = re.sub("^layers/", r"layers/\\d+/", path)
+        modules.setdefault(facts["qtype"], []).append(path)
     rules = [Rule(0, module_path="|".join(paths), weight_qtype=qtype) for qtype, paths in modules.items()]
     return QuantConfig(KEPT, "", tuple(rules))
 
@@ -114,17 +120,19 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
     return qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
 
 
-def abstract(build: Callable[[], nnx.Module], quantization: Mapping[str, Any]) -> Any:
+def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False) -> Any:
     """The model with shapes instead of arrays, quantized as a manifest says: by rules, or kept as it was released.
-
-    Raises:
-        UnsupportedConfig: the model's layers are stacked.
-    """
+    `build` makes it with separate layers, which rules name; where a checkpoint has them `stacked`, they are then."""
     kept = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
-    config = QuantConfig.from_json(quantization) if "rules" in quantization else kept_rules(kept)
-    _check_not_stacked(nnx.eval_shape(build))
-    model = nnx.eval_shape(lambda: quantized(build(), Provider(config)))
-    graphdef, state = nnx.split(model)
+    config = QuantConfig.from_json(quantization) if "rules" in quantization else kept_rules(kept, stacked=stacked)
+
+    def traced() -> Any:
+        model = quantized(build(), Provider(config))
+        if stacked:
+            model.stack_layers()
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(traced))
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
     for name, facts in kept.items():  # blocks of their own, whatever Qwix would make
         path, scale = flat[name + SCALE]
@@ -134,19 +142,19 @@ def abstract(build: Callable[[], nnx.Module], quantization: Mapping[str, Any]) -
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 
-def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, How]:
-    """For every parameter that is quantized how, by name.
+def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = False) -> dict[str, How]:
+    """For every parameter that is quantized how, by name; where layers are `stacked`, of all layers by the name of
+    their one array. `build` makes the model with separate layers.
 
     Raises:
         ConfigError: a rule decides about nothing, is matched for ever, or has a tile that does not divide an axis.
-        UnsupportedConfig: the model's layers are stacked.
+        UnsupportedConfig: layers that are to be stacked are not quantized alike.
     """
     provider = Provider(config)
     hows: dict[str, How] = {}
 
     def trace() -> None:
         model = build()
-        _check_not_stacked(model)
         _check_patterns(config, ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)])
         if isinstance(model, Decoder):  # which says how layers are called
             _skip_repeated(model, config)
@@ -168,7 +176,44 @@ def resolve(build: Callable[[], nnx.Module], config: QuantConfig) -> dict[str, H
             ) from None
         raise
     _check_used(config, provider)
-    return hows
+    return _stacked(hows, config, provider) if stacked else hows
+
+
+def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider) -> dict[str, How]:
+    """Of all layers what one says: each has scales of its own.
+
+    Raises:
+        UnsupportedConfig: the layers are not quantized alike.
+    """
+    for path in provider.asked:
+        if match := LAYER.fullmatch(path):
+            first = f"layers/0/{match[2]}"
+            if _decisions(config, path) != _decisions(config, first):
+                raise UnsupportedConfig(
+                    f"{config.name} does not quantize {first} and {path} alike, so that they cannot be stacked",
+                    hint="convert without --scan-layers, or give all layers the same rules",
+                )
+    matches = {name: LAYER.fullmatch(name) for name in hows}
+    layers = len({match[1] for match in matches.values() if match})
+    out = {}
+    for name, how in hows.items():
+        match = matches[name]
+        if match is None:
+            out[name] = how
+        elif match[1] == "0":
+            out[f"layers.{match[2]}"] = replace(how, shape=(layers, *how.shape), tiles=(1, *how.tiles))
+    return out
+
+
+def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
+    """What a module's products are quantized by: the rules that match it, up to the one that is for all products."""
+    out: list[Rule | None] = []
+    for rule in config.rules:
+        if re.fullmatch(rule.module_path, module):
+            out.append(replace(rule, line=0, module_path="") if rule.weight_qtype else None)
+            if not rule.op_names:
+                return out
+    return [*out, None]
 
 
 class Skipped(nnx.Module):
@@ -195,14 +240,6 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
             kinds.append((kind, i))
         else:
             model.layers[i] = Skipped(like)
-
-
-def _check_not_stacked(model: Any) -> None:
-    if getattr(model, "scan_layers", False):
-        raise UnsupportedConfig(
-            "Qwix cannot compute with layers that are quantized and stacked in one array",
-            hint="convert without --scan-layers; to stack a source that is encoded, with --encoding dequantize",
-        )
 
 
 def _tiles(leaf: Any) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ TABLE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as a family's table sees it: plain, or decoded from `values` and `scales` by `scheme`."""
+    """A tensor as a family's table sees it: plain, or decoded from `values`, `scales` and perhaps the one scale of the
+    whole tensor, by `scheme`."""
 
     name: str
     shape: Shape
@@ -33,6 +34,7 @@ class Tensor:
     scales: TensorInfo | None = None
     extra: tuple[TensorInfo, ...] = ()
     scheme: Scheme | None = None
+    tensor_scale: TensorInfo | None = None
 
     kept = False
     """Whether it stays encoded, so that it is never cast."""
@@ -45,7 +47,7 @@ class Tensor:
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
         """The tensors of the source that it is made of."""
-        return (self.values, *((self.scales,) if self.scales else ()), *self.extra)
+        return (self.values, *(info for info in (self.scales, self.tensor_scale) if info), *self.extra)
 
     @property
     def size(self) -> int:
@@ -86,6 +88,10 @@ class Tensor:
         height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
         rows, width = self.scheme.block(self.shape, self.scales.shape)
         scales_SB = decode_scales(stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
+        if self.tensor_scale is not None:
+            one = np.empty(1, DTYPES[self.tensor_scale.dtype])
+            reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
+            scales_SB = (np.divide if self.scheme.divided else np.multiply)(scales_SB, one.astype(np.float32))
         at_once = max(1, TABLE_BYTES // (4 * scales_SB.shape[1] * self.scheme.table.size))
         bits, done = np.dtype(f"u{out.itemsize}"), 0
         while done < out.size:
@@ -112,7 +118,7 @@ def decode_names(
         UnsupportedConfig: an encoding that is not implemented.
     """
     known = schemes(quantization)
-    suffixes = [suffix for scheme in known for suffix in (scheme.values, scheme.scales, *scheme.extra)]
+    suffixes = [s for scheme in known for s in (scheme.values, scheme.scales, scheme.tensor_scale, *scheme.extra) if s]
     out: dict[str, Tensor] = {}
     taken: set[str] = set()
     faults: dict[str, list[str]] = {}
@@ -124,14 +130,19 @@ def decode_names(
         base = name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
-        taken |= {name, base + scheme.scales, *(part.name for part in extra)}
+        over = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
+        taken |= {name, base + scheme.scales, *(part.name for part in (*extra, *((over,) if over else ())))}
         shape = scheme.shape(info.shape)
         if scales is None:
             faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
         elif scales.shape != (want := scheme.scale_shape(shape, scales.shape)):
             faults.setdefault(f"should be {list(want)} by the block size", []).append(scales.name)
+        elif scheme.tensor_scale and over is None:
+            faults.setdefault(f"has no {scheme.tensor_scale.removeprefix('.')}", []).append(name)
+        elif over is not None and prod(over.shape) != 1:
+            faults.setdefault("should be one number", []).append(over.name)
         else:
-            out[base + scheme.name] = Tensor(base + scheme.name, shape, info, scales, extra, scheme)
+            out[base + scheme.name] = Tensor(base + scheme.name, shape, info, scales, extra, scheme, over)
     for name, info in tensors.items():
         if name in taken:
             continue

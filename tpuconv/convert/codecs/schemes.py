@@ -1,7 +1,8 @@
 """The schemes that checkpoints use, each from its own description in config.json.
 
 FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
-v1.0. compressed-tensors: the formats of that library, which its tests write and read (tests/test_writers.py).
+v1.0. compressed-tensors: the formats of that library, which its tests write and read (tests/test_writers.py). ModelOpt:
+what that library exports, whose NVFP4 has two scales, in FP8 of 16 values and in float32 of the tensor.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,8 @@ class Scheme:
     stored one of values, `per_element` how many values an element holds, `qtype` the type of one, `table` the value of
     each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
     columns, None along an axis that the shape of the scales decides: one scale, or one for each. `turned` are the bits
-    in which an integer's code differs from its two's complement."""
+    in which an integer's code differs from its two's complement. `tensor_scale` is the suffix of one more scale, of the
+    whole tensor, by which those of blocks are multiplied, or `divided`."""
 
     title: str
     values: str
@@ -48,6 +50,8 @@ class Scheme:
     extra: tuple[str, ...] = ()
     groups_apart: bool = False
     turned: int = 0
+    tensor_scale: str = ""
+    divided: bool = False
 
     def encodes(self, info: TensorInfo) -> bool:
         return info.name.endswith(self.values) and info.dtype == self.dtype
@@ -68,7 +72,7 @@ class Scheme:
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
         """Rows and columns of a block."""
         rows, columns = self.blocks
-        one_by_one = rows is None and len(scales) == 2 and scales[0] == shape[0] and scales[0] > 1
+        one_by_one = rows is None and scales in ((shape[0],), (shape[0], 1)) and shape[0] > 1
         if rows is None:
             rows = 1 if one_by_one else prod(shape[:-1])
         return rows, shape[-1] if columns is None else columns
@@ -77,7 +81,7 @@ class Scheme:
         """What the shape of the scales must be."""
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
-            return scales if scales in ((), (1,), (1, 1)) else (shape[0], 1)
+            return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
         return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
 
 
@@ -94,17 +98,15 @@ def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
         return _fp8(quantization)
     if method == "fbgemm_fp8":
         return (_fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES),)
-    if method == "modelopt" and quantization.get("quant_algo") == "FP8":
-        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES),)
+    if method in ("modelopt", "modelopt_fp4"):
+        return _modelopt(quantization)
     if method == "mxfp4":
         return (MXFP4,)
     if method == "compressed-tensors":
         return _compressed(quantization)
-    algorithm = f" with quant_algo={quantization['quant_algo']!r}" if "quant_algo" in quantization else ""
     raise UnsupportedConfig(
-        f"the encoding quant_method={method!r}{algorithm} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt with quant_algo 'FP8', mxfp4 and compressed-tensors; or convert an "
-        "unquantized release",
+        f"the encoding quant_method={method!r} is not implemented",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4 and compressed-tensors; or convert an unquantized release",
     )
 
 
@@ -160,12 +162,37 @@ def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
+FP4: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
+
+MODELOPT_NVFP4 = Scheme(
+    title="ModelOpt NVFP4",
+    values=".weight",
+    scales=".weight_scale",
+    tensor_scale=".weight_scale_2",
+    name=".weight",
+    blocks=(1, 16),
+    **FP4,
+)
+
+
+def _modelopt(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    algorithm = quantization.get("quant_algo")
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES),)
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):  # the second leaves activations alone
+        return (MODELOPT_NVFP4,)
+    raise UnsupportedConfig(
+        f"the encoding of modelopt with quant_algo={algorithm!r} is not implemented",
+        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4 and W4A16_NVFP4; or convert an unquantized release",
+    )
+
+
 # -- compressed-tensors -----------------------------------------------------------------------------------------------
 
 
 FORMATS = (
     *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
-    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
 )
 
 PACKED: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
@@ -173,15 +200,7 @@ BYTES: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8",
 
 STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     ("float", 8): {"FP8": FP8},
-    ("float", 4): {
-        "FP4": {
-            "values": ".weight_packed",
-            "dtype": "U8",
-            "qtype": "float4_e2m1fn",
-            "table": E2M1,
-            "per_element": 2,
-        }
-    },
+    ("float", 4): {"FP4": {"values": ".weight_packed", **FP4}},
     ("int", 8): {
         "INT8": BYTES,
         "packed INT8": {**PACKED, "qtype": "int8", "table": OFFSET_INT8, "per_element": 4, "turned": 0x80},
@@ -192,6 +211,15 @@ STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """By type and number of bits: the ways in which weights are stored, of which the names and dtypes of tensors tell."""
+
+TENSOR_GROUP = "tensor_group"
+"""The strategy of scales in groups with one more of the tensor."""
+
+STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
+    ("float", 4): {
+        "NVFP4": {"values": ".weight_packed", "tensor_scale": ".weight_global_scale", "divided": True, **FP4}
+    },
+}
 
 
 def _compressed(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -209,14 +237,15 @@ def _compressed(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
             if stored_in not in FORMATS:
                 raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
         weights = group.get("weights") or {}
-        stored = STORED.get((weights.get("type"), weights.get("num_bits")))
+        known = STORED_WITH_TWO_SCALES if weights.get("strategy") == TENSOR_GROUP else STORED
+        stored = known.get((weights.get("type"), weights.get("num_bits")))
         by, blocks = _compressed_blocks(weights)
         ordered = weights.get("actorder") in ("group", "dynamic")
         if stored is None or blocks is None or weights.get("symmetric", True) is not True or ordered:
             raise UnsupportedConfig(
                 f"compressed-tensors weights with {dict(weights)} are not implemented",
                 hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
-                "group, none with actorder 'group'",
+                "group or tensor_group, none with actorder 'group'",
             )
         for name, how in stored.items():
             title = f"compressed-tensors {name} {by}"
@@ -231,7 +260,7 @@ def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
         block = [int(n) if n.isdecimal() else 0 for n in block.split("x")]
     if strategy in ("tensor", "channel"):
         return f"by {strategy}", BY_SCALES
-    if strategy == "group" and type(size) is int and size > 0:
+    if strategy in ("group", TENSOR_GROUP) and type(size) is int and size > 0:
         return f"in groups of {size}", (1, size)
     if strategy == "block" and block is not None and _is_block(block):
         return f"in blocks of {block[0]}x{block[1]}", (block[0], block[1])

@@ -1,0 +1,62 @@
+"""What is counted where two models' logits are compared."""
+
+import numpy as np
+import pytest
+from test_cli import EXAMPLE
+from test_convert import convert
+
+from tpuconv.verify.logits import GATES, are_tied, compare, model_logits, reference_logits, tokenize
+
+TOKENS, VOCABULARY = 200, 50
+IDS = [[0] * TOKENS]
+
+
+def random_logits() -> np.ndarray:
+    """Of bfloat16, each token with a most likely one between 16 and 32, where bfloat16 has a number every 1/8."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-80, 80, (TOKENS, VOCABULARY)).astype(np.float32) / 8
+    logits[np.arange(TOKENS), rng.integers(0, VOCABULARY, TOKENS)] = 20
+    return logits
+
+
+def swapped(logits: np.ndarray, tokens: int, gap: float) -> tuple[np.ndarray, np.ndarray]:
+    """The logits with a second token `gap` below the first, for some tokens; and with the two exchanged."""
+    a, b = logits.copy(), logits.copy()
+    rows, first = np.arange(tokens), logits[:tokens].argmax(-1)
+    second = (first + 1) % VOCABULARY
+    a[rows, second], b[rows, second], b[rows, first] = 20 - gap, 20, 20 - gap
+    return a, b
+
+
+@pytest.mark.parametrize(("gap", "passes"), [(0.125, True), (0.25, True), (0.375, False)])
+def test_a_tie_is_no_disagreement_and_what_is_none_is_one(gap, passes):
+    hf, ours = swapped(random_logits(), 5, gap)
+    result = compare(IDS, [hf], [ours], "bfloat16", {"top1": 0.99})
+    assert result.top1 == 0.975
+    assert result.decided == (195 if passes else 200)
+    assert result.top1_decided == (1 if passes else 0.975)
+    assert result.passed is passes
+    assert not compare(IDS, [hf], [ours], "float32", {"top1": 0.99}).passed
+
+
+def test_what_ties_depends_on_the_reference_and_never_hides_a_wrong_model():
+    hf = random_logits()
+    assert not are_tied(hf, "bfloat16").any()
+    assert are_tied(np.zeros((3, 5), np.float32), "bfloat16").all()
+    wrong = np.roll(hf, 1, axis=-1)
+    assert compare(IDS, [hf], [wrong], "bfloat16", GATES["bfloat16"]).top1_decided == 0
+    broken = np.full_like(hf, np.nan)
+    assert not are_tied(broken, "bfloat16").any()
+    assert "mean_kl is nan" in compare(IDS, [hf], [broken], "bfloat16", GATES["bfloat16"]).failures()[0]
+
+
+@pytest.mark.slow
+def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
+    """Where it is less sure than on text: nearly every fiftieth token is another, and nearly every such one a tie."""
+    ids = tokenize(tmp_path, [], 256)
+    assert sum(map(len, ids)) == 1024
+    convert(EXAMPLE, tmp_path / "out")
+    hf, ours = reference_logits(EXAMPLE, ids, "bfloat16"), model_logits(tmp_path / "out", ids, "bfloat16")
+    result = compare(ids, hf, ours, "bfloat16", GATES["bfloat16"])
+    assert not result.failures()
+    assert result.decided > 0.9 * result.tokens

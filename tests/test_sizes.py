@@ -1,0 +1,21 @@
+"""Numbers of bytes for people."""
+
+import pytest
+
+from tpuconv.sizes import format_size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (16_777_216, "16.8 MB"),
+        (688_600_000_000, "689 GB"),
+        (2.5e15, "2.5e+03 TB"),
+        (-1500, "-1.5 kB"),
+    ],
+)
+def test_a_size_has_the_unit_that_fits(nbytes, text):
+    assert format_size(nbytes) == text
