@@ -3,17 +3,22 @@
 Importing numba takes half a second: whoever calls these imports them then. What was compiled is kept on the disk.
 """
 
+from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 import numba
 import numpy as np
-from numba.np import linalg
 
 # With the first kernel numba imports all that it can compile, and looks for scipy's BLAS: 0.4 s. No kernel here
 # multiplies matrices, and where another one does, numba looks again.
-_ensure_blas, linalg.ensure_blas = linalg.ensure_blas, lambda: None
-import_module("numba.np.arraymath")
-linalg.ensure_blas = _ensure_blas
+with suppress(ImportError, AttributeError):  # these are numba's own names
+    _linalg: Any = import_module("numba.np.linalg")
+    _ensure_blas, _linalg.ensure_blas = _linalg.ensure_blas, lambda: None
+    try:
+        import_module("numba.np.arraymath")
+    finally:
+        _linalg.ensure_blas = _ensure_blas
 
 compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 
