@@ -1,0 +1,62 @@
+"""Products of few tokens with codes whose tiles have scales, for a TPU.
+
+Dequantized first, as Qwix does it, the scales of all tiles are spread out in fast memory, which takes ten times as long
+as the product. Codes are multiplied as they are here, tile by tile, and the scales come after.
+"""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from tpuconv.models.grouped import DEPTH
+
+
+def is_for(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> bool:
+    """Whether that pays: tiles are as deep as the matrix unit, and sums of one tile less than its codes."""
+    left, right, out = _letters(equation)
+    summed = [letter for letter in right if letter not in out]
+    tiles = {letter: size // count for letter, size, count in zip(right, codes.shape, scale.shape, strict=True)}
+    rows = prod(size for letter, size in zip(left, x.shape, strict=True) if letter not in summed)
+    depth = prod(tiles[letter] for letter in summed)
+    is_tiled = any(scale.shape[right.index(letter)] > 1 for letter in summed)
+    return is_tiled and depth >= DEPTH and 2 * rows <= depth
+
+
+def einsum(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """`jnp.einsum` of `x` and of `codes` times `scale`, which has one number for each tile of codes. Sums are in
+    float32."""
+    left, right, out = _letters(equation)
+    counts = dict(zip(right, scale.shape, strict=True))
+    tiled = [letter for letter in right if letter not in out and counts[letter] > 1]
+    numbers = "".join(tiled).lower()  # of a tile: a small letter, beside the capital of what is in it
+
+    def split(letters: str, array: jax.Array) -> tuple[str, jax.Array]:
+        names, shape = "", []
+        for letter, size in zip(letters, array.shape, strict=True):
+            names += letter.lower() + letter if letter in tiled else letter
+            shape += [counts[letter], size // counts[letter]] if letter in tiled else [size]
+        return names, array.reshape(shape)
+
+    (left, x_split), (right_split, codes_split) = split(left, x), split(right, codes)
+    sums = jnp.einsum(
+        f"{left},{right_split}->{numbers}{out}",
+        x_split,
+        codes_split.astype(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    scale = scale.astype(jnp.float32)
+    for axis, (letter, size) in enumerate(zip(right, codes.shape, strict=True)):
+        if letter in out:
+            scale = jnp.repeat(scale, size // counts[letter], axis=axis)
+    kept = "".join(letter for letter in out if letter in right)
+    names = "".join(letter.lower() if letter in tiled else letter for letter in right)
+    scale = jnp.einsum(f"{names}->{numbers}{kept}", scale)
+    missing = [len(numbers) + at for at, letter in enumerate(out) if letter not in kept]
+    return jnp.sum(sums * jnp.expand_dims(scale, missing), axis=tuple(range(len(numbers)))).astype(x.dtype)
+
+
+def _letters(equation: str) -> tuple[str, str, str]:
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    return left, right, out
