@@ -73,7 +73,7 @@ def placed(mesh: Any, shape: tuple[int, ...], dtype: str, *axes: str | None) -> 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def of_jax_llm_examples(step: Step, layers: int, model: Any, config: Any, *cache_size: int) -> tuple[Any, ...]:
+def of_jax_llm_examples(step: Step, model: Any, config: Any, *cache_size: int) -> tuple[Any, ...]:
     """The function, its arguments and the number of the one that is donated."""
     import jax
 
@@ -99,7 +99,7 @@ def llama(step: Step, layers: int) -> tuple[Any, ...]:
         max_seq_len=step.context, causal=True, use_prefill_attn_kernel=False, use_decode_attn_kernel=True,
         mesh=mesh_of(step, (1, 8, 2), ("x", "y", "z"), True), rules=model.ShardingRules(batch=None),
     )  # fmt: skip
-    return of_jax_llm_examples(step, layers, model, config)
+    return of_jax_llm_examples(step, model, config)
 
 
 def r1(step: Step, layers: int) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ def r1(step: Step, layers: int) -> tuple[Any, ...]:
 
     mesh = mesh_of(step, (1, 8, 8), ("x", "y", "z"), False)
     config = model.Config(mesh=mesh, num_layers=layers, max_seq_len=step.context)
-    return of_jax_llm_examples(step, layers, model, config, step.context)
+    return of_jax_llm_examples(step, model, config, step.context)
 
 
 def qwen3(step: Step, layers: int) -> tuple[Any, ...]:

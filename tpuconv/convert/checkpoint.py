@@ -1,8 +1,7 @@
 """A converted checkpoint as the source of another one, which holds the same parameters in another form.
 
 Its shard files are read around the page cache where the file system can, as they were written; those that are in it
-already, from there. Nothing that is read
-goes unchecked: each chunk, and the index of each shard, holds its checksum.
+already, from there. Nothing that is read goes unchecked: each chunk, and the index of each shard, holds its checksum.
 """
 
 import errno

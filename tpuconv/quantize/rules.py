@@ -76,8 +76,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.weight_calibration_method,
             )
             rhs = ptq.create_quantized_param(name, rhs, how).array
-        is_codes = isinstance(rhs, qarray.QArray) and rhs.zero_point is None and rhs.qvalue.dtype.name in grouped.KINDS
-        if is_codes and rule.act_qtype is None:
+        if _is_codes(rhs) and rule.act_qtype is None:
             return grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
@@ -90,10 +89,14 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
         return ragged_dot(lhs, rhs, group_sizes)
 
 
+def _is_codes(x: Any) -> bool:
+    """Whether these are codes that are values themselves, and scales."""
+    return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
+
+
 def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
     """Qwix's; on a TPU that of `tiled` where that pays."""
-    is_codes = isinstance(rhs, qarray.QArray) and rhs.zero_point is None and rhs.qvalue.dtype.name in grouped.KINDS
-    if isinstance(lhs, qarray.QArray) or not is_codes or not tiled.is_for(equation, lhs, rhs.qvalue, rhs.scale):
+    if isinstance(lhs, qarray.QArray) or not _is_codes(rhs) or not tiled.is_for(equation, lhs, rhs.qvalue, rhs.scale):
         y: jax.Array = einsum(equation, lhs, rhs)
         return y
 

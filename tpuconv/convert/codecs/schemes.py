@@ -117,17 +117,16 @@ def decode_scales(scales: np.ndarray) -> np.ndarray:
     return scales.astype(np.float32)
 
 
+FP4: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
+
 MXFP4 = Scheme(
     title="MXFP4",
     values="_blocks",
     scales="_scales",
     name="",
-    dtype="U8",
-    qtype="float4_e2m1fn",
-    table=E2M1,
-    per_element=2,
     blocks=(1, 32),
     groups_apart=True,
+    **FP4,
 )
 
 
@@ -161,8 +160,6 @@ FP8_SCALES = ("weight_scale_inv", "weight_scale")
 def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
-
-FP4: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
 
 MODELOPT_NVFP4 = Scheme(
     title="ModelOpt NVFP4",
