@@ -35,8 +35,8 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor, decode_names
-from tpuconv.convert.run import copy_strided
 from tpuconv.convert.source import DTYPES, Reader, open_source
+from tpuconv.convert.strided import copy_strided
 
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CONFIG = {
@@ -114,8 +114,7 @@ def one_matrix(folder: Path) -> None:
     boxes = [(slice(i, i + CHUNK[0]), slice(j, j + CHUNK[1])) for i in range(0, 7168, 896) for j in range(0, 2048, 256)]
 
     def transpose() -> None:
-        for box, chunk in zip(boxes, chunks, strict=True):
-            copy_strided(chunk, view[box])
+        copy_strided(chunks, [view[box] for box in boxes])
 
     copied, copy = np.zeros((2, elements * 3 // 2), np.uint8)
     with closing(Memory(source, tensor, raw)) as reader:

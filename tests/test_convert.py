@@ -26,8 +26,9 @@ from tpuconv.convert.checkpoint import open_checkpoint
 from tpuconv.convert.journal import Journal
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options, make_plan
-from tpuconv.convert.run import Limits, all_finite, copy_strided, run
+from tpuconv.convert.run import Limits, all_finite, run
 from tpuconv.convert.source import Shard, Source, TensorInfo, open_source
+from tpuconv.convert.strided import copy_strided
 from tpuconv.convert.table import Map, MappingTable
 from tpuconv.errors import (
     MappingError,
@@ -311,16 +312,31 @@ def test_a_tied_head_on_disk_is_compared_and_dropped(tmp_path):
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-@example([29, 48, 48], [0, 2, 1], True)
+@example([29, 48, 48], [0, 2, 1], True, 1, 2)
+@example([29, 48, 48], [0, 2, 1], False, 1, 2)
+@example([5, 160, 96], [2, 0, 1], False, 4, 1)
+@example([2, 800, 96], [0, 2, 1], False, 3, 4)
+@example([2, 1600, 48], [0, 2, 1], False, 5, 8)
 @given(
-    shape=st.lists(st.integers(1, 70), min_size=1, max_size=3), order=st.permutations(range(3)), reverse=st.booleans()
+    shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    order=st.permutations(range(3)),
+    reverse=st.booleans(),
+    parts=st.integers(1, 5),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
 )
-def test_strided_copies_are_copies(shape, order, reverse):
-    x = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape).transpose([i for i in order if i < len(shape)])
-    view = x[..., ::-1] if reverse else x
-    out = np.empty(view.shape, np.uint16)
-    copy_strided(out, view)
-    np.testing.assert_array_equal(out, view)
+def test_strided_copies_are_copies(shape, order, reverse, parts, itemsize):
+    """In chunks that lie as in a shard: 4 bytes apart."""
+    x = np.arange(np.prod(shape)).astype(f"u{itemsize}").reshape(shape)
+    x = x.transpose([i for i in order if i < len(shape)])
+    views = np.array_split(x[..., ::-1] if reverse else x, parts, axis=-1)
+    ends = np.cumsum([view.nbytes + 4 for view in views])
+    buffer = np.zeros(ends[-1], np.uint8)
+    chunks = [buffer[end - view.nbytes - 4 : end - 4] for view, end in zip(views, ends, strict=True)]
+    outs = [chunk.view(x.dtype).reshape(view.shape) for chunk, view in zip(chunks, views, strict=True)]
+    copy_strided(outs, views)
+    for out, view in zip(outs, views, strict=True):
+        np.testing.assert_array_equal(out, view)
+    assert not any(buffer[end - 4 : end].any() for end in ends), "nothing else is touched"
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
@@ -364,15 +380,15 @@ def test_full_size_tensors_are_cut_in_pieces_that_cover_them_once(layout, sizes)
 
 
 def test_memory_stays_within_the_budget_for_a_tensor_larger_than_it(tmp_path):
-    """1 GB of embedding in 300 MB, interpreter and all; in a process of its own, whose peak the system tells."""
+    """1 GB of embedding in 350 MB, interpreter and all; in a process of its own, whose peak the system tells."""
     config = qwen3_config(vocab_size=256_000, hidden_size=2048, tie_word_embeddings=True, num_hidden_layers=1)
     folder = hollow_checkpoint(tmp_path / "hf", config)
     command = [sys.executable, "-m", "tpuconv", "convert", str(folder), str(tmp_path / "out"), "--json"]
-    done = subprocess.run([*command, "--max-memory", "300MB"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--max-memory", "350MB"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["output_bytes"] > 1e9
-    assert facts["peak_memory_bytes"] < 300e6
+    assert facts["peak_memory_bytes"] < 350e6
     refused = subprocess.run(
         [*command, "--max-memory", "100MB", "--overwrite"], capture_output=True, text=True, check=False
     )

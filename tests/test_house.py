@@ -107,8 +107,8 @@ def test_kernels_bring_no_scipy():
 import sys
 import numpy as np
 from tpuconv.convert.kernels import transpose
-words = np.arange(64, dtype=np.uint64)
-transpose(words, 8, np.zeros(64, np.uint64), 8, 8, 1)
+words, at = np.arange(64, dtype=np.uint64), np.zeros(1, np.int64)
+transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 1)
 assert "scipy.linalg" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

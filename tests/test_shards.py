@@ -62,7 +62,7 @@ def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
             chunk = shard.place(slot, bits.dtype)
             chunk[...] = 0
             chunk[tuple(map(slice, part.shape))] = part
-            shard.close_chunk()
+            shard.close_chunk(slot)
         store.write("w", shard)
     stored = StoredArray("w", array.shape, array.dtype.name, "", array.chunks, (), "", False)
     return Manifest(folder, {}, {"w": stored})
@@ -118,7 +118,7 @@ def test_what_is_missing_is_named(tmp_path):
     short = Shard(SMALL, (0, 0), page_buffer(SMALL.shard_bytes))  # a shard without its last chunk
     for slot in range(3):
         short.place(slot, np.dtype("u2"))[...] = 0
-        short.close_chunk()
+        short.close_chunk(slot)
     Store(tmp_path / "params", {}).write("w", short)
     read_box(manifest, "w", (slice(0, 2),), out[:2])
     with pytest.raises(CorruptOutput, match=r"w cannot be read: a chunk of c\.0\.0 is missing"):

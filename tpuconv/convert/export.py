@@ -23,9 +23,10 @@ from tpuconv.convert.codecs.schemes import Scheme, schemes
 from tpuconv.convert.journal import Journal
 from tpuconv.convert.keep import Stored, split
 from tpuconv.convert.manifest import Manifest
-from tpuconv.convert.run import Progress, copy_strided
+from tpuconv.convert.run import Progress
 from tpuconv.convert.source import DTYPES, ENCODING_KEYS, INDEX_FILE, SINGLE_FILE, encoding_of, read_json
 from tpuconv.convert.store import write_error
+from tpuconv.convert.strided import copy_strided
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
 from tpuconv.errors import ConfigError, CorruptOutput, OutputError, ResourceError, UsageError
 from tpuconv.layout import Shape
@@ -201,7 +202,7 @@ def _read(manifest: Manifest, name: str) -> np.ndarray:
 def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.ndarray:
     """In memory of its own and in the dtype of the row's arrays."""
     out = np.empty(array.shape, array.dtype)
-    copy_strided(out, array)
+    copy_strided([out], [array])
     return out.view(np.dtype(manifest.arrays[binding.src[0].names[0]].dtype))
 
 

@@ -68,10 +68,12 @@ def exchange(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> 
 
 
 @compiled  # type: ignore[untyped-decorator]
-def transpose(rows: np.ndarray, pitch: int, out: np.ndarray, height: int, width: int, per: int) -> None:
-    """Transposes a matrix of `height` rows and `width` columns. A word of 64 bits holds `per` elements of a row; row i
-    begins at word `i * pitch` of `rows`, and `out` has the words of the transposed rows, one after the other. Both
-    sizes are multiples of `per`.
+def transpose(
+    rows: np.ndarray, at: np.ndarray, pitch: int, out: np.ndarray, to: np.ndarray, height: int, width: int, per: int
+) -> None:
+    """Transposes matrices of `height` rows and `width` columns. A word of 64 bits holds `per` elements of a row; row i
+    of matrix k begins at word `at[k] + i * pitch` of `rows`. Its transposed rows, one after the other, go to `out` from
+    byte `to[k]` on. Both sizes are multiples of `per`.
 
     A tile is copied first, its rows an odd number of words apart: where it lies they may be a multiple of 4 kB apart,
     which a cache keeps in the same few places. Squares of `per` rows and one word are transposed by exchanging halves,
@@ -79,26 +81,28 @@ def transpose(rows: np.ndarray, pitch: int, out: np.ndarray, height: int, width:
     """
     lows = (np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF))
     tile = np.empty((per, HIGH // per, WIDE + 1), np.uint64)
-    for i0 in range(0, width // per, WIDE):
-        wide = min(WIDE, width // per - i0)
-        for j0 in range(0, height, HIGH):
-            squares = min(HIGH, height - j0) // per
-            for k in range(squares):
-                for x in range(per):
-                    first = (j0 + per * k + x) * pitch + i0
-                    source, staged = rows[first : first + wide], tile[x, k]
-                    for i in range(wide):
-                        staged[i] = source[i]
-                half, stage = per // 2, 0
-                while half > 0:
+    for matrix in range(at.size):
+        words = out[to[matrix] : to[matrix] + 8 * (height * width // per)].view(np.uint64)
+        for i0 in range(0, width // per, WIDE):
+            wide = min(WIDE, width // per - i0)
+            for j0 in range(0, height, HIGH):
+                squares = min(HIGH, height - j0) // per
+                for k in range(squares):
                     for x in range(per):
-                        if x & half == 0:
-                            shift = np.uint64(64 * half // per)
-                            exchange(tile[x, k, :wide], tile[x + half, k, :wide], lows[stage], shift)
-                    half, stage = half // 2, stage + 1
-            for i in range(wide):
-                for x in range(per):
-                    first = ((per * (i0 + i) + x) * height + j0) // per
-                    target = out[first : first + squares]
-                    for k in range(squares):
-                        target[k] = tile[x, k, i]
+                        first = at[matrix] + (j0 + per * k + x) * pitch + i0
+                        source, staged = rows[first : first + wide], tile[x, k]
+                        for i in range(wide):
+                            staged[i] = source[i]
+                    half, stage = per // 2, 0
+                    while half > 0:
+                        for x in range(per):
+                            if x & half == 0:
+                                shift = np.uint64(64 * half // per)
+                                exchange(tile[x, k, :wide], tile[x + half, k, :wide], lows[stage], shift)
+                        half, stage = half // 2, stage + 1
+                for i in range(wide):
+                    for x in range(per):
+                        first = ((per * (i0 + i) + x) * height + j0) // per
+                        target = words[first : first + squares]
+                        for k in range(squares):
+                            target[k] = tile[x, k, i]

@@ -263,14 +263,15 @@ class Plan:
         return sum(unit.nbytes for unit in self.units)
 
     @cached_property
-    def buffers(self) -> tuple[int, int, int, int]:
+    def buffers(self) -> tuple[int, int, int, int, int]:
         """Bytes that one job holds at most: of values as they are wanted, of values as they are stored where that is
-        not the same, of a shard to be written, and of what encoders make."""
+        not the same, of a shard to be built and one that is written, and of what encoders make."""
         pieces = [piece for unit in self.units for piece in unit.pieces]
         values = max((piece.nbytes for piece in pieces), default=0)
         raw = max((self.stored_bytes(piece) for piece in pieces if not self.is_stored_as_wanted(piece)), default=0)
         encoded = max((piece.elements for piece in pieces if self.is_encoded(piece)), default=0)
-        return values, raw, max((array.shard_bytes for array in self.arrays.values()), default=0), 2 * encoded
+        shard = max((array.shard_bytes for array in self.arrays.values()), default=0)
+        return values, raw, shard, shard, 2 * encoded
 
     @property
     def hashes_shards(self) -> bool:

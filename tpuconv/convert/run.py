@@ -1,8 +1,8 @@
 """The loop: reads pieces of the source, transforms them, writes chunks, and publishes the output when all is there.
 
 Threads do the work, since reading, copying, hashing and writing all release the interpreter's lock. Each holds memory
-that is allocated once: for values, for their bytes where they are stored in another form, and for the shard that is
-written.
+that is allocated once: for values, for their bytes where they are stored in another form, and for two shards, of which
+one is built while the other is written.
 """
 
 import json
@@ -10,17 +10,16 @@ import os
 import queue
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from tpuconv.convert import manifest
 from tpuconv.convert.card import COPIED, SOURCE_CARD, model_card
@@ -32,6 +31,7 @@ from tpuconv.convert.shards import Shard
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
 from tpuconv.convert.store import Store, page_buffer
+from tpuconv.convert.strided import copy_strided
 from tpuconv.errors import ResourceError, SourceError, UsageError
 from tpuconv.sizes import format_size
 
@@ -40,11 +40,6 @@ CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
 
 AHEAD_BYTES = 768 * MIB
 """Of the source, read while the rules of a quantization are resolved: what a disk gives in a second."""
-
-LARGE = 1 << 16
-"""Elements from which on a transposition is worth the import of its kernel."""
-WORD = 8
-"""Bytes that are moved at once."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +133,14 @@ class _Workers:
         self.reader = _open(plan, self._check_cancelled)
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
+        self.writers = ThreadPoolExecutor(jobs)
 
     def run(self, units: Sequence[Unit]) -> Iterator[int]:
         """Does all that is left; yields the bytes converted so far about ten times a second."""
         tasks = self._tasks(units)
         if units:
             for _ in range(min(self.jobs, len(units))):
-                self.memories.put(_Memory(self.plan))
+                self.memories.put(_Memory(self.plan, self.writers))
         total = 0
         pool = ThreadPoolExecutor(self.jobs)
         futures: set[Future[None]] = {pool.submit(task) for task in tasks}
@@ -160,6 +156,7 @@ class _Workers:
         finally:
             self.stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
+            self.writers.shutdown(wait=True)
             self.reader.close()
 
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
@@ -215,6 +212,7 @@ class _Workers:
                 self._check_cancelled()
                 self._piece(piece, memory, checksums, figures)
                 self.done.put(self.plan.stored_bytes(piece))
+            memory.wait_until_written()
         finally:
             self.memories.put(memory)
         for name in figures:
@@ -248,22 +246,27 @@ class _Workers:
     def _write(
         self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: dict[str, int]
     ) -> None:
-        """Writes one shard: the values, as unsigned integers, that lie in `box`."""
-        shard = Shard(array, tuple(s.start // n for s, n in zip(box, array.shards, strict=True)), memory.shard)
+        """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it."""
+        if array.dtype.name in CAN_BE_NAN and not all_finite(values, array.dtype):
+            raise _not_finite(array.name, array.sources)
+        index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
+        shard = Shard(array, index, memory.room_for_shard())
+        built, chunks, views = [], [], []
         for slot, start in shard.chunks():
-            view = values[
-                tuple(slice(a - s.start, a - s.start + c) for a, s, c in zip(start, box, array.chunks, strict=True))
-            ]
+            ranges = zip(start, box, array.chunks, strict=True)
+            view = values[tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)]
             chunk = shard.place(slot, values.dtype)
             if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
                 chunk[...] = 0
-            copy_strided(chunk[tuple(map(slice, view.shape))], view)
-            if array.dtype.name in CAN_BE_NAN and not all_finite(chunk, array.dtype):
-                raise _not_finite(array.name, array.sources, f" in the chunk at {start}")
+            built.append((slot, start, chunk))
+            chunks.append(chunk[tuple(map(slice, view.shape))])
+            views.append(view)
+        copy_strided(chunks, views)
+        for slot, start, chunk in built:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
             checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
-            shard.close_chunk()
-        self.store.write(array.name, shard)
+            shard.close_chunk(slot)
+        memory.write(partial(self.store.write, array.name, shard))
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
@@ -279,8 +282,25 @@ def _open(plan: Plan, check_cancelled: Callable[[], None]) -> Reader | Checkpoin
 class _Memory:
     """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
 
-    def __init__(self, plan: Plan):
-        self.values, self.raw, self.shard = map(page_buffer, plan.buffers[:3])
+    def __init__(self, plan: Plan, writers: Executor):
+        self.values, self.raw, *shards = map(page_buffer, plan.buffers[:4])
+        self.shards, self.writers = deque(shards), writers
+        self.writes: deque[Future[None]] = deque()
+
+    def room_for_shard(self) -> np.ndarray:
+        """What was built there before is written by now. Raises what went wrong then."""
+        if len(self.writes) == len(self.shards):
+            self.writes.popleft().result()
+        return self.shards[0]
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Begins to write what was built in the room; the next shard gets another."""
+        self.writes.append(self.writers.submit(write))
+        self.shards.rotate(-1)
+
+    def wait_until_written(self) -> None:
+        while self.writes:
+            self.writes.popleft().result()
 
     def read(self, reader: Reader | CheckpointReader, plan: Plan, piece: Piece) -> list[np.ndarray]:
         """The piece's source tensors, in the dtype of its values."""
@@ -302,33 +322,6 @@ class _Memory:
         return sources
 
 
-def copy_strided(out: np.ndarray, view: np.ndarray) -> None:
-    """`out[...] = view` for a contiguous `out`, by a kernel where a large view is transposed: ten times as fast."""
-    if view.ndim < 2 or view.size < LARGE or view.strides[-1] == view.itemsize:
-        np.copyto(out, view)
-        return
-    contiguous = int(np.argmin(view.strides[:-1]))
-    loops = [range(1) if axis == contiguous else range(n) for axis, n in enumerate(view.shape[:-1])]
-    for index in product(*loops):
-        at = tuple(slice(None) if axis == contiguous else i for axis, i in enumerate(index))
-        _transpose(out[at], view[at])
-
-
-def _transpose(out: np.ndarray, view: np.ndarray) -> None:
-    """`out[...] = view` for two axes of which the first is contiguous in `view` and the second in `out`."""
-    from tpuconv.convert.kernels import transpose
-
-    rows, columns = view.shape
-    per = WORD // view.itemsize
-    by_words = view.strides[1] > 0 and not (rows % per or columns % per or view.strides[1] % WORD)
-    if not by_words or view.strides[0] != view.itemsize or out.strides != (columns * out.itemsize, out.itemsize):
-        np.copyto(out, view)
-        return
-    pitch = view.strides[1] // WORD
-    words = as_strided(view, ((columns - 1) * pitch * per + rows,), (view.itemsize,)).view(np.uint64)
-    transpose(words, pitch, out.reshape(-1).view(np.uint64), columns, rows, per)
-
-
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     """Whether no element is infinite or not a number, from the bit patterns of floats.
 
@@ -342,9 +335,9 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
 
 
-def _not_finite(name: str, sources: Sequence[str], where: str = "") -> SourceError:
+def _not_finite(name: str, sources: Sequence[str]) -> SourceError:
     return SourceError(
-        f"{name} is not finite: there are NaN or infinite values{where}",
+        f"{name} is not finite: there are NaN or infinite values",
         details=[f"made from {sources[0]}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")],
         hint="the checkpoint is damaged, or --dtype too small for its values: download it again, or try float32",
     )

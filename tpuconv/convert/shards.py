@@ -111,26 +111,27 @@ class Shard:
         return self.cut.starts(self.index)
 
     def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
-        """Where the next chunk is to be built, as unsigned integers."""
-        self.offsets[slot] = self.used, self.cut.slot_bytes
-        end = self.used + self.cut.slot_bytes - CRC_BYTES
-        return self.buffer[self.used : end].view(bits).reshape(self.cut.chunks)
+        """Where a chunk is to be built, as unsigned integers."""
+        start, self.used = self.used, self.used + self.cut.slot_bytes
+        self.offsets[slot] = start, self.cut.slot_bytes
+        return self.buffer[start : self.used - CRC_BYTES].view(bits).reshape(self.cut.chunks)
 
-    def close_chunk(self) -> None:
-        """Adds the checksum of the chunk that was built."""
-        self._add_crc(self.used, self.used + self.cut.slot_bytes - CRC_BYTES)
+    def close_chunk(self, slot: int) -> None:
+        """Adds the checksum of a chunk that was built."""
+        start, nbytes = map(int, self.offsets[slot])
+        self._add_crc(start, start + nbytes - CRC_BYTES)
 
     def close(self) -> np.ndarray:
         """Adds the index: the file's bytes."""
         start, index = self.used, self.offsets.view(np.uint8).reshape(-1)
         self.buffer[start : start + index.size] = index
         self._add_crc(start, start + index.size)
-        return self.buffer[: self.used]
+        return self.buffer[: start + self.cut.index_bytes]
 
     def _add_crc(self, start: int, end: int) -> None:
-        crc = crc32c.crc32c(self.buffer[start:end].data)
+        # It holds the interpreter's lock: to get that back takes longer than a chunk.
+        crc = crc32c.crc32c(self.buffer[start:end].data, gil_release_mode=0)
         self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
-        self.used = end + CRC_BYTES
 
 
 def checked(data: np.ndarray, what: str) -> np.ndarray:
