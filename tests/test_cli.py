@@ -219,7 +219,7 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
     tensors = read_tensors(folder)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_checkpoint(folder, config, tensors)
-    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path).stdout)
+    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", "--jobs", "2", cwd=tmp_path).stdout)
     assert facts["family"] == "qwen3"
     assert facts["source"]["tensors"] == len(tensors)
     assert facts["source"]["bytes"] == sum(x.nbytes for x in tensors.values())
@@ -275,12 +275,12 @@ def test_real_models_are_planned_whole(model, tmp_path):
     tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
     write_checkpoint(tmp_path / "hf", listing["config"], tensors, shards=7)
     began = seconds_of_children()
-    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", cwd=tmp_path).stdout)
+    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", "--jobs", "2", cwd=tmp_path).stdout)
     assert seconds_of_children() - began < (3 if len(tensors) < 2000 else 20)
     assert facts["unmapped"] == facts["faults"] == []
     assert facts["mapped"] + sum(skip["count"] for skip in facts["skipped"]) == len(tensors)
     assert all(skip["reason"] for skip in facts["skipped"])
-    assert facts["peak_memory_bytes"] < 4e8
+    assert facts["peak_memory_bytes"] < 4.6e8
     # The published number counts the vision tower, which is skipped by name.
     vision = sum(prod(shape) for name, (_, shape) in tensors.items() if name.startswith(("vision_", "multi_modal_")))
     assert facts["parameters"] + vision == listing["parameters"]

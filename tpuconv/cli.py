@@ -327,7 +327,7 @@ def tpuconv(verbose: bool) -> None:
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one for each processor]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]")
 @click.option("--dry-run", is_flag=True, help="Stop after the plan and show it; weights are not even downloaded.")
 @JSON
 def convert(
@@ -531,7 +531,7 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
 @click.option("--dry-run", is_flag=True, help="Stop after the plan and show it.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one for each processor]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]")
 @JSON
 def quantize(
     ckpt: Path | None,

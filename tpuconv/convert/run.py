@@ -61,9 +61,9 @@ class Limits:
 
     @classmethod
     def of_this_machine(cls, jobs: int | None = None, max_memory: int | None = None) -> "Limits":
-        """By default a job for each processor, and 60% of the memory."""
+        """By default a job for each processor and one that reads meanwhile, and 60% of the memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(jobs or len(os.sched_getaffinity(0)), max_memory or int(0.6 * memory))
+        return cls(jobs or len(os.sched_getaffinity(0)) + 1, max_memory or int(0.6 * memory))
 
 
 def read_ahead(plan: Plan) -> None:
