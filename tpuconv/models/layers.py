@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.cache import KV
 from tpuconv.models.placement import placed, rules_for
 from tpuconv.models.rope import Rope
+from tpuconv.models.vector import vector_product
 
 HIDDEN = -1e38
 """The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
@@ -55,7 +56,7 @@ class Einsum(nnx.Module):
         if equation == self.equation and is_vector(x, kernel):
             shape = (1, 1, *kernel.shape[x.ndim - 2 :])
             return on_cpu(
-                lambda: vector_product(x, kernel.reshape(x.size, -1), 0).reshape(shape),
+                lambda: vector_product(x.reshape(-1), kernel.reshape(x.size, -1), 0).reshape(shape),
                 lambda: jnp.einsum(equation, x, kernel),
             )
         return jnp.einsum(equation, x, kernel).astype(x.dtype)
@@ -76,17 +77,7 @@ class Embed(nnx.Module):
         by_einsum = partial(jnp.einsum, "BTD,VD->BTV", x_BTD, embedding)
         if not is_vector(x_BTD, embedding):
             return by_einsum()
-        return on_cpu(lambda: vector_product(x_BTD, embedding, 1)[None, None], by_einsum)
-
-
-# What XLA makes of one token's product on a CPU: of a sum over two axes loops five times as slow as those over
-# one; of bfloat16 a copy of the matrix in float32, twenty times as slow as reading it. A product and a sum, fused,
-# convert as they go; the barriers keep others from sharing the copy.
-
-barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
-
-CPU_OUTPUTS = 16384
-"""More sums than this, side by side, do not stay in the first caches, and then the copy is faster."""
+        return on_cpu(lambda: vector_product(x_BTD.reshape(-1), embedding, 1)[None, None], by_einsum)
 
 
 def is_vector(x: jax.Array, kernel: Any) -> bool:
@@ -94,22 +85,10 @@ def is_vector(x: jax.Array, kernel: Any) -> bool:
     return x.shape[:2] == (1, 1) and isinstance(kernel, jax.Array) and x.dtype == kernel.dtype
 
 
-def on_cpu(fused: Callable[[], jax.Array], product: Callable[[], jax.Array]) -> jax.Array:
-    """`fused` in a program for CPUs, `product` in any other; decided when it is compiled."""
-    y: jax.Array = jax.lax.platform_dependent(cpu=fused, default=product)
+def on_cpu(vector: Callable[[], jax.Array], product: Callable[[], jax.Array]) -> jax.Array:
+    """`vector` in a program for CPUs, `product` in any other; decided when it is compiled."""
+    y: jax.Array = jax.lax.platform_dependent(cpu=vector, default=product)
     return y
-
-
-def vector_product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """The product over an axis of the matrix, summed in float32."""
-    x = x.reshape(-1)
-    too_many = axis == 0 and matrix.shape[1] > CPU_OUTPUTS
-    if x.dtype != jnp.bfloat16 or too_many:
-        return jnp.tensordot(x, matrix, (0, axis))
-    x, matrix = barrier((x, matrix))
-    wide = jnp.expand_dims(x.astype(jnp.float32), 1 - axis)
-    y = jnp.sum(matrix.astype(jnp.float32) * wide, axis=axis)
-    return jnp.asarray(barrier(y), x.dtype)
 
 
 def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
