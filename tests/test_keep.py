@@ -35,6 +35,7 @@ from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.convert.plan import BASE_MEMORY, PIECE_BYTES, Options
+from tpuconv.convert.released import released
 from tpuconv.convert.source import DTYPES, TensorInfo
 from tpuconv.convert.table import Binding, Map, MappingTable
 from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
@@ -42,6 +43,7 @@ from tpuconv.layout import LETTERS
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
+from tpuconv.verify import tpu
 from tpuconv.verify.weights import check
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -316,6 +318,26 @@ LOADED = [
 ]
 
 
+FULL_SIZE = {
+    "deepseek-ai/DeepSeek-R1": 1,
+    "Qwen/Qwen3-30B-A3B-FP8": 1,
+    "moonshotai/Kimi-K2-Thinking": 2,
+    "openai/gpt-oss-20b": 2,
+}
+"""Codes in a byte of the source."""
+
+STACKED = ("gpt_oss", "llama4", "llama4_text")
+"""Families whose plain experts are tensors of a layer, which no release has in FP8."""
+
+FIRST = {case.family: case for case in reversed(CASES)}
+DESCRIBED = [
+    *(pytest.param(FIRST[name], fp8, id=f"{name}-fp8") for name in FIRST if name not in STACKED),
+    pytest.param(FIRST["llama4"], fp8_channel, id="llama4-fp8_channel"),
+    *(pytest.param(case, int4, id="mixtral-int4") for case in CASES if case.id == "mixtral-plain"),
+    pytest.param(GPT_OSS[0], mxfp4, id="gpt_oss-mxfp4"),
+]
+
+
 def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.ndarray]:
     return mxfp4(saved(case), folder) if encoding is mxfp4 else encoded(saved(case), folder, encoding)
 
@@ -454,6 +476,32 @@ def test_files_are_cut_and_indexed(saved, tmp_path, monkeypatch):
     assert files == file_names(len(files))
     assert len(files) > 3
     assert all((tmp_path / "back" / name).stat().st_size < 60_000 for name in files)
+
+
+@pytest.mark.parametrize(("case", "encoding"), DESCRIBED)
+def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tmp_path):
+    write_encoded(case, encoding, saved, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= {"ignore": ["re:.*lm_head"], "format": "pack-quantized"}
+    told = tpu.as_released(str(tmp_path), config)["parameters"]
+    kept = plan_for(tmp_path, Options(encoding="keep")).kept
+    facts = {name: own.to_json() for name, own in kept.items()}
+    for key in ("qtype", "kept", "tiles"):
+        assert {name: own[key] for name, own in told.items()} == {name: own[key] for name, own in facts.items()}
+
+
+@pytest.mark.parametrize("model", FULL_SIZE)
+def test_a_release_has_the_tensors_that_its_config_describes(model):
+    listing = LISTINGS[model]
+    real = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    family = find_family(listing["config"])
+    config = family.config.from_hf(listing["config"])
+    described = released(model, listing["config"], family.table, config).tensors
+    if model == "Qwen/Qwen3-30B-A3B-FP8":  # scales in bfloat16, of which the config says nothing
+        real |= {name: ("F32", shape) for name, (_, shape) in real.items() if name.endswith("_scale_inv")}
+    assert not [info for name, info in described.items() if (info.dtype, info.shape) != real.get(name)]
+    why_ignored = family.table.ignored(config)
+    assert all(why_ignored(name) for name in real.keys() - described.keys())
 
 
 # -- as models ---------------------------------------------------------------------------------------------------------
@@ -645,15 +693,6 @@ def test_the_commands(saved, tmp_path):
 
 
 # -- full size ---------------------------------------------------------------------------------------------------------
-
-
-FULL_SIZE = {
-    "deepseek-ai/DeepSeek-R1": 1,
-    "Qwen/Qwen3-30B-A3B-FP8": 1,
-    "moonshotai/Kimi-K2-Thinking": 2,
-    "openai/gpt-oss-20b": 2,
-}
-"""Codes in a byte of the source."""
 
 
 @pytest.mark.parametrize("model", FULL_SIZE)
