@@ -2,13 +2,14 @@
 
 FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
 v1.0. compressed-tensors: the formats of that library, which its tests write and read (tests/test_writers.py). ModelOpt:
-what that library exports, whose NVFP4 has two scales, in FP8 of 16 values and in float32 of the tensor.
+what that library exports, whose NVFP4 has two scales, in FP8 of 16 values and in float32 of the tensor; the names of
+its algorithms are those of its hf_quant_config.json.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import partial
 from math import prod
 from typing import Any
@@ -88,7 +89,10 @@ class Scheme:
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
             return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
-        return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
+        grid = *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns)
+        if len(shape) == 2 and scales == (grid[0], 1, grid[1], 1):  # ModelOpt leaves the axes within a block in place
+            return scales
+        return (*shape[:-2], *grid)
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
         """Dtype and shape, by name, of the tensors in which releases store one of this name and shape."""
@@ -212,38 +216,77 @@ def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
+NVFP4_GROUP = 16
+
 MODELOPT_NVFP4 = Scheme(
     title="ModelOpt NVFP4",
     values=".weight",
     scales=".weight_scale",
     tensor_scale=".weight_scale_2",
     name=".weight",
-    blocks=(1, 16),
+    blocks=(1, NVFP4_GROUP),
     scale_dtype="F8_E4M3",
     **FP4,
 )
 
 
+MIXED = "MIXED_PRECISION"
+
+MODELOPT_BLOCK = 128
+
+
 def _modelopt(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
-    algorithm = quantization.get("quant_algo")
-    ignored = [str(name) for name in quantization.get("ignore") or ()]
-    return (Group((_modelopt_scheme(algorithm),), lambda module: not _is_named(module, ignored)),)
+    """As ModelOpt writes config.json, or one level below, as it writes a file of its own (`source.read_config`)."""
+    own = quantization.get("quantization", quantization)
+    if not isinstance(own, Mapping):
+        raise UnsupportedConfig(f"modelopt with quantization={own!r} is not implemented")
+    if str(own.get("quant_algo")).upper() != MIXED:
+        left_out = own.get("exclude_modules", own.get("ignore")) or ()
+        pattern = re.compile("|".join(map(translate, map(str, left_out))) or "(?!)")
+        return (Group(_modelopt_schemes(own), lambda module: not any(map(pattern.match, _within(module)))),)
+    layers = own.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
+        raise UnsupportedConfig(
+            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
+        )
+    modules: dict[str, set[str]] = {}
+    by_title = {}
+    for name, layer in layers.items():
+        known = _modelopt_schemes(layer)
+        by_title[known[0].title] = known
+        modules.setdefault(known[0].title, set()).add(name)
+    return tuple(Group(by_title[title], partial(_is_within, names)) for title, names in modules.items())
 
 
-def _is_named(module: str, patterns: Sequence[str]) -> bool:
-    """By ModelOpt's patterns, of the module or of one that it is in."""
-    parents = [module[:i] for i, letter in enumerate(module) if letter == "."]
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in (module, *parents))
+def _within(module: str) -> list[str]:
+    """A module and those that it is in: of experts the parent alone may be named."""
+    return [module, *(module[:i] for i, letter in enumerate(module) if letter == ".")]
 
 
-def _modelopt_scheme(algorithm: Any) -> Scheme:
+def _is_within(names: Collection[str], module: str) -> bool:
+    return any(name in names for name in _within(module))
+
+
+def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Of a model's or a layer's `quant_algo`, which some releases have in small letters."""
+    size = layer.get("group_size")
+    algorithm = str(layer.get("quant_algo")).upper()
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        return _fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES, by_row=algorithm != "FP8")
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):  # the second leaves activations alone
-        return MODELOPT_NVFP4
+        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES, by_row=algorithm != "FP8"),)
+    if algorithm == "FP8_PB_WO" and (size is None or (type(size) is int and size > 0)):
+        n = size or MODELOPT_BLOCK
+        return tuple(
+            _fp8_scheme(f"ModelOpt FP8, {name} of blocks of {n}x{n}", f".{name}", (n, n))
+            for name in reversed(FP8_SCALES)
+        )
+    if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
+        return (MODELOPT_NVFP4,)
     raise UnsupportedConfig(
-        f"the encoding of modelopt with quant_algo={algorithm!r} is not implemented",
-        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4 and W4A16_NVFP4; or convert an unquantized release",
+        f"the encoding of modelopt with quant_algo={layer.get('quant_algo')!r}"
+        + (f" and group_size={size!r}" if size is not None else "")
+        + " is not implemented",
+        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, and "
+        f"{MIXED} of these; or convert an unquantized release",
     )
 
 
