@@ -11,18 +11,14 @@ import torch
 from checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_convert import assert_same, convert, flatten, plan_for, restore, same_bits, small_cuts  # noqa: F401
+from test_convert import assert_same, convert, flatten, plan_for, restore, small_cuts  # noqa: F401
 
 from tpuconv.convert.codecs import decode_names
 from tpuconv.convert.codecs.schemes import schemes
-from tpuconv.convert.export import export, released_config
 from tpuconv.convert.hub import fetch_config
-from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import Reader, open_source
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
-from tpuconv.models.registry import get_family
-from tpuconv.verify import tpu
 from tpuconv.verify.logits import reference_logits
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -356,35 +352,6 @@ def test_transformers_is_not_shown_codes_for_weights(tmp_path):
     modelopt("FP8", tmp_path)
     with pytest.raises(UsageError, match=r"hf_quant_config\.json says how they are encoded"):
         reference_logits(tmp_path, [[1, 2]], "float32")
-
-
-@pytest.mark.parametrize("algorithm", MODELOPT)
-def test_a_release_of_modelopt_is_kept_and_comes_back(algorithm, tmp_path):
-    modelopt(algorithm, tmp_path / "hf")
-    if algorithm in ("NVFP4", "MIXED_PRECISION"):
-        with pytest.raises(MappingError, match=r"up_proj\.weight  cannot be kept: its values have two scales"):
-            plan_for(tmp_path / "hf", Options(encoding="keep")).check()
-        return
-    kept = convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep")).kept
-    told = tpu.as_released("name", fetch_config(str(tmp_path / "hf")))["parameters"]
-    for key in ("kept", "tiles"):
-        assert {name: facts[key] for name, facts in told.items()} == {n: own.to_json()[key] for n, own in kept.items()}
-    for encoding in ("keep", "dequantize"):
-        convert(tmp_path / "hf", tmp_path / encoding, Options(encoding=encoding))
-        manifest = read_manifest(tmp_path / encoding)
-        family = get_family(manifest.family)
-        list(
-            export(
-                manifest, family.table, family.config.from_hf(released_config(manifest)), tmp_path / f"{encoding}-hf"
-            )
-        )
-    source, back = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "keep-hf")
-    assert all(same_bits(x, source[name]) for name, x in back.items())
-    assert [name for name in source if name not in back and not name.endswith(("input_scale", "k_scale"))] == []
-    config = (tmp_path / "hf" / "config.json").read_bytes()
-    assert [(tmp_path / f"{name}-hf" / "config.json").read_bytes() for name in ("keep", "dequantize")] == [config] * 2
-    assert (tmp_path / "keep-hf" / "hf_quant_config.json").exists()
-    assert not (tmp_path / "dequantize-hf" / "hf_quant_config.json").exists()
 
 
 FAULTS = {

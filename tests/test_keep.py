@@ -20,7 +20,7 @@ from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
-from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
+from test_codecs import BF16, FP4, FP8, MODELOPT, compressed_config, fp8_config, modelopt, packed
 from test_convert import assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
@@ -31,6 +31,7 @@ from tpuconv.convert.codecs import Tensor
 from tpuconv.convert.codecs.kept import Codes, Scales
 from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.export import export, file_names, released_config
+from tpuconv.convert.hub import fetch_config
 from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
@@ -120,7 +121,9 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         (scheme,) = schemes(fp8_config(*block))
     else:
         (scheme,) = schemes(compressed_config(type="float", num_bits=8, strategy=kind))
-    scheme = replace(scheme, values="_codes", scales="_scales", name="")
+    over = kind == "blocks" and data.draw(st.booleans())
+    scheme = replace(scheme, values="_codes", scales="_scales", name="", tensor_scale="_over" if over else "")
+    scheme = replace(scheme, divided=data.draw(st.booleans()))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     dtype = data.draw(st.sampled_from(["f4", BF16, ml_dtypes.float8_e8m0fnu]))
     arrays: dict[str, np.ndarray] = {}
@@ -130,9 +133,17 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         grid = scheme.scale_shape(shape, (1,) if kind == "tensor" else (*shape[:-1], 1))
         scales = rng.uniform(0.1, 3, grid)
         arrays[f"{name}_scales"] = (2.0 ** np.round(scales) if dtype == DTYPES["F8_E8M0"] else scales).astype(dtype)
+        arrays[f"{name}_over"] = rng.uniform(0.1, 3, 1).astype("f4")
     memory = Memory(arrays)
     tensors = {
-        name: Tensor(name, shape, memory.info(f"{name}_codes"), memory.info(f"{name}_scales"), (), scheme)
+        name: Tensor(
+            name,
+            shape,
+            memory.info(f"{name}_codes"),
+            memory.info(f"{name}_scales"),
+            scheme=scheme,
+            tensor_scale=memory.info(f"{name}_over") if over else None,
+        )
         for name, shape in binding.src_shapes().items()
     }
     kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding], [binding])
@@ -488,6 +499,39 @@ def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tm
     facts = {name: own.to_json() for name, own in kept.items()}
     for key in ("qtype", "kept", "tiles"):
         assert {name: own[key] for name, own in told.items()} == {name: own[key] for name, own in facts.items()}
+
+
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
+    modelopt(algorithm, tmp_path / "hf")
+    kept = convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain")
+    assert_same(dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain"))
+    told = tpu.as_released("name", fetch_config(str(tmp_path / "hf")))["parameters"]
+    own = {name: facts.to_json() for name, facts in kept.kept.items()}
+    for key in ("kept", "tiles", "bits"):
+        assert {name: facts[key] for name, facts in told.items()} == {name: facts[key] for name, facts in own.items()}
+    config = (tmp_path / "hf" / "config.json").read_bytes()
+    exported(tmp_path / "plain", tmp_path / "plain-hf")
+    assert (tmp_path / "plain-hf" / "config.json").read_bytes() == config
+    assert not (tmp_path / "plain-hf" / "hf_quant_config.json").exists()
+    if algorithm in ("NVFP4", "MIXED_PRECISION"):
+        with pytest.raises(UsageError, match="cannot be told apart again"):
+            exported(tmp_path / "kept", tmp_path / "back")
+        return
+    assert_came_back(tmp_path / "hf", tmp_path / "kept", kept)
+    exported(tmp_path / "kept", tmp_path / "kept-hf")
+    assert (tmp_path / "kept-hf" / "config.json").read_bytes() == config
+    assert (tmp_path / "kept-hf" / "hf_quant_config.json").exists()
+
+
+def test_two_scales_that_became_one_make_the_same_model(tmp_path):
+    modelopt("MIXED_PRECISION", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain", Options(dtype="float32"))
+    ids = np.random.default_rng(0).integers(3, 90, (2, 9))
+    have, want = (np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("kept", "plain"))
+    assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("model", FULL_SIZE)

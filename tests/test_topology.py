@@ -13,7 +13,7 @@ from test_cli import EXAMPLE, tpuconv
 from tpu_compiler import answers_of, compiler
 
 from tpuconv import cli
-from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
 from tpuconv.verify import tpu
@@ -218,7 +218,6 @@ NOT_KEPT = {
     "nothing": (None, UsageError, "is not encoded: there are no codes and scales"),
     "an unknown encoding": ({"quant_method": "gptq", "bits": 4}, UnsupportedConfig, "quant_method='gptq'"),
     "a pattern that is none": (FP8 | {"modules_to_not_convert": ["("]}, ConfigError, "is no pattern"),
-    "two scales": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, MappingError, "its values have two scales"),
 }
 
 

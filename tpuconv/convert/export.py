@@ -71,7 +71,7 @@ def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) 
     family's, `config` made of `released_config`.
 
     Raises:
-        UsageError: the checkpoint holds only a part of a model, or was quantized.
+        UsageError: the checkpoint holds only a part of a model, was quantized, or has not the source's scales.
         CorruptOutput: an array is missing, cannot be read, or does not hold its checksum.
         OutputError: `out` exists.
         ResourceError: too little disk.
@@ -117,7 +117,14 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
         if facts := manifest.kept.get(binding.dst[0].names[0]):
-            yield from _kept(binding, known[facts["kept"]], [Stored.from_json(each) for each in facts["stored"]])
+            scheme = known[facts["kept"]]
+            if scheme.tensor_scale:
+                raise UsageError(
+                    f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
+                    "multiplied, and cannot be told apart again",
+                    hint="take the source; or convert it with --encoding dequantize, and export that",
+                )
+            yield from _kept(binding, scheme, [Stored.from_json(each) for each in facts["stored"]])
         else:
             _check(manifest, binding)
             dtype = CODES[manifest.arrays[binding.dst[0].names[0]].dtype]

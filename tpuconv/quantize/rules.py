@@ -19,7 +19,7 @@ from qwix._src.core.ragged_dot import ragged_dot
 from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
-from tpuconv.convert.codecs.kept import scale_dtype
+from tpuconv.convert.keep import Stored
 from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
@@ -160,7 +160,7 @@ def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stack
         path, scale = flat[name + SCALE]
         codes = flat[name + QVALUE][1].shape
         shape = tuple(n // tile for n, tile in zip(codes, facts["tiles"], strict=True))
-        dtype = jnp.promote_types(scale_dtype(facts["stored"][0]["dtype"]), scale.dtype)
+        dtype = jnp.promote_types(Stored.from_json(facts["stored"][0]).scale_dtype, scale.dtype)
         flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[no-untyped-call]
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
