@@ -356,11 +356,7 @@ def convert(
     from tpuconv.convert.source import open_source
     from tpuconv.models.registry import find_family
 
-    if quantize and encoding == "keep":
-        raise UsageError(
-            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
-            hint="give one of them",
-        )
+    _either_kept_or_quantized(encoding == "keep", quantize)
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
     with _kept(), _progress("downloading", as_json) as show:
@@ -375,6 +371,14 @@ def convert(
             return
         out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
         _run(plan, out, limits, overwrite, as_json, "converting")
+
+
+def _either_kept_or_quantized(keep: bool, quantize: str | None) -> None:
+    if keep and quantize:
+        raise UsageError(
+            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
+            hint="give one of them",
+        )
 
 
 def _rules(config: str | None) -> "QuantConfig | None":
@@ -1144,11 +1148,7 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
 
     quantization: Any = None
     checkpoint, own = None, "bfloat16"
-    if keep and quantize:
-        raise UsageError(
-            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
-            hint="give one of them",
-        )
+    _either_kept_or_quantized(keep, quantize)
     if (Path(src) / MANIFEST).is_file():
         if keep:
             raise UsageError(f"{src} is converted already, and taken as it is stored", hint="leave --encoding out")

@@ -155,8 +155,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 class Question:
     """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` or `as_released` gives.
     `checkpoint` is the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of
-    its manifest.
-    `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
+    its manifest. `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
     """
 
     config: Mapping[str, Any]

@@ -249,13 +249,12 @@ def _modelopt(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
         raise UnsupportedConfig(
             f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
         )
-    modules: dict[str, set[str]] = {}
-    by_title = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for name, layer in layers.items():
-        known = _modelopt_schemes(layer)
-        by_title[known[0].title] = known
-        modules.setdefault(known[0].title, set()).add(name)
-    return tuple(Group(by_title[title], partial(_is_within, names)) for title, names in modules.items())
+        alike.setdefault((str(layer.get("quant_algo")), str(layer.get("group_size"))), []).append(name)
+    return tuple(
+        Group(_modelopt_schemes(layers[names[0]]), partial(_is_within, set(names))) for names in alike.values()
+    )
 
 
 def _within(module: str) -> list[str]:
