@@ -10,12 +10,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.tpu import Answer, Question, Slice, ask
+from tpuconv.verify.tpu import Answer, Question, Slice, as_released, ask
 
 CONFIGS = Path(__file__).parent / "configs"
+
+
+KEPT = "kept"
+"""In the place of a config: codes and scales as released."""
 
 
 class Row(NamedTuple):
@@ -44,8 +48,12 @@ ROWS = (
     Row("deepseek-r1", "fp8_weight_only", "v5e:8x8", 64, 4096),
     Row("deepseek-r1", "int8_weight_only", "v6e:8x8", 64, 4096),
     Row("deepseek-r1", "fp8_weight_only", "v6e:8x8", 64, 4096),
+    Row("deepseek-r1", KEPT, "v5e:8x8", 8, 512),
+    Row("deepseek-r1", KEPT, "v5e:8x8", 64, 4096),
     Row("gpt-oss-120b", "mxfp4_weight_only", "v5e:2x4", 8, 4096),
+    Row("gpt-oss-120b", KEPT, "v5e:2x4", 8, 4096),
     Row("kimi-k2", "int4_weight_only", "v5e:8x8", 8, 4096),
+    Row("kimi-k2-thinking", KEPT, "v5e:8x8", 8, 4096),
     Row("qwen3-32b", None, "v6e:2x4", 1, 512, published=1e3 / 108),
     Row("qwen3-32b", None, "v6e:2x4", 128, 4096, published=1e3 / 42),
     Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 41),
@@ -62,11 +70,21 @@ COLUMNS = (
 def answers(rows: list[Row]) -> Iterator[tuple[Row, Answer]]:
     for row in rows:
         config = json.loads((CONFIGS / f"{row.model}.json").read_text())
-        quantize = find_config(row.quantization).to_json() if row.quantization else None
         question = Question(
-            config, row.batch, row.context, quantize=quantize, cache_dtype=row.cache, programs=("decode",)
+            config,
+            row.batch,
+            row.context,
+            quantize=quantization(row, config),
+            cache_dtype=row.cache,
+            programs=("decode",),
         )
         yield row, next(ask(question, [[Slice(row.topology)]]))
+
+
+def quantization(row: Row, config: dict[str, Any]) -> dict[str, Any] | None:
+    if row.quantization == KEPT:
+        return as_released(row.model, config)
+    return find_config(row.quantization).to_json() if row.quantization else None
 
 
 def cells(row: Row, answer: Answer) -> Iterator[str]:

@@ -15,9 +15,11 @@ from test_convert import assert_same, convert, flatten, plan_for, restore, small
 
 from tpuconv.convert.codecs import decode_names
 from tpuconv.convert.codecs.schemes import schemes
+from tpuconv.convert.hub import fetch_config
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import Reader, open_source
-from tpuconv.errors import MappingError, UnsupportedConfig
+from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+from tpuconv.verify.logits import reference_logits
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -159,6 +161,14 @@ def nvfp4_compressed(rng, rows, columns):
     return stored, config, values * np.repeat(scales.astype("f4") / whole, 16, 1)
 
 
+def fp8_modelopt_blocks(rng, rows, columns):
+    """The scales of [rows, columns] in blocks have four axes, of which those within a block are 1."""
+    stored, _, values = fp8_blocks(rng, rows, columns, (4, 4))
+    grid = stored.pop("w.weight_scale_inv")
+    stored["w.weight_scale"] = grid.reshape(grid.shape[0], 1, grid.shape[1], 1)
+    return stored, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 4}, values
+
+
 def fp8_named_otherwise(rng, rows, columns):
     stored, _, values = fp8_tensor(rng, rows, columns)
     stored["w.weight_scale_inv"] = stored.pop("w.weight_scale").reshape(())
@@ -175,7 +185,7 @@ def fp8_stacked(rng, rows, columns):
 SCHEMES = [
     *(fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, fp8_named_otherwise, fp8_stacked),
     *(int4_groups, int8_packed, int8_tensor, fp4_groups),
-    *(fp8_modelopt_channel, nvfp4_modelopt, nvfp4_compressed),
+    *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
 ]
 
 
@@ -280,6 +290,70 @@ def test_a_checkpoint_in_fp8_is_converted_as_its_values_would_be(dtype, scan_lay
         assert_same(rounded, restore(tmp_path / "out"))
 
 
+def fp8_modelopt(rng, rows, columns):
+    stored, _, values = fp8_tensor(rng, rows, columns)
+    return stored | {"w.weight_scale": stored["w.weight_scale"].reshape(())}, None, values
+
+
+BY_MODULE = {
+    **{f"self_attn.{x}_proj": (fp8_modelopt, {"quant_algo": "FP8"}) for x in "qkvo"},
+    **{f"mlp.{x}_proj": (fp8_modelopt_blocks, {"quant_algo": "FP8_PB_WO", "group_size": 4}) for x in ("gate", "down")},
+    "mlp.up_proj": (nvfp4_modelopt, {"quant_algo": "NVFP4", "group_size": 16}),
+}
+MODELOPT = {
+    "FP8": {"quant_algo": "FP8"},
+    "FP8_PB_WO": {"quant_algo": "FP8_PB_WO", "group_size": 4},
+    "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
+    "MIXED_PRECISION": {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {f"model.layers.{i}.{name}": how for i in range(3) for name, (_, how) in BY_MODULE.items()},
+    },
+}
+
+
+def modelopt(algorithm: str, folder: Path) -> dict[str, np.ndarray]:
+    """A release whose config.json says nothing of its encoding, and a file beside it does; the values."""
+    encoders, rng = {how["quant_algo"]: encode for encode, how in BY_MODULE.values()}, np.random.default_rng(2)
+    tensors: dict[str, np.ndarray] = {}
+    values = {}
+    for name, x in read_tensors(random_checkpoint(folder, qwen3_config())).items():
+        base = name.removesuffix(".weight")
+        if base.endswith("_proj"):
+            module = base.split(".", 3)[3]
+            encode = BY_MODULE[module][0] if algorithm == "MIXED_PRECISION" else encoders[algorithm]
+            stored, _, own = encode(rng, *x.shape)
+            tensors |= {part.replace("w", base, 1): y for part, y in stored.items()}
+            tensors[f"{base}.input_scale"] = np.array(0.5, "f4")
+            values[name] = own.astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.array(1, "f4")
+    write_checkpoint(folder, qwen3_config(), tensors)
+    told = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head*"], **MODELOPT[algorithm]}
+    file = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": told}
+    (folder / "hf_quant_config.json").write_text(json.dumps(file))
+    return values
+
+
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_a_release_of_modelopt_is_described_beside_its_config(algorithm, tmp_path):
+    values = modelopt(algorithm, tmp_path / "hf")
+    write_checkpoint(tmp_path / "plain", qwen3_config(), values)
+    plan = convert(tmp_path / "hf", tmp_path / "out")
+    convert(tmp_path / "plain", tmp_path / "reference")
+    assert_same(restore(tmp_path / "out"), restore(tmp_path / "reference"))
+    skipped = {skip.pattern: skip.reason for skip in plan.skipped}
+    assert "activations" in skipped["model.layers.{0...2}.mlp.down_proj.input_scale"]
+    assert "activations" in skipped["model.layers.0.self_attn.k_proj.k_scale"]
+    assert schemes(fetch_config(str(tmp_path / "hf" / "config.json"))["quantization_config"])
+
+
+def test_transformers_is_not_shown_codes_for_weights(tmp_path):
+    modelopt("FP8", tmp_path)
+    with pytest.raises(UsageError, match=r"hf_quant_config\.json says how they are encoded"):
+        reference_logits(tmp_path, [[1, 2]], "float32")
+
+
 FAULTS = {
     "a missing scale": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale_inv"), "has no weight_scale_inv"),
     "an orphan scale": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "has no values that it belongs to"),
@@ -339,6 +413,15 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}},
+        {"quant_method": "modelopt", "quantization": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_AWQ"}},
+        },
         {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "compressed-tensors"},

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,24 @@ def test_environment_is_the_clients(hub: HubServer, tmp_path: Path, checkpoint: 
 
 def _environment(hub: HubServer, home: Path) -> dict[str, str]:
     return dict(os.environ) | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def test_what_says_how_weights_are_encoded_comes_with_the_config(
+    serve: Callable[..., HubServer], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a config.json that does not say it, as older releases of ModelOpt have it."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "fp8"))
+    told = {"quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(told))
+    hub = serve({REPO: folder})
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "modelopt", **told}
+    }
+    assert fetch_config(REPO) == fetch_config(str(folder)) == config
+    with resolve(REPO, weights=False) as got:
+        assert open_source(got.folder).config == config
+    hub.stop()
+    assert fetch_config(REPO) == config
 
 
 def test_files_too_large_for_http_go_through_the_client(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

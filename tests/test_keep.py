@@ -20,7 +20,7 @@ from families import CASES, Case, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import LISTINGS, every_name
-from test_codecs import BF16, FP4, FP8, compressed_config, fp8_config, packed
+from test_codecs import BF16, FP4, FP8, MODELOPT, compressed_config, fp8_config, modelopt, packed
 from test_convert import assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
@@ -31,10 +31,12 @@ from tpuconv.convert.codecs import Tensor
 from tpuconv.convert.codecs.kept import Codes, Scales
 from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.export import export, file_names, released_config
+from tpuconv.convert.hub import fetch_config
 from tpuconv.convert.keep import keep
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.convert.plan import BASE_MEMORY, PIECE_BYTES, Options
+from tpuconv.convert.released import released
 from tpuconv.convert.source import DTYPES, TensorInfo
 from tpuconv.convert.table import Binding, Map, MappingTable
 from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
@@ -42,6 +44,7 @@ from tpuconv.layout import LETTERS
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
+from tpuconv.verify import tpu
 from tpuconv.verify.weights import check
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -118,7 +121,9 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         (scheme,) = schemes(fp8_config(*block))
     else:
         (scheme,) = schemes(compressed_config(type="float", num_bits=8, strategy=kind))
-    scheme = replace(scheme, values="_codes", scales="_scales", name="")
+    over = kind == "blocks" and data.draw(st.booleans())
+    scheme = replace(scheme, values="_codes", scales="_scales", name="", tensor_scale="_over" if over else "")
+    scheme = replace(scheme, divided=data.draw(st.booleans()))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     dtype = data.draw(st.sampled_from(["f4", BF16, ml_dtypes.float8_e8m0fnu]))
     arrays: dict[str, np.ndarray] = {}
@@ -128,9 +133,17 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         grid = scheme.scale_shape(shape, (1,) if kind == "tensor" else (*shape[:-1], 1))
         scales = rng.uniform(0.1, 3, grid)
         arrays[f"{name}_scales"] = (2.0 ** np.round(scales) if dtype == DTYPES["F8_E8M0"] else scales).astype(dtype)
+        arrays[f"{name}_over"] = rng.uniform(0.1, 3, 1).astype("f4")
     memory = Memory(arrays)
     tensors = {
-        name: Tensor(name, shape, memory.info(f"{name}_codes"), memory.info(f"{name}_scales"), (), scheme)
+        name: Tensor(
+            name,
+            shape,
+            memory.info(f"{name}_codes"),
+            memory.info(f"{name}_scales"),
+            scheme=scheme,
+            tensor_scale=memory.info(f"{name}_over") if over else None,
+        )
         for name, shape in binding.src_shapes().items()
     }
     kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding], [binding])
@@ -316,6 +329,26 @@ LOADED = [
 ]
 
 
+FULL_SIZE = {
+    "deepseek-ai/DeepSeek-R1": 1,
+    "Qwen/Qwen3-30B-A3B-FP8": 1,
+    "moonshotai/Kimi-K2-Thinking": 2,
+    "openai/gpt-oss-20b": 2,
+}
+"""Codes in a byte of the source."""
+
+STACKED = ("gpt_oss", "llama4", "llama4_text")
+"""Families whose plain experts are tensors of a layer, which no release has in FP8."""
+
+FIRST = {case.family: case for case in reversed(CASES)}
+DESCRIBED = [
+    *(pytest.param(FIRST[name], fp8, id=f"{name}-fp8") for name in FIRST if name not in STACKED),
+    pytest.param(FIRST["llama4"], fp8_channel, id="llama4-fp8_channel"),
+    *(pytest.param(case, int4, id="mixtral-int4") for case in CASES if case.id == "mixtral-plain"),
+    pytest.param(GPT_OSS[0], mxfp4, id="gpt_oss-mxfp4"),
+]
+
+
 def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.ndarray]:
     return mxfp4(saved(case), folder) if encoding is mxfp4 else encoded(saved(case), folder, encoding)
 
@@ -454,6 +487,65 @@ def test_files_are_cut_and_indexed(saved, tmp_path, monkeypatch):
     assert files == file_names(len(files))
     assert len(files) > 3
     assert all((tmp_path / "back" / name).stat().st_size < 60_000 for name in files)
+
+
+@pytest.mark.parametrize(("case", "encoding"), DESCRIBED)
+def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tmp_path):
+    write_encoded(case, encoding, saved, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= {"ignore": ["re:.*lm_head"], "format": "pack-quantized"}
+    told = tpu.as_released(str(tmp_path), config)["parameters"]
+    kept = plan_for(tmp_path, Options(encoding="keep")).kept
+    facts = {name: own.to_json() for name, own in kept.items()}
+    for key in ("qtype", "kept", "tiles"):
+        assert {name: own[key] for name, own in told.items()} == {name: own[key] for name, own in facts.items()}
+
+
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
+    modelopt(algorithm, tmp_path / "hf")
+    kept = convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain")
+    assert_same(dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain"))
+    told = tpu.as_released("name", fetch_config(str(tmp_path / "hf")))["parameters"]
+    own = {name: facts.to_json() for name, facts in kept.kept.items()}
+    for key in ("kept", "tiles", "bits"):
+        assert {name: facts[key] for name, facts in told.items()} == {name: facts[key] for name, facts in own.items()}
+    config = (tmp_path / "hf" / "config.json").read_bytes()
+    exported(tmp_path / "plain", tmp_path / "plain-hf")
+    assert (tmp_path / "plain-hf" / "config.json").read_bytes() == config
+    assert not (tmp_path / "plain-hf" / "hf_quant_config.json").exists()
+    if algorithm in ("NVFP4", "MIXED_PRECISION"):
+        with pytest.raises(UsageError, match="cannot be told apart again"):
+            exported(tmp_path / "kept", tmp_path / "back")
+        return
+    assert_came_back(tmp_path / "hf", tmp_path / "kept", kept)
+    exported(tmp_path / "kept", tmp_path / "kept-hf")
+    assert (tmp_path / "kept-hf" / "config.json").read_bytes() == config
+    assert (tmp_path / "kept-hf" / "hf_quant_config.json").exists()
+
+
+def test_two_scales_that_became_one_make_the_same_model(tmp_path):
+    modelopt("MIXED_PRECISION", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    convert(tmp_path / "hf", tmp_path / "plain", Options(dtype="float32"))
+    ids = np.random.default_rng(0).integers(3, 90, (2, 9))
+    have, want = (np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("kept", "plain"))
+    assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("model", FULL_SIZE)
+def test_a_release_has_the_tensors_that_its_config_describes(model):
+    listing = LISTINGS[model]
+    real = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    family = find_family(listing["config"])
+    config = family.config.from_hf(listing["config"])
+    described = released(model, listing["config"], family.table, config).tensors
+    if model == "Qwen/Qwen3-30B-A3B-FP8":  # scales in bfloat16, of which the config says nothing
+        real |= {name: ("F32", shape) for name, (_, shape) in real.items() if name.endswith("_scale_inv")}
+    assert not [info for name, info in described.items() if (info.dtype, info.shape) != real.get(name)]
+    why_ignored = family.table.ignored(config)
+    assert all(why_ignored(name) for name in real.keys() - described.keys())
 
 
 # -- as models ---------------------------------------------------------------------------------------------------------
@@ -645,15 +737,6 @@ def test_the_commands(saved, tmp_path):
 
 
 # -- full size ---------------------------------------------------------------------------------------------------------
-
-
-FULL_SIZE = {
-    "deepseek-ai/DeepSeek-R1": 1,
-    "Qwen/Qwen3-30B-A3B-FP8": 1,
-    "moonshotai/Kimi-K2-Thinking": 2,
-    "openai/gpt-oss-20b": 2,
-}
-"""Codes in a byte of the source."""
 
 
 @pytest.mark.parametrize("model", FULL_SIZE)

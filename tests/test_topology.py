@@ -3,16 +3,17 @@ one."""
 
 import io
 import json
+from math import prod
 
 import pytest
-from checkpoints import qwen3_config
+from checkpoints import qwen3_config, source_shapes
 from families import CASES
 from rich.console import Console
 from test_cli import EXAMPLE, tpuconv
 from tpu_compiler import answers_of, compiler
 
 from tpuconv import cli
-from tpuconv.errors import UsageError
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
 from tpuconv.verify import tpu
@@ -180,6 +181,53 @@ def test_an_int8_cache_is_read_as_it_lies(tmp_path):
     assert narrow["programs"]["decode"]["copies"] == []
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+ONE = ("--topology", "v5e:1x1", "--batch", 2, "--context", 64, "--encoding", "keep", "--json")
+
+
+def asked_as_kept(folder, config):
+    """Its answer, and the elements of the whole model."""
+    facts = json.loads(ask(folder, config, *ONE).stdout)
+    assert facts["quantization"] == "as released"
+    return facts["slices"][0], sum(map(prod, source_shapes(config).values()))
+
+
+@compiler
+def test_a_release_is_asked_as_it_would_be_kept(tmp_path):
+    """FP8 in blocks, from config.json alone: a byte a weight and a float32 for each block, and products with codes."""
+    one, elements = asked_as_kept(tmp_path, DENSE | {"num_hidden_layers": 1, "quantization_config": FP8})
+    matrices = 256 * (2 * 8 * 128 + 2 * 4 * 128 + 3 * 512)
+    assert one["memory"]["weights"] == 2 * (elements - matrices) + matrices + 4 * matrices // 128**2
+    products = one["programs"]["decode"]["products"]
+    assert sum(product["count"] for product in products if "f8e4m3fn" in product["stored"]) == 7
+
+
+@compiler
+def test_experts_are_asked_as_they_would_be_kept(tmp_path):
+    """In MXFP4: four bits a weight and a bfloat16 for 32 of them; nothing else of gpt-oss is encoded."""
+    config = json.loads(FIRST["gpt_oss"].hf_config().to_json_string())
+    config |= {"hidden_size": 128, "intermediate_size": 64, "num_local_experts": 4, "num_hidden_layers": 1}
+    config["layer_types"] = config["layer_types"][:1]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    one, elements = asked_as_kept(tmp_path, config)
+    experts = 4 * 3 * 128 * 64
+    assert one["memory"]["weights"] == 2 * (elements - experts) + experts // 2 + 2 * experts // 32
+
+
+NOT_KEPT = {
+    "nothing": (None, UsageError, "is not encoded: there are no codes and scales"),
+    "an unknown encoding": ({"quant_method": "gptq", "bits": 4}, UnsupportedConfig, "quant_method='gptq'"),
+    "a pattern that is none": (FP8 | {"modules_to_not_convert": ["("]}, ConfigError, "is no pattern"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_KEPT)
+def test_what_cannot_be_kept_cannot_be_asked(case):
+    quantization, error, message = NOT_KEPT[case]
+    with pytest.raises(error, match=message):
+        tpu.as_released("org/name", DENSE | {"quantization_config": quantization})
+
+
 @compiler
 def test_what_does_not_fit_is_an_answer(tmp_path):
     large = DENSE | {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 24}
@@ -216,6 +264,12 @@ MISTAKES = {
     "an axis": (("--topology", "v5e:2x2", "--mesh", "model=4"), "axes are data, tensor, group, expert"),
     "a size": (("--topology", "v5e:2x2", "--mesh", "tensor"), "axes are data, tensor, group, expert"),
     "a batch": (("--topology", "v5e:2x2", "--batch", "0"), "--batch"),
+    "nothing to keep": (("--topology", "v5e:2x2", "--encoding", "keep"), "is not encoded"),
+    "kept and quantized": (
+        ("--topology", "v5e:2x2", "--encoding", "keep", "--quantize", "int8_default"),
+        "exclude each other",
+    ),
+    "kept without a slice": (("--encoding", "keep"), "--encoding goes with --topology"),
 }
 
 

@@ -356,11 +356,7 @@ def convert(
     from tpuconv.convert.source import open_source
     from tpuconv.models.registry import find_family
 
-    if quantize and encoding == "keep":
-        raise UsageError(
-            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
-            hint="give one of them",
-        )
+    _either_kept_or_quantized(encoding == "keep", quantize)
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
     with _kept(), _progress("downloading", as_json) as show:
@@ -375,6 +371,14 @@ def convert(
             return
         out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
         _run(plan, out, limits, overwrite, as_json, "converting")
+
+
+def _either_kept_or_quantized(keep: bool, quantize: str | None) -> None:
+    if keep and quantize:
+        raise UsageError(
+            "--encoding keep and --quantize exclude each other: what is kept is not quantized again",
+            hint="give one of them",
+        )
 
 
 def _rules(config: str | None) -> "QuantConfig | None":
@@ -838,6 +842,7 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
         "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
         "tpuconv verify meta-llama/Llama-3.3-70B-Instruct --topology v5e:4x4 --batch 8 --context 2048",
         "tpuconv verify Qwen/Qwen3-32B --topology v5e,v6e,v5p",
+        "tpuconv verify deepseek-ai/DeepSeek-R1 --topology v6e:8x8 --encoding keep",
         "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
         "tpuconv verify Qwen3-8B-orbax --benchmark --batch 1,8 --prompt-length 128 --new-tokens 64",
     ),
@@ -870,6 +875,14 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--write-layouts", is_flag=True, help="Write how arrays should lie in memory there, for `load`, in CKPT.")
 @click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
+@click.option(
+    "--encoding",
+    type=click.Choice(["dequantize", "keep"]),
+    default="dequantize",
+    show_default=True,
+    help="Ask for FP8, INT8, INT4 and FP4 values of a source in bfloat16, or as `tpuconv convert --encoding keep` has "
+    "them.",
+)
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
 @CACHE_DTYPE
 @click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
@@ -890,6 +903,7 @@ def verify(
     mesh: str | None,
     write_layouts: bool,
     quantize: str | None,
+    encoding: str,
     benchmark: bool,
     cache_dtype: str,
     batch: tuple[int, ...],
@@ -909,7 +923,7 @@ def verify(
     from tpuconv.convert.manifest import read_manifest
 
     _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
-    _goes_with("--topology", bool(topologies), "context", "write_layouts", "quantize")
+    _goes_with("--topology", bool(topologies), "context", "write_layouts", "quantize", "encoding")
     _goes_with("--topology or --compare-hf", compare_hf or bool(topologies), "mesh")
     _goes_with("--benchmark", benchmark, "prompt_length", "new_tokens", "repeats", "markdown")
     _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch", "cache_dtype")
@@ -925,7 +939,7 @@ def verify(
             raise UsageError("--topology takes one --batch", hint="ask for one after the other")
         src = ckpt or str(_newest_checkpoint())
         question = tpu.Question(
-            **_described(src, quantize, dtype, write_layouts),
+            **_described(src, quantize, encoding == "keep", dtype, write_layouts),
             batch=batch[0],
             context=context,
             mesh=sizes,
@@ -1124,16 +1138,20 @@ def _comparison_table(result: Any, name: str) -> "Table":
     return table
 
 
-def _described(src: str, quantize: str | None, dtype: str, as_stored: bool) -> dict[str, Any]:
+def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored: bool) -> dict[str, Any]:
     """The config, the quantization and the dtype of a source or a checkpoint, without its weights. `as_stored` asks for
-    a whole checkpoint, and for nothing that it does not hold."""
+    a whole checkpoint, and for nothing that it does not hold; `keep` for the codes and scales of a source."""
     from tpuconv.convert.hub import fetch_config
     from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.manifest import read_manifest
+    from tpuconv.verify import tpu
 
     quantization: Any = None
     checkpoint, own = None, "bfloat16"
+    _either_kept_or_quantized(keep, quantize)
     if (Path(src) / MANIFEST).is_file():
+        if keep:
+            raise UsageError(f"{src} is converted already, and taken as it is stored", hint="leave --encoding out")
         manifest = read_manifest(Path(src))
         quantization, own = manifest.quantization, manifest.dtype
         checkpoint = str(manifest.folder.absolute()) if quantize is None else None
@@ -1149,7 +1167,10 @@ def _described(src: str, quantize: str | None, dtype: str, as_stored: bool) -> d
             raise UsageError(f"{src} is quantized already, by {quantization['name']}", hint="leave --quantize out")
         rules = _rules(quantize)
         quantization = rules.to_json() if rules else None
-    facts = {"config": fetch_config(src), "quantize": quantization, "checkpoint": checkpoint}
+    config = fetch_config(src)
+    if keep:
+        quantization = tpu.as_released(src, config)
+    facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}
     return facts | {"dtype": own if dtype == "auto" else dtype}
 
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpuconv.convert.plan import REPORT
+from tpuconv.convert.source import CONFIG_FILE, ENCODING_FILE
 from tpuconv.sizes import format_size
 
 COPIED = (
-    "config.json",
+    CONFIG_FILE,
+    ENCODING_FILE,
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",

@@ -24,11 +24,20 @@ from tpuconv.convert.journal import Journal
 from tpuconv.convert.keep import Stored, split
 from tpuconv.convert.manifest import Manifest
 from tpuconv.convert.run import Progress
-from tpuconv.convert.source import DTYPES, ENCODING_KEYS, INDEX_FILE, SINGLE_FILE, encoding_of, read_json
+from tpuconv.convert.source import (
+    CONFIG_FILE,
+    DTYPES,
+    ENCODING_FILE,
+    ENCODING_KEYS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    encoding_of,
+    read_config,
+)
 from tpuconv.convert.store import write_error
 from tpuconv.convert.strided import copy_strided
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
-from tpuconv.errors import ConfigError, CorruptOutput, OutputError, ResourceError, UsageError
+from tpuconv.errors import CorruptOutput, OutputError, ResourceError, UsageError
 from tpuconv.layout import Shape
 from tpuconv.sizes import format_size
 
@@ -53,7 +62,7 @@ class Tensor:
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json of what is exported: that of the source, which says nothing of an encoding that was undone."""
-    raw = read_json(manifest.folder / "config.json", ConfigError)
+    raw = read_config(manifest.folder / CONFIG_FILE)
     return raw if manifest.kept else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
 
 
@@ -62,7 +71,7 @@ def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) 
     family's, `config` made of `released_config`.
 
     Raises:
-        UsageError: the checkpoint holds only a part of a model, or was quantized.
+        UsageError: the checkpoint holds only a part of a model, was quantized, or has not the source's scales.
         CorruptOutput: an array is missing, cannot be read, or does not hold its checksum.
         OutputError: `out` exists.
         ResourceError: too little disk.
@@ -108,7 +117,14 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
         if facts := manifest.kept.get(binding.dst[0].names[0]):
-            yield from _kept(binding, known[facts["kept"]], [Stored.from_json(each) for each in facts["stored"]])
+            scheme = known[facts["kept"]]
+            if scheme.tensor_scale:
+                raise UsageError(
+                    f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
+                    "multiplied, and cannot be told apart again",
+                    hint="take the source; or convert it with --encoding dequantize, and export that",
+                )
+            yield from _kept(binding, scheme, [Stored.from_json(each) for each in facts["stored"]])
         else:
             _check(manifest, binding)
             dtype = CODES[manifest.arrays[binding.dst[0].names[0]].dtype]
@@ -230,8 +246,10 @@ def _write_rest(manifest: Manifest, shards: list[list[Tensor]], folder: Path, to
     for pattern in COPIED:
         for path in sorted(manifest.folder.glob(pattern)):
             shutil.copyfile(path, folder / path.name)
-    config, source = released_config(manifest), read_json(manifest.folder / "config.json", ConfigError)
-    if config != source:
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if not manifest.kept:
+        (folder / ENCODING_FILE).unlink(missing_ok=True)
+    config = released_config(manifest)
+    if config != read_config(folder / CONFIG_FILE):
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
     if (manifest.folder / SOURCE_CARD).is_file():
         shutil.copyfile(manifest.folder / SOURCE_CARD, folder / "README.md")

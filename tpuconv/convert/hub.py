@@ -22,7 +22,7 @@ from typing import Any
 
 from tpuconv.convert.download import TICK_SECONDS, Meter, Progress, chunks_of, lock
 from tpuconv.convert.hub_errors import client_errors, is_unreachable, near_folders, raise_unreachable
-from tpuconv.errors import ConfigError, HubError, ResourceError, SourceError, UsageError
+from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 from tpuconv.sizes import format_size
 
 COMPANIONS = (
@@ -115,21 +115,22 @@ def resolve(
 
 
 def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
-    """config.json of a folder or a Hub id, or `src` itself where it is such a file. Nothing else is read.
+    """config.json of a folder or a Hub id, or `src` itself where it is such a file, as `read_config` has it. Nothing
+    else is read.
 
     Raises:
         UsageError: `src` is none of these.
         ConfigError: config.json is missing or no JSON object.
         HubError: the Hub refused, does not know it, or cannot be reached.
     """
-    from tpuconv.convert.source import read_json
+    from tpuconv.convert.source import CONFIG_FILE, read_config
 
     path = Path(src).expanduser()
     if src and (path.is_dir() or path.suffix == ".json"):
-        return read_json(path / "config.json" if path.is_dir() else path, ConfigError)
+        return read_config(path / CONFIG_FILE if path.is_dir() else path)
     _check_id(src, path)
     with client_errors(src, revision or "main"):
-        return read_json(_Hub(src, revision or "main").config(), ConfigError)
+        return read_config(_Hub(src, revision or "main").config())
 
 
 def wrong_hash(path: Path, expected: str, actual: str) -> SourceError:
@@ -213,18 +214,22 @@ class _Hub:
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """config.json alone, of the cache where nobody answers."""
+        """config.json, with ModelOpt's file beside it where there is one; of the cache where nobody answers."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+        from tpuconv.convert.source import CONFIG_FILE, ENCODING_FILE
+
         try:  # not left to the client, which tries again and again and says so each time
-            commit, _ = self._listing()
+            commit, files = self._listing()
         except Exception as error:
-            cached = try_to_load_from_cache(self.repo, "config.json", revision=self.revision)
+            cached = try_to_load_from_cache(self.repo, CONFIG_FILE, revision=self.revision)
             if is_unreachable(error) and isinstance(cached, str):
                 return Path(cached)
             raise
         self._remember(commit)
-        return Path(hf_hub_download(self.repo, "config.json", revision=commit))
+        if ENCODING_FILE in files:
+            hf_hub_download(self.repo, ENCODING_FILE, revision=commit)
+        return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))
 
     def resolve(self, weights: bool, progress: Progress | None) -> Resolved:
         try:

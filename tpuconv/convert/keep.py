@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
+import numpy as np
+
 from tpuconv.convert.codecs import Tensor
 from tpuconv.convert.codecs.kept import Codes, Scales, scale_dtype
 from tpuconv.convert.codecs.schemes import Scheme
@@ -24,19 +26,27 @@ BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
 
 @dataclass(frozen=True)
 class Stored:
-    """How the tensors of one stack are stored beside their values: dtype and shape of each one's scales, and dtypes of
-    what else belongs to it."""
+    """How the tensors of one stack are stored beside their values: dtype and shape of each one's scales, dtypes of what
+    else belongs to it, and whether there is a scale of the whole tensor."""
 
     dtype: str
     shape: Shape
     extra: tuple[str, ...] = ()
+    tensor_scale: bool = False
+
+    @property
+    def scale_dtype(self) -> np.dtype[Any]:
+        """Of the scales that are kept."""
+        return scale_dtype(self.dtype, self.tensor_scale)
 
     def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "extra": list(self.extra)}
+        facts: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "extra": list(self.extra)}
+        return facts | ({"tensor_scale": True} if self.tensor_scale else {})
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Stored":
-        return cls(facts["dtype"], tuple(facts["shape"]), tuple(facts["extra"]))
+        has_tensor_scale = facts.get("tensor_scale", False)
+        return cls(facts["dtype"], tuple(facts["shape"]), tuple(facts["extra"]), has_tensor_scale)
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Kept:
             "qtype": self.scheme.qtype,
             "kept": self.scheme.title,
             "tiles": list(self.tiles),
-            "bits": BITS[self.scheme.qtype] + 8 * scale_dtype(self.stored[0].dtype).itemsize / prod(self.tiles),
+            "bits": BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.tiles),
             "stored": [stored.to_json() for stored in self.stored],
         }
 
@@ -141,12 +151,6 @@ def keep(
         if first.scheme is None or id(binding) not in chosen:
             out_bindings.append(binding)
             continue
-        if first.scheme.tensor_scale:
-            odd.append(
-                f"{first.name}  cannot be kept: its values have two scales, of a block and of the tensor, and a QArray "
-                "has one; --encoding dequantize reads it"
-            )
-            continue
         own = [[tensors[name] for name in stack.names] for stack in binding.src]
         if any(_kind(tensor) != _kind(stack[0]) for stack in own for tensor in stack) or any(
             (_title(stack[0]), _scales(stack[0]).dtype) != (first.scheme.title, _scales(first).dtype) for stack in own
@@ -154,7 +158,13 @@ def keep(
             mixed.append(first.name)
             continue
         stored = tuple(
-            Stored(_scales(s[0]).dtype, _scales(s[0]).shape, tuple(info.dtype for info in s[0].extra)) for s in own
+            Stored(
+                _scales(s[0]).dtype,
+                _scales(s[0]).shape,
+                tuple(info.dtype for info in s[0].extra),
+                s[0].tensor_scale is not None,
+            )
+            for s in own
         )
         try:
             parts = split(binding, first.scheme, [each.shape for each in stored])
@@ -170,7 +180,13 @@ def keep(
                     values.name, tensor.shape, values, extra=tensor.extra, scheme=tensor.scheme
                 )
                 out_tensors[scales.name] = Scales(
-                    scales.name, scale_shapes[scales.name], scales, scheme=tensor.scheme, grid=grid, refine=refine
+                    scales.name,
+                    scale_shapes[scales.name],
+                    scales,
+                    scheme=tensor.scheme,
+                    tensor_scale=tensor.tensor_scale,
+                    grid=grid,
+                    refine=refine,
                 )
         out_bindings += [parts.codes, parts.scales]
         for target, tiles in zip(binding.dst, parts.tiles, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from tpuconv.convert.journal import MANIFEST
+from tpuconv.convert.keep import Kept
 from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.convert.plan import FORMAT, Plan
 from tpuconv.errors import CorruptOutput, UsageError
@@ -182,13 +183,18 @@ def build(
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
     elif plan.kept:
-        titles = dict.fromkeys(kept.scheme.title for kept in plan.kept.values())
-        manifest["quantization"] = {
-            "name": KEPT,
-            "summary": f"codes and scales as released: {', '.join(titles)}",
-            "parameters": {name: kept.to_json() for name, kept in plan.kept.items()},
-        }
+        manifest["quantization"] = as_released(plan.kept)
     return manifest
+
+
+def as_released(kept: Mapping[str, Kept]) -> dict[str, Any]:
+    """What the manifest says of parameters that stay encoded."""
+    titles = dict.fromkeys(own.scheme.title for own in kept.values())
+    return {
+        "name": KEPT,
+        "summary": f"codes and scales as released: {', '.join(titles)}",
+        "parameters": {name: own.to_json() for name, own in kept.items()},
+    }
 
 
 def _undone(plan: Plan, name: str) -> dict[str, str]:

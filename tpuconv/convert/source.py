@@ -80,6 +80,10 @@ class Shard:
 ENCODING_KEYS = ("quantization_config", "compression_config")
 """Of config.json; the second one older versions of compressed-tensors wrote."""
 
+CONFIG_FILE = "config.json"
+ENCODING_FILE = "hf_quant_config.json"
+"""In which ModelOpt says how weights are encoded; older releases have it in the place of config.json's key."""
+
 
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a config.json says of how the weights are encoded."""
@@ -143,7 +147,7 @@ def open_source(
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
     shard_names, weight_map = _read_index(folder)
-    config = read_json(folder / "config.json", ConfigError)
+    config = read_config(folder / CONFIG_FILE)
     faults: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     shards = []
@@ -194,6 +198,18 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError]) -> dict[
     if not isinstance(value, dict):
         raise error(f"{path} holds no JSON object")
     return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json; where it does not say how weights are encoded, with what ModelOpt's own file beside it says.
+
+    Raises:
+        ConfigError: one of them is no JSON object, or config.json is missing.
+    """
+    raw, beside = read_json(path, ConfigError), path.with_name(ENCODING_FILE)
+    if encoding_of(raw) is not None or path.name != CONFIG_FILE or not beside.is_file():
+        return raw
+    return raw | {ENCODING_KEYS[0]: {"quant_method": "modelopt", **read_json(beside, ConfigError)}}
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from qwix._src.core.ragged_dot import ragged_dot
 from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
+from tpuconv.convert.keep import Stored
 from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.errors import ConfigError, UnsupportedConfig
@@ -155,11 +156,12 @@ def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stack
 
     graphdef, state = nnx.split(nnx.eval_shape(traced))
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
-    for name, facts in kept.items():  # blocks of their own, whatever Qwix would make
+    for name, facts in kept.items():  # scales of their own, whatever Qwix would make
         path, scale = flat[name + SCALE]
         codes = flat[name + QVALUE][1].shape
         shape = tuple(n // tile for n, tile in zip(codes, facts["tiles"], strict=True))
-        flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, scale.dtype))  # type: ignore[no-untyped-call]
+        dtype = jnp.promote_types(Stored.from_json(facts["stored"][0]).scale_dtype, scale.dtype)
+        flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[no-untyped-call]
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 

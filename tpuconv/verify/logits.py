@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.source import INDEX_FILE, open_source, read_json
+from tpuconv.convert.source import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, open_source, read_config, read_json
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 from tpuconv.verify.tpu import format_mesh
@@ -122,14 +122,25 @@ def reference_config(source: Path) -> Any:
     """Transformers' config of the source."""
     from transformers import AutoConfig
 
-    raw = read_json(source / "config.json", ConfigError)
+    raw = read_json(source / CONFIG_FILE, ConfigError)
     if (other := READ_AS.get(raw.get("model_type", ""))) is None:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
 def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-    """Transformers' logits [T, V] in float32 of each prompt."""
+    """Transformers' logits [T, V] in float32 of each prompt.
+
+    Raises:
+        UsageError: it would take codes for weights.
+    """
+    path = source / CONFIG_FILE
+    if read_config(path) != read_json(path, ConfigError):
+        raise UsageError(
+            f"transformers takes the codes of {source} for weights: {ENCODING_FILE} says how they are encoded, "
+            "which it does not read",
+            hint="--layerwise compares with transformers on the weights as tpuconv reads them",
+        )
     if (source / INDEX_FILE).exists():
         open_source(source)  # transformers follows `../` in an index
     import torch

@@ -153,9 +153,9 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` gives. `checkpoint` is
-    the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of its manifest.
-    `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
+    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` or `as_released` gives.
+    `checkpoint` is the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of
+    its manifest. `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
     """
 
     config: Mapping[str, Any]
@@ -171,6 +171,28 @@ class Question:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
             raise UsageError(f"batch {self.batch} and context {self.context} must be 1 or more")
+
+
+def as_released(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantize` of a question about the release that a parsed config.json describes, codes and scales as they are:
+    what the manifest would say after `convert --encoding keep`.
+
+    Raises:
+        UsageError: it is not encoded.
+        UnsupportedConfig: its encoding is not implemented.
+        MappingError: it cannot be kept.
+    """
+    from tpuconv.convert import manifest
+    from tpuconv.convert.plan import Options, make_plan
+    from tpuconv.convert.released import released
+    from tpuconv.models.registry import find_family
+
+    family = find_family(config)
+    parsed = family.config.from_hf(config)
+    described = released(source, config, family.table, parsed)
+    plan = make_plan(described, family.name, family.table, parsed, Options(encoding="keep"))
+    plan.check()
+    return manifest.as_released(plan.kept)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,17 @@ class Tensor:
             reader.read(self.values, start * self.dtype.itemsize, raw.data)
             np.copyto(out, raw.view(self.dtype), casting="unsafe")
 
+    def decode_scales(self, reader: Reader, stored: np.ndarray) -> np.ndarray:
+        """In float32 what some stored scales stand for, with that of the whole tensor where it has one."""
+        assert self.scheme is not None
+        scales = decode_scales(stored)
+        if self.tensor_scale is None:
+            return scales
+        one = np.empty(1, DTYPES[self.tensor_scale.dtype])
+        reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
+        both: np.ndarray = (np.divide if self.scheme.divided else np.multiply)(scales, one.astype(np.float32))
+        return both
+
     def _decode(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """The product of a code's value and the scale in float32, rounded once to the dtype of `out`: for each block of
         values a table of its products, in which they are looked up."""
@@ -87,11 +98,7 @@ class Tensor:
         columns = self.shape[-1] if self.shape else 1
         height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
         rows, width = self.scheme.block(self.shape, self.scales.shape)
-        scales_SB = decode_scales(stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
-        if self.tensor_scale is not None:
-            one = np.empty(1, DTYPES[self.tensor_scale.dtype])
-            reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
-            scales_SB = (np.divide if self.scheme.divided else np.multiply)(scales_SB, one.astype(np.float32))
+        scales_SB = self.decode_scales(reader, stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
         at_once = max(1, TABLE_BYTES // (4 * scales_SB.shape[1] * self.scheme.table.size))
         bits, done = np.dtype(f"u{out.itemsize}"), 0
         while done < out.size:

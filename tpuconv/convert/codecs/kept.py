@@ -1,7 +1,8 @@
 """Encoded tensors that stay encoded: their codes, one a byte, and their scales, each as a tensor of its own.
 
 Both are exact and have an inverse. A scale in powers of two (E8M0) becomes the same number in bfloat16, which holds all
-of them; all others keep their type.
+of them; all others keep their type. Where a block has a scale and the tensor another, their product in float32 is what
+the definition multiplies values by: it is exact too, but the two cannot be had of it again.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor
-from tpuconv.convert.codecs.schemes import Scheme, decode_scales
+from tpuconv.convert.codecs.schemes import Scheme
 from tpuconv.convert.source import DTYPES, Reader
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
@@ -89,11 +90,11 @@ class Scales(Tensor):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return scale_dtype(self.values.dtype)
+        return scale_dtype(self.values.dtype, self.tensor_scale is not None)
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        return (self.values,)
+        return (self.values, *((self.tensor_scale,) if self.tensor_scale else ()))
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         return False
@@ -107,7 +108,7 @@ class Scales(Tensor):
         nbytes = (min(last, self.grid[0]) - first) * stored_inner * itemsize
         raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
         reader.read(self.values, first * stored_inner * itemsize, raw.data)
-        decoded = decode_scales(raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
         scales = decoded.reshape(-1, *self.grid[1:])
         for axis, n in enumerate(self.refine):
             scales = np.repeat(scales, n, axis=axis) if n > 1 else scales
@@ -115,8 +116,10 @@ class Scales(Tensor):
         out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
 
 
-def scale_dtype(stored: str) -> np.dtype[Any]:
+def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
     """In which scales are kept, by safetensors' name of the type that they are stored in."""
+    if has_tensor_scale:
+        return np.dtype(np.float32)
     return BF16 if stored in POWERS_OF_TWO else DTYPES[stored]
 
 

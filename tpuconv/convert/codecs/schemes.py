@@ -2,11 +2,15 @@
 
 FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
 v1.0. compressed-tensors: the formats of that library, which its tests write and read (tests/test_writers.py). ModelOpt:
-what that library exports, whose NVFP4 has two scales, in FP8 of 16 values and in float32 of the tensor.
+what that library exports, whose NVFP4 has two scales, in FP8 of 16 values and in float32 of the tensor; the names of
+its algorithms are those of its hf_quant_config.json.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,7 +40,8 @@ class Scheme:
     each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
     columns, None along an axis that the shape of the scales decides: one scale, or one for each. `turned` are the bits
     in which an integer's code differs from its two's complement. `tensor_scale` is the suffix of one more scale, of the
-    whole tensor, by which those of blocks are multiplied, or `divided`."""
+    whole tensor, by which those of blocks are multiplied, or `divided`. `scale_dtype` and, where their shape decides,
+    `by_row` are what the description has releases store as scales; what they do store is read whatever it is."""
 
     title: str
     values: str
@@ -52,6 +57,8 @@ class Scheme:
     turned: int = 0
     tensor_scale: str = ""
     divided: bool = False
+    scale_dtype: str = "F32"
+    by_row: bool = False
 
     def encodes(self, info: TensorInfo) -> bool:
         return info.name.endswith(self.values) and info.dtype == self.dtype
@@ -82,7 +89,31 @@ class Scheme:
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
             return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
-        return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
+        grid = *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns)
+        if len(shape) == 2 and scales == (grid[0], 1, grid[1], 1):  # ModelOpt leaves the axes within a block in place
+            return scales
+        return (*shape[:-2], *grid)
+
+    def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
+        """Dtype and shape, by name, of the tensors in which releases store one of this name and shape."""
+        base = name.removesuffix(self.name)
+        scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else (1,))
+        return {
+            base + self.values: (self.dtype, self.stored_shape(shape)),
+            base + self.scales: (self.scale_dtype, scales),
+            **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
+            **{base + suffix: ("I32", (len(shape),)) for suffix in self.extra},
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that a description treats alike. They are stored in one of the `schemes`, of which names and dtypes of
+    tensors tell; by the description alone it is the first. `takes` says by its name whether a matrix, which is neither
+    an embedding nor a router, is one of them."""
+
+    schemes: tuple[Scheme, ...]
+    takes: Callable[[str], bool]
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
@@ -91,23 +122,46 @@ def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
     Raises:
         UnsupportedConfig: a method, format or number of bits that is not implemented.
     """
+    return tuple({scheme.title: scheme for group in groups(quantization) for scheme in group.schemes}.values())
+
+
+def groups(quantization: Mapping[str, Any] | None) -> tuple[Group, ...]:
+    """The groups that a `quantization_config` describes: of several that take a weight, its own is the first.
+
+    Raises:
+        UnsupportedConfig: as `schemes` does.
+    """
     if quantization is None:
         return ()
     method = quantization.get("quant_method")
     if method == "fp8":
-        return _fp8(quantization)
+        return (Group(_fp8(quantization), _unless_named(quantization)),)
     if method == "fbgemm_fp8":
-        return (_fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES),)
+        scheme = _fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True)
+        return (Group((scheme,), _unless_named(quantization)),)
     if method in ("modelopt", "modelopt_fp4"):
         return _modelopt(quantization)
     if method == "mxfp4":
-        return (MXFP4,)
+        return (Group((MXFP4,), _unless_named(quantization)),)
     if method == "compressed-tensors":
         return _compressed(quantization)
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4 and compressed-tensors; or convert an unquantized release",
     )
+
+
+def _unless_named(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+    """As transformers chooses: all but the head and the modules that are named, by a pattern of what their name begins
+    with, up to a dot, or by how it ends."""
+    names = [str(name) for name in quantization.get("modules_to_not_convert") or ()]
+
+    def takes(module: str) -> bool:
+        return not module.endswith(("lm_head", *names)) and not any(
+            re.match(rf"(?:{name})(?:\.|$)", module) for name in names
+        )
+
+    return takes
 
 
 def decode_scales(scales: np.ndarray) -> np.ndarray:
@@ -126,6 +180,7 @@ MXFP4 = Scheme(
     name="",
     blocks=(1, 32),
     groups_apart=True,
+    scale_dtype="U8",
     **FP4,
 )
 
@@ -139,8 +194,8 @@ FP8: Mapping[str, Any] = {
 }
 
 
-def _fp8_scheme(title: str, scales: str, blocks: Blocks) -> Scheme:
-    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, **FP8)
+def _fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
+    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8)
 
 
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -161,26 +216,76 @@ def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
+NVFP4_GROUP = 16
+
 MODELOPT_NVFP4 = Scheme(
     title="ModelOpt NVFP4",
     values=".weight",
     scales=".weight_scale",
     tensor_scale=".weight_scale_2",
     name=".weight",
-    blocks=(1, 16),
+    blocks=(1, NVFP4_GROUP),
+    scale_dtype="F8_E4M3",
     **FP4,
 )
 
 
-def _modelopt(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    algorithm = quantization.get("quant_algo")
+MIXED = "MIXED_PRECISION"
+
+MODELOPT_BLOCK = 128
+
+
+def _modelopt(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
+    """As ModelOpt writes config.json, or one level below, as it writes a file of its own (`source.read_config`)."""
+    own = quantization.get("quantization", quantization)
+    if not isinstance(own, Mapping):
+        raise UnsupportedConfig(f"modelopt with quantization={own!r} is not implemented")
+    if str(own.get("quant_algo")).upper() != MIXED:
+        left_out = own.get("exclude_modules", own.get("ignore")) or ()
+        pattern = re.compile("|".join(map(translate, map(str, left_out))) or "(?!)")
+        return (Group(_modelopt_schemes(own), lambda module: not any(map(pattern.match, _within(module)))),)
+    layers = own.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
+        raise UnsupportedConfig(
+            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
+        )
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, layer in layers.items():
+        alike.setdefault((str(layer.get("quant_algo")), str(layer.get("group_size"))), []).append(name)
+    return tuple(
+        Group(_modelopt_schemes(layers[names[0]]), partial(_is_within, set(names))) for names in alike.values()
+    )
+
+
+def _within(module: str) -> list[str]:
+    """A module and those that it is in: of experts the parent alone may be named."""
+    return [module, *(module[:i] for i, letter in enumerate(module) if letter == ".")]
+
+
+def _is_within(names: Collection[str], module: str) -> bool:
+    return any(name in names for name in _within(module))
+
+
+def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Of a model's or a layer's `quant_algo`, which some releases have in small letters."""
+    size = layer.get("group_size")
+    algorithm = str(layer.get("quant_algo")).upper()
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES),)
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):  # the second leaves activations alone
+        return (_fp8_scheme("ModelOpt FP8", ".weight_scale", BY_SCALES, by_row=algorithm != "FP8"),)
+    if algorithm == "FP8_PB_WO" and (size is None or (type(size) is int and size > 0)):
+        n = size or MODELOPT_BLOCK
+        return tuple(
+            _fp8_scheme(f"ModelOpt FP8, {name} of blocks of {n}x{n}", f".{name}", (n, n))
+            for name in reversed(FP8_SCALES)
+        )
+    if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
         return (MODELOPT_NVFP4,)
     raise UnsupportedConfig(
-        f"the encoding of modelopt with quant_algo={algorithm!r} is not implemented",
-        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4 and W4A16_NVFP4; or convert an unquantized release",
+        f"the encoding of modelopt with quant_algo={layer.get('quant_algo')!r}"
+        + (f" and group_size={size!r}" if size is not None else "")
+        + " is not implemented",
+        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, and "
+        f"{MIXED} of these; or convert an unquantized release",
     )
 
 
@@ -219,17 +324,24 @@ STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]
 }
 
 
-def _compressed(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """The schemes of all groups; they may differ, and which one a weight has its tensors tell."""
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
+"""Formats that tell which of two ways it is."""
+
+SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
+"""By type and strategy: of scales that are not of the type that the weights had."""
+
+
+def _compressed(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
+    config_groups = quantization.get("config_groups")
+    if not isinstance(config_groups, Mapping) or not config_groups:
         raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
     for key in ("transform_config", "sparsity_config"):
         own = quantization.get(key) or {}
         if own and own.get("format") != "dense":
             raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented")
-    out: dict[str, Scheme] = {}
-    for group in groups.values():
+    ignored = quantization.get("ignore") or ()
+    out = []
+    for group in sorted(config_groups.values(), key=_takes_all):
         for stored_in in (group.get("format"), quantization.get("format")):
             if stored_in not in FORMATS:
                 raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
@@ -244,10 +356,41 @@ def _compressed(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
                 hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
                 "group or tensor_group, none with actorder 'group'",
             )
-        for name, how in stored.items():
-            title = f"compressed-tensors {name} {by}"
-            out[title] = Scheme(title=title, scales=".weight_scale", name=".weight", blocks=blocks, **how)
-    return tuple(out.values())
+        scale_dtype = SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
+        own = [
+            Scheme(
+                title=f"compressed-tensors {name} {by}",
+                scales=".weight_scale",
+                name=".weight",
+                blocks=blocks,
+                scale_dtype=scale_dtype,
+                by_row=weights.get("strategy") == "channel",
+                **how,
+            )
+            for name, how in stored.items()
+        ]
+        formats = {group.get("format"), quantization.get("format")}
+        if formats & {PACKED_FORMAT, *BYTES_FORMATS}:
+            own.sort(key=lambda scheme: bool(scheme.extra) != (PACKED_FORMAT in formats))
+        out.append(Group(tuple(own), partial(_is_target, group.get("targets") or (LINEAR,), ignored)))
+    return tuple(out)
+
+
+LINEAR = "Linear"
+"""The class of modules, in the place of a name."""
+
+
+def _takes_all(group: Mapping[str, Any]) -> bool:
+    return LINEAR in (group.get("targets") or (LINEAR,))
+
+
+def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> bool:
+    """As compressed-tensors chooses: by a name, a pattern from the left, or the class of a module."""
+
+    def matches(target: str) -> bool:
+        return bool(re.match(target[3:], module)) if target.startswith("re:") else target in (module, LINEAR)
+
+    return any(map(matches, targets)) and not any(map(matches, ignored))
 
 
 def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:

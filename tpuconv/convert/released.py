@@ -1,0 +1,69 @@
+"""A release by its config.json alone: the headers that its tensors must have, before any of it is there.
+
+Which tensors there are says the family's table; which of them are encoded, and how they are stored then, what
+config.json says of the encoding. So what is planned from headers can be planned from this.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tpuconv.convert.codecs.schemes import Group, Scheme, groups
+from tpuconv.convert.source import DTYPES, Shard, Source, TensorInfo, encoding_of
+from tpuconv.convert.table import Binding, HasAxes, MappingTable
+from tpuconv.errors import ConfigError
+from tpuconv.layout import Shape
+
+PLAIN, BUFFER = "BF16", "F32"
+"""The types of what is not encoded: of parameters, and of what is not trained."""
+
+SHARD = "model.safetensors"
+
+NEVER_ENCODED = ("embed", "router")
+"""Modules whose matrix is looked up, or whose small differences decide."""
+
+
+def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
+    """The source that a parsed config.json and the family's reading of it describe, with no bytes behind it.
+
+    Raises:
+        UnsupportedConfig: an encoding that is not implemented.
+        ConfigError: a pattern that is none.
+    """
+    tensors, at = {}, 0
+    try:
+        stored = list(_stored(raw, table, config))
+    except re.error as e:
+        raise ConfigError(f"config.json names modules by {e.pattern!r}, which is no pattern: {e}") from None
+    for tensor, dtype, shape in stored:
+        nbytes = prod(shape) * DTYPES[dtype].itemsize
+        tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, at, nbytes)
+        at += nbytes
+    return Source(Path(name), raw, tensors, (Shard(SHARD, at, 0),))
+
+
+def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
+    known = groups(encoding_of(raw))
+    for binding in table.bind(config):
+        own = known if _is_multiplied(binding) else ()
+        for name, shape in binding.src_shapes().items():
+            scheme = _scheme(own, name, shape)
+            plain = {name: (BUFFER if binding.row.buffer else PLAIN, shape)}
+            stored = scheme.stored(name, shape) if scheme else plain
+            yield from ((part, dtype, own_shape) for part, (dtype, own_shape) in stored.items())
+
+
+def _is_multiplied(binding: Binding) -> bool:
+    return not any(part in NEVER_ENCODED for stack in binding.dst for part in stack.names[0].split("."))
+
+
+def _scheme(known: Sequence[Group], name: str, shape: Shape) -> Scheme | None:
+    """Of a matrix, or of those of all experts; None where it is not encoded."""
+    for group in known:
+        scheme = group.schemes[0]
+        is_one = len(shape) == (3 if scheme.groups_apart else 2) and name.endswith(scheme.name)
+        if is_one and group.takes(name.removesuffix(".weight")):
+            return scheme
+    return None
