@@ -23,7 +23,7 @@ from tpuconv.convert.manifest import Manifest
 from tpuconv.convert.source import Reader, open_source
 from tpuconv.convert.table import MappingTable
 from tpuconv.errors import SourceError, UsageError
-from tpuconv.verify.logits import reference_config
+from tpuconv.verify.logits import empty_weights, reference_config
 
 GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """Largest error of a part by itself. Rounding makes about 1e-6 and 1e-2; a wrong layer makes 0.1 and more."""
@@ -119,7 +119,7 @@ class _Reference:
         known = get_family(family)
         self.sources = sources_by_target(known.table, known.config.from_hf(opened.config))
         config = reference_config(source)
-        with torch.device("meta"):
+        with torch.device("meta"), empty_weights():
             self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
         self.conversions = get_model_conversion_mapping(self.model)
         self.decoder = self.model.model
@@ -202,7 +202,11 @@ class _Reference:
         )
         if module is self.model.get_output_embeddings() and "lm_head.kernel" not in self.sources:
             module.weight = self.model.get_input_embeddings().weight
-        missing = [name for name, value in module.state_dict().items() if value.is_meta]
+        lacking = {name: value for name, value in module.state_dict().items() if value.is_meta}
+        # No shared experts are matrices without elements, which releases leave out.
+        empty = {name: self.torch.empty_like(x, device="cpu") for name, x in lacking.items() if not x.numel()}
+        module.load_state_dict(empty, strict=False, assign=True)
+        missing = [name for name in lacking if name not in empty]
         if missing:
             raise SourceError(
                 f"{self.reader.source.folder} gives transformers no {', '.join(missing[:5])} of {target[:-1]}",

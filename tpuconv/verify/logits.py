@@ -6,7 +6,8 @@ nats, per predicted token.
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -128,6 +129,14 @@ def reference_config(source: Path) -> Any:
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Where transformers makes a model that may have weights without elements, of no shared experts: torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        yield
+
+
 def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
     """Transformers' logits [T, V] in float32 of each prompt.
 
@@ -148,14 +157,15 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        config=reference_config(source),
-        dtype=getattr(torch, dtype),
-        attn_implementation="eager",
-        trust_remote_code=False,
-        use_safetensors=True,
-    ).eval()
+    with empty_weights():
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=reference_config(source),
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()
     with torch.no_grad():
         out = [model(torch.tensor([list(ids)])).logits[0].float().numpy() for ids in prompts]
     del model
