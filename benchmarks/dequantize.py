@@ -114,7 +114,7 @@ def one_matrix(folder: Path) -> None:
     boxes = [(slice(i, i + CHUNK[0]), slice(j, j + CHUNK[1])) for i in range(0, 7168, 896) for j in range(0, 2048, 256)]
 
     def transpose() -> None:
-        copy_strided(chunks, [view[box] for box in boxes])
+        copy_strided((chunk, view[box]) for box, chunk in zip(boxes, chunks, strict=True))
 
     copied, copy = np.zeros((2, elements * 3 // 2), np.uint8)
     with closing(Memory(source, tensor, raw)) as reader:

@@ -333,7 +333,7 @@ def test_strided_copies_are_copies(shape, order, reverse, parts, itemsize):
     buffer = np.zeros(ends[-1], np.uint8)
     chunks = [buffer[end - view.nbytes - 4 : end - 4] for view, end in zip(views, ends, strict=True)]
     outs = [chunk.view(x.dtype).reshape(view.shape) for chunk, view in zip(chunks, views, strict=True)]
-    copy_strided(outs, views)
+    copy_strided(zip(outs, views, strict=True))
     for out, view in zip(outs, views, strict=True):
         np.testing.assert_array_equal(out, view)
     assert not any(buffer[end - 4 : end].any() for end in ends), "nothing else is touched"

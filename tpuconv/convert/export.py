@@ -218,7 +218,7 @@ def _read(manifest: Manifest, name: str) -> np.ndarray:
 def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.ndarray:
     """In memory of its own and in the dtype of the row's arrays."""
     out = np.empty(array.shape, array.dtype)
-    copy_strided([out], [array])
+    copy_strided([(out, array)])
     return out.view(np.dtype(manifest.arrays[binding.src[0].names[0]].dtype))
 
 

@@ -251,7 +251,7 @@ class _Workers:
             raise _not_finite(array.name, array.sources)
         index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
         shard = Shard(array, index, memory.room_for_shard())
-        built, chunks, views = [], [], []
+        built, copies = [], []
         for slot, start in shard.chunks():
             ranges = zip(start, box, array.chunks, strict=True)
             view = values[tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)]
@@ -259,9 +259,8 @@ class _Workers:
             if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
                 chunk[...] = 0
             built.append((slot, start, chunk))
-            chunks.append(chunk[tuple(map(slice, view.shape))])
-            views.append(view)
-        copy_strided(chunks, views)
+            copies.append((chunk[tuple(map(slice, view.shape))], view))
+        copy_strided(copies)
         for slot, start, chunk in built:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
             checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))

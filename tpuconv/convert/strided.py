@@ -1,6 +1,6 @@
 """Copies of strided views to contiguous chunks: what is left of a layout's transpositions when values are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,15 @@ WORD = 8
 """Bytes that are moved at once."""
 
 
-def copy_strided(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> None:
-    """`chunk[...] = view` for each. Where views are transposed a kernel does it, ten times as fast and all in one go:
-    a thread that lets go of the interpreter's lock for each chunk waits longer for it than copying takes."""
+def copy_strided(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """`chunk[...] = view` for each (chunk, view). Where views are transposed a kernel does it, ten times as fast and
+    at once: a thread that lets go of the interpreter's lock for each chunk waits longer for it than copying takes."""
     alike: dict[tuple[Any, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
-    for chunk, view in zip(chunks, views, strict=True):
+    for chunk, view in copies:
         alike.setdefault((view.shape, view.strides, chunk.strides), []).append((chunk, view))
-    for pairs in alike.values():
-        if not _transpose(*zip(*pairs, strict=True)):
-            for chunk, view in pairs:
+    for own in alike.values():
+        if not _transpose(*zip(*own, strict=True)):
+            for chunk, view in own:
                 np.copyto(chunk, view)
 
 
@@ -60,7 +60,7 @@ def _matrices(arrays: Sequence[np.ndarray], axis: int) -> tuple[np.ndarray, np.n
     first = arrays[0]
     starts = np.array([array.__array_interface__["data"][0] for array in arrays])
     at = starts - starts.min()
-    for other, (n, stride) in enumerate(zip(first.shape[:-1], first.strides, strict=False)):
+    for other, (n, stride) in enumerate(zip(first.shape[:-1], first.strides[:-1], strict=True)):
         if other != axis:
             at = (at[:, None] + stride * np.arange(n)).reshape(-1)
     return arrays[int(np.argmin(starts))], at

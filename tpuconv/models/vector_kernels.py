@@ -26,9 +26,10 @@ FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(3
 class Code:
     """Writes what the body of a loop does with vectors; left to the compiler, it is half as fast."""
 
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any, words: int):
+    def __init__(self, context: Any, builder: Any, signature: Any, args: Any):
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args
-        self.halves = 1 if signature.args[words].dtype == types.float32 else 2
+        _, words, *_ = signature.args
+        self.halves = 1 if words.dtype == types.float32 else 2
 
     def address(self, number: int, index: Any) -> Any:
         """Of an element of an array, which is argument `number`."""
@@ -70,7 +71,7 @@ def add_rows(_: Any, x: Any, words: Any, i: Any, apart: Any, width: Any, j: Any,
     """Adds rows i, i + apart, ..., times their elements of x, to the sums from column j on."""
 
     def body(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = Code(context, builder, signature, args, words=1)
+        code = Code(context, builder, signature, args)
         *_, i, apart, width, j, _ = args
         places = [code.address(6, code.at(j, half, width)) for half in range(code.halves)]
         totals = [code.vector(place) for place in places]
@@ -90,7 +91,7 @@ def add_dots(_: Any, x: Any, words: Any, i: Any, apart: Any, width: Any, j: Any,
     """Adds the products of rows i, i + apart, ... with x, from column j on, to `LANES` sums of each row."""
 
     def body(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = Code(context, builder, signature, args, words=1)
+        code = Code(context, builder, signature, args)
         *_, i, apart, width, j, _ = args
         factors = [code.vector(code.address(0, code.at(j, half, width))) for half in range(code.halves)]
         for r in range(DOTS):
@@ -216,5 +217,5 @@ def vector_product(frame: Any) -> int:
     return 0
 
 
-address = jax.ffi.pycapsule(vector_product.ctypes)  # type: ignore[no-untyped-call]
-jax.ffi.register_ffi_target(TARGET, address, platform="cpu")
+capsule = jax.ffi.pycapsule(vector_product.ctypes)  # type: ignore[no-untyped-call]
+jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
