@@ -5,7 +5,7 @@ BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow campaign lint format bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -26,8 +26,11 @@ demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of 
 test: lint  ## Lint, types and the fast tests, on two processors.
 	$(BIN)/python -m pytest -n 2 -q
 
-test-slow: $(INSTALLED)  ## The long ones: before a release and after changes to convert/.
-	$(BIN)/python -m pytest -q -m slow
+test-slow: campaign  ## The long ones: before a release and after changes to convert/.
+	$(BIN)/python -m pytest -n 2 -q -m slow --ignore tests/adversarial
+
+campaign: $(INSTALLED)  ## All attacks of docs/reliability.md, under an hour; prints how often each was tried.
+	$(BIN)/python -m pytest -n 2 -q -m "slow or not slow" tests/adversarial
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -84,9 +84,11 @@ def source_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
 
 
-def random_checkpoint(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16", shards: int = 1) -> Path:
+def random_checkpoint(
+    folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16", shards: int = 1, seed: int = 0
+) -> Path:
     """What the family's table asks for, with random values."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     tensors = {name: random_tensor(rng, shape, dtype) for name, shape in source_shapes(config).items()}
     return write_checkpoint(folder, config, tensors, shards)
 

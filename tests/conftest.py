@@ -1,6 +1,7 @@
 """Property tests take the time that a loaded machine needs, and the same examples in every run of CI."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,11 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from families import Case
+
+# Commands that tests interrupt would inherit that a signal is ignored, as of a run in the background.
+for number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler)
 
 # libtpu, which the tests of topologies need, would look for a TPU in every process.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

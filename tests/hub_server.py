@@ -33,6 +33,7 @@ class Fault:
     hang: bool = False  # the connection stays open and silent until `mend`
     silent: bool = False  # no answer at all until `mend`
     corrupt: bool = False  # every byte of weights is inverted
+    corrupt_header: bool = False  # and of the header
     no_ranges: bool = False
     times: int | None = None  # how often; None is for ever
     released: threading.Event = field(default_factory=threading.Event)
@@ -235,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             return self.end_headers()
         if isinstance(fault, Fault) and fault.corrupt:
-            start = 8 + int.from_bytes(data[:8], "little")
+            start = 0 if fault.corrupt_header else 8 + int.from_bytes(data[:8], "little")
             data = data[:start] + bytes(255 - b for b in data[start:])
         start, end = 0, len(data)
         ranged = request.range is not None and not (isinstance(fault, Fault) and fault.no_ranges)

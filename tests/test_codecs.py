@@ -1,6 +1,7 @@
 """Encoded tensors against their definitions: every code, every scheme, any part of a tensor, and whole checkpoints."""
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -13,16 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_convert import assert_same, convert, flatten, plan_for, restore, small_cuts  # noqa: F401
 
-from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.codecs import check_scales, decode_names
 from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.hub import fetch_config
 from tpuconv.convert.plan import Options
 from tpuconv.convert.source import Reader, open_source
-from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.verify.logits import reference_logits
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def fp8_config(rows: int, columns: int) -> dict:
@@ -138,7 +140,7 @@ def fp8_modelopt_channel(rng, rows, columns):
 def nvfp4(rng, rows, columns):
     """Codes, scales of 16 values in FP8 and the values without the scale of the tensor."""
     groups = -(-columns // 16)
-    codes, scales = rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8), rng.integers(0, 127, (rows, groups))
+    codes, scales = rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8), rng.integers(1, 127, (rows, groups))
     values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
     return codes, scales.astype(np.uint8).view(FP8), values
 
@@ -216,6 +218,39 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
             tensor.read(reader, start, np.empty(tensor.values.nbytes, np.uint8), out)
         want = values.reshape(-1)[start:stop].astype(dtype)
         np.testing.assert_array_equal(out.view(f"u{dtype.itemsize}"), want.view(f"u{dtype.itemsize}"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
+    stored, config, values = scheme(np.random.default_rng(0), 8, 64)
+    for name, scales in stored.items():
+        if not any(name.endswith(end) for end in ("_scale", "_inv", "_scales", "_scale_2")):
+            continue
+        for value in (0, -1, np.nan, np.inf):
+            bad = scales.copy()
+            if scales.dtype == np.uint8:  # powers of two, of which one is no number
+                bad.reshape(-1)[-1] = 255
+            elif scales.dtype == E8M0:
+                bad.view(np.uint8).reshape(-1)[-1] = 255
+            else:
+                bad.reshape(-1)[-1] = value
+            folder = write_checkpoint(tmp_path, {"quantization_config": config}, {**stored, name: bad})
+            source = open_source(folder)
+            last = [n - 1 for n in bad.shape]
+            out, raw = np.empty(values.size, "f4"), np.empty(values.nbytes, np.uint8)
+            with closing(Reader(source)) as reader:
+                (tensor,) = decode_names(source.tensors, config)[0].values()
+                with pytest.raises(SourceError, match=re.escape(f"{name}{last} is ") + ".* no scale"):
+                    tensor.read(reader, 0, raw, out)
+                (tensor,) = decode_names(source.tensors, config, any_scales=True)[0].values()
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    tensor.read(reader, 0, raw, out)
+
+
+def test_scales_that_are_none_are_counted():
+    check_scales("w.scale", np.ones((2, 3), BF16))
+    with pytest.raises(SourceError, match=r"w\.scale\[0, 2\] is -1, which is no scale; 2 of 6 are none"):
+        check_scales("w.scale", np.array([[1, 1, -1], [1, np.nan, 1]], "f4"))
 
 
 def test_every_code_has_its_value():

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -135,7 +136,9 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
         assert list(piece.names()) == list(dict.fromkeys(name for parts in piece.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
-    assert [array.fault for array in check(read_manifest(tmp_path / "out"))] == [None] * len(plan.arrays)
+    checked = list(check(read_manifest(tmp_path / "out")))
+    assert not [array for array in checked if array.fault]
+    assert {array.name for array in checked} > set(plan.arrays)
     source, back = read_tensors(folder), {}
     for binding in plan.table.bind(find_family(plan.source.config).config.from_hf(plan.source.config)):
         back |= binding.inverse(arrays.__getitem__)
@@ -317,6 +320,7 @@ def test_a_tied_head_on_disk_is_compared_and_dropped(tmp_path):
 @example([5, 160, 96], [2, 0, 1], False, 4, 1)
 @example([2, 800, 96], [0, 2, 1], False, 3, 4)
 @example([2, 1600, 48], [0, 2, 1], False, 5, 8)
+@example([2, 1600, 48], [0, 2, 1], False, 2, 8)
 @given(
     shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     order=st.permutations(range(3)),
@@ -366,7 +370,7 @@ def test_full_size_tensors_are_cut_in_pieces_that_cover_them_once(layout, sizes)
     (binding,) = table.bind(SimpleNamespace(axes=sizes))
     (shape,) = binding.src_shapes().values()
     info = TensorInfo("w", "BF16", shape, "shard", 0, 2 * prod(shape))
-    source = Source(Path(), {}, {"w": info}, (Shard("shard", 0, 0),))
+    source = Source(Path(), {}, {"w": info}, (Shard("shard", 0),))
     plan = make_plan(source, "test", table, SimpleNamespace(axes=sizes), Options())
     plan.check()
     pieces = [piece for unit in plan.units for piece in unit.pieces]
@@ -509,7 +513,7 @@ def test_an_unfinished_conversion_of_another_plan_is_kept(tmp_path, small_cuts):
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(tmp_path, monkeypatch):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
-    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ResourceError, match="the conversion needs") as info:
         convert(folder, tmp_path / "out")
     assert info.value.exit_code == 8
@@ -612,6 +616,8 @@ def test_what_is_read_ahead_is_what_is_read_first(converted, tmp_path, monkeypat
     def advise(fd: int, start: int, size: int, _: int) -> None:
         asked.append((os.readlink(f"/proc/self/fd/{fd}"), start, size))
 
+    if converted:
+        source.contents_checked.result()  # which reads too
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(run_module, "AHEAD_BYTES", 10_000)
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))

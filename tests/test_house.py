@@ -15,24 +15,23 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # What a room may import, beside itself. `layout <- convert <- models <- quantize <- restore <- verify <- cli`.
+LEAVES = {
+    *("tpuconv.errors", "tpuconv.sizes", "tpuconv.text", "tpuconv.jsonfile", "tpuconv.patterns"),
+    *("tpuconv.layout", "tpuconv.sharding"),
+}
 ROOMS = {
     "tpuconv.errors": set(),
     "tpuconv.sizes": set(),
+    "tpuconv.text": set(),
+    "tpuconv.jsonfile": {"tpuconv.errors"},
+    "tpuconv.patterns": {"tpuconv.errors"},
     "tpuconv.layout": {"tpuconv.errors"},
     "tpuconv.sharding": {"tpuconv.layout"},
-    "tpuconv.convert": {"tpuconv.errors", "tpuconv.sizes", "tpuconv.layout", "tpuconv.sharding"},
-    "tpuconv.models": {"tpuconv.errors", "tpuconv.layout", "tpuconv.sharding", "tpuconv.convert"},
-    "tpuconv.quantize": {"tpuconv.errors", "tpuconv.sizes", "tpuconv.layout", "tpuconv.convert", "tpuconv.models"},
-    "tpuconv.restore": {"tpuconv.errors", "tpuconv.sharding", "tpuconv.convert", "tpuconv.models", "tpuconv.quantize"},
-    "tpuconv.verify": {
-        "tpuconv.errors",
-        "tpuconv.layout",
-        "tpuconv.sharding",
-        "tpuconv.convert",
-        "tpuconv.models",
-        "tpuconv.quantize",
-        "tpuconv.restore",
-    },
+    "tpuconv.convert": LEAVES,
+    "tpuconv.models": LEAVES | {"tpuconv.convert"},
+    "tpuconv.quantize": LEAVES | {"tpuconv.convert", "tpuconv.models"},
+    "tpuconv.restore": LEAVES | {"tpuconv.convert", "tpuconv.models", "tpuconv.quantize"},
+    "tpuconv.verify": LEAVES | {"tpuconv.convert", "tpuconv.models", "tpuconv.quantize", "tpuconv.restore"},
 }
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from tpuconv.convert import download
 from tpuconv.convert import hub as hub_module
-from tpuconv.convert.hub import fetch_config, resolve, wrong_hash
+from tpuconv.convert.damaged import wrong_hash
+from tpuconv.convert.hub import fetch_config, resolve
 from tpuconv.convert.source import open_source
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 
@@ -229,7 +230,7 @@ def test_what_says_how_weights_are_encoded_comes_with_the_config(
     }
     assert fetch_config(REPO) == fetch_config(str(folder)) == config
     with resolve(REPO, weights=False) as got:
-        assert open_source(got.folder).config == config
+        assert open_source(got.folder, repo=got.repo).config == config
     hub.stop()
     assert fetch_config(REPO) == config
 
@@ -764,7 +765,7 @@ def test_a_header_that_is_none(serve: Callable[..., HubServer], tmp_path: Path) 
     (folder / SHARDS[0]).write_bytes(b"<html>" + b"x" * 500)
     serve({REPO: folder})
     with resolve(REPO, weights=False) as got, pytest.raises(SourceError, match="web page"):
-        open_source(got.folder)
+        open_source(got.folder, repo=got.repo)
 
 
 def test_failure_leaves_no_folder(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

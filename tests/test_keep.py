@@ -37,6 +37,7 @@ from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.names import QVALUE, SCALE
 from tpuconv.convert.plan import BASE_MEMORY, PIECE_BYTES, Options
 from tpuconv.convert.released import released
+from tpuconv.convert.sealed import seal
 from tpuconv.convert.source import DTYPES, TensorInfo
 from tpuconv.convert.table import Binding, Map, MappingTable
 from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
@@ -399,7 +400,7 @@ def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path,
         codes, scales = (manifest.arrays[name + part] for part in (QVALUE, SCALE))
         assert tuple(facts["tiles"]) == tuple(n // s for n, s in zip(codes.shape, scales.shape, strict=True))
         assert codes.dtype == facts["qtype"]
-    assert [array.fault for array in check(manifest)] == [None] * len(plan.arrays)
+    assert not [array for array in check(manifest) if array.fault]
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
 
 
@@ -666,7 +667,7 @@ def test_codes_and_scales_that_are_not_finite_are_refused(spoil, name, saved, tm
     tensors = {name: x.copy() for name, x in read_tensors(tmp_path / "hf").items()}
     spoil(tensors)
     write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors)
-    with pytest.raises(SourceError, match=rf"(?s){name} is not finite.*made from {UP}"):
+    with pytest.raises(SourceError, match=rf"(?s){name} is not finite.*the first is {UP}"):
         convert(tmp_path / "hf", tmp_path / "out", Options(encoding="keep"))
 
 
@@ -709,8 +710,8 @@ def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     with pytest.raises(OutputError, match="exists already"):
         exported(tmp_path / "scan", tmp_path / "hf")
     facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
-    facts["quantization"] = {"name": "int8_default", "rules": [], "parameters": {}}
-    (tmp_path / "scan" / "tpuconv.json").write_text(json.dumps(facts))
+    facts["quantization"] = {"name": "int8_default", "summary": "", "rules": [], "parameters": {}}
+    (tmp_path / "scan" / "tpuconv.json").write_bytes(seal(facts))
     with pytest.raises(UsageError, match="quantized, with int8_default"):
         exported(tmp_path / "scan", tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -733,7 +734,9 @@ def test_the_commands(saved, tmp_path):
     assert back.returncode == 0, back.stderr
     assert json.loads(back.stdout)["bytes"] == sum(x.nbytes for x in read_tensors(tmp_path / "hf").values())
     assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "hf").keys()
-    assert run([*command, "export", "hf-orbax", "back"]).returncode == 9
+    again = run([*command, "export", "hf-orbax", "back"])
+    assert (again.returncode, "already there" in again.stdout) == (0, True)
+    assert run([*command, "export", "hf-orbax", "hf"]).returncode == 9
 
 
 # -- full size ---------------------------------------------------------------------------------------------------------
@@ -747,7 +750,7 @@ def test_real_models_are_planned_whole(model, tmp_path):
     write_checkpoint(tmp_path, listing["config"], tensors, shards=7)
     began = time.process_time()
     plan = plan_for(tmp_path, Options(encoding="keep"))
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 60
     plan.check()
     assert plan.parameters == listing["parameters"]
     peak = plan.peak_memory(2)  # by its name in an error the whole plan would be written out

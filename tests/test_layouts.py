@@ -15,8 +15,9 @@ from tpu_compiler import compiler
 
 import tpuconv
 from tpuconv.convert.layouts import LAYOUTS, Layout, read_layouts, write_layouts
-from tpuconv.convert.names import QVALUE, collapse, expand
+from tpuconv.convert.names import MANIFEST, QVALUE, collapse, expand
 from tpuconv.convert.plan import Options
+from tpuconv.convert.sealed import seal
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.models.generate import Generator
 
@@ -32,6 +33,7 @@ def test_a_pattern_stands_for_its_names(layers, experts):
 
 
 def test_layouts_are_found_by_device_and_mesh(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(seal({"format": 2, "fingerprint": "", "files": {}}))
     own = {f"layers.{i}.mlp.gate.kernel": TURNED for i in range(80)}
     write_layouts(tmp_path, "TPU v5 lite", {"tensor": 8, "group": 2}, own)
     assert (tmp_path / LAYOUTS).read_text().count("kernel") == 1
@@ -55,7 +57,30 @@ def test_layouts_are_found_by_device_and_mesh(tmp_path):
         "{}",
         '{"format": 1}',
         '{"format": 1, "layouts": [{"device": "cpu", "mesh": {}, "arrays": {"a": {}}}]}',
+        '{"format": "1", "layouts": []}',
+        '{"format": 1, "layouts": {}}',
+        '{"format": 1, "layouts": [5]}',
+        '{"format": 1, "layouts": [{"device": "cpu", "mesh": {"tensor": "8"}, "arrays": {}}]}',
+        '{"format": 1, "layouts": [{"device": ["cpu"], "mesh": {}, "arrays": {}}]}',
+        '{"format": 1, "layouts": [{"device": "cpu", "mesh": {}, "arrays": []}]}',
+        "[" * 100_000,
+        '{"format": 1, "layouts": ' + "[" * 100_000,
+        '{"format": 1, "layouts": [{"device": "cpu", "mesh": {}, "arrays": {"a": {"dtype": "x", "tiling": [], '
+        '"major_to_minor": [-1]}}}]}',
+        *(
+            f'{{"format": 1, "layouts": [{{"device": "cpu", "mesh": {{}}, "arrays": {{"{pattern}": '
+            '{"dtype": "bfloat16", "major_to_minor": [0], "tiling": []}}}]}'
+            for pattern in (
+                "layers.{0...99999999999}.kernel",
+                "layers.{0...999}.{0...999}.kernel",
+                "{0...9}" * 400,
+                "layers.{5...0}.kernel",
+                "layers.{.,}.kernel",
+                "layers.{" + "9" * 5000 + "}.kernel",
+            )
+        ),
     ],
+    ids=range(20),
 )
 def test_a_damaged_file_is_named(text, tmp_path):
     (tmp_path / LAYOUTS).write_text(text)
@@ -138,7 +163,7 @@ def test_the_compiler_writes_them_for_every_slice_that_fits(tmp_path):
         assert (codes.dtype, codes.tiling) == ("float8_e4m3fn", ((32, 128), (4, 1)))
     for one in facts["slices"]:
         assert one["programs"]["decode"]["copies"] == []
-    # It is no part of what is checked, and says nothing of other devices.
+    # The manifest holds its hash; and it says nothing of other devices.
     assert json.loads(command("verify", tmp_path / "out", "--json").stdout)["passed"]
     assert not read_layouts(tmp_path / "out", "cpu", {})
 

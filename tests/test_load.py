@@ -17,6 +17,7 @@ from test_convert import convert
 import tpuconv
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options
+from tpuconv.convert.sealed import take_in
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.sharding import partition
 
@@ -141,6 +142,9 @@ def test_what_is_no_model_is_refused(tmp_path):
     convert(folder, tmp_path / "out")
     config = tmp_path / "out" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 97}))
+    with pytest.raises(CorruptOutput, match=r"config\.json was changed"):
+        tpuconv.load(str(tmp_path / "out"))
+    take_in(tmp_path / "out", "config.json")
     with pytest.raises(CorruptOutput, match=r"not those of a qwen3 model"):
         tpuconv.load(str(tmp_path / "out"))
 

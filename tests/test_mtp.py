@@ -19,6 +19,7 @@ from tpuconv import cli
 from tpuconv.convert.manifest import read_manifest
 from tpuconv.convert.plan import Options, make_plan
 from tpuconv.convert.run import run
+from tpuconv.convert.sealed import seal
 from tpuconv.convert.source import open_source
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
 from tpuconv.models.registry import find_family
@@ -96,7 +97,7 @@ def test_of_such_a_layer_every_array_is_known(with_mtp, tmp_path):
     convert(with_mtp, tmp_path / "out", Options(include_mtp=True))
     facts = json.loads((tmp_path / "out" / "tpuconv.json").read_text())
     facts["arrays"]["mtp.3.foo"] = facts["arrays"].pop("mtp.3.norm.scale")
-    (tmp_path / "out" / "tpuconv.json").write_text(json.dumps(facts))
+    (tmp_path / "out" / "tpuconv.json").write_bytes(seal(facts))
     with pytest.raises(CorruptOutput, match=r"(?s)mtp\.3\.foo: \(48,\) stored, None.*mtp\.3\.norm\.scale: None stored"):
         tpuconv.load(tmp_path / "out")
 

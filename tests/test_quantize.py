@@ -1,6 +1,7 @@
 """Quantized checkpoints against Qwix itself: every array, every logit, bit for bit."""
 
 import json
+import os
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
-from tpuconv.quantize.rules import LAYER, How, Provider, quantized, resolve
+from tpuconv.quantize.rules import LAYER, How, Provider, abstract, quantized, resolve
 from tpuconv.verify.logits import forward
 from tpuconv.verify.weights import check
 
@@ -503,6 +504,34 @@ def qwen3_build(**changes):
         ("qwix: {rules: [{weight_qtype: int8, weight_calibration_method: max}]}", "unknown calibration method 'max'"),
         ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax goes with int8 and int4"),
         ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "not implemented"),
+        *(
+            (
+                f"qwix: {{rules: [{{weight_qtype: int8, {which}_calibration_method: '{method}'}}]}}",
+                f"line 1, column {len(which) + 58}: {which}_calibration_method: '{method}': the {what}",
+            )
+            for which in ("weight", "act")
+            for method, what in (
+                *((f"fixed,{numbers}", "range must go") for numbers in ("1,-1", "0,0", "1,2", "-2,-1", "0", "-1")),
+                *((f"fixed,{numbers}", "range must go") for numbers in ("nan", "-inf,inf", "-1,nan", "-1,1e30")),
+                *(("absmax,0", "factor"), ("absmax,-1", "factor"), ("minmax,0", "factor"), ("rms,0", "factor")),
+                *(("rms,nan", "factor"), ("absmax,inf", "factor"), ("absmax,1e-30", "factor"), ("rms,1e30", "factor")),
+            )
+        ),
+        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: 'fixed,-1,2'}]}", "fixed,-1,2 goes with int8"),
+        (
+            "qwix: {rules: [{weight_qtype: int8, act_qtype: float8_e4m3fn, act_calibration_method: minmax}]}",
+            "minmax goes with int8 and int4, not with float8_e4m3fn",
+        ),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: 1.5}]}", "or a fraction of the axis"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: 10000000000}]}", "must be a number from"),
+        (f"qwix: {{rules: [{{weight_qtype: int8, tile_size: {'9' * 5000}}}]}}", "must be a number, not '999"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: 0}]}", "tile_size is a number of elements"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: 010}]}", "must be a number, not '010'"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: .nan}]}", "must be a number, not '.nan'"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: .inf}]}", "must be a number, not '.inf'"),
+        ("qwix: {rules: [{weight_qtype: int8}]}\ngates: {top1: .nan}", "line 2, column 15: top1: must be a number"),
+        ("qwix: {rules: [{weight_qtype: int8}]}\ngates: {top1: 1.5}", "top1: must be a number from 0 to 1, not 1.5"),
+        ("qwix: {rules: [{weight_qtype: int8}]}\ngates: {mean_kl: -0.1}", "mean_kl: must be a number from 0"),
         ("qwix: {scale_dtype: float16, rules: [{weight_qtype: int8}]}", "unknown value 'float16'"),
         ("qwix: &a {rules: [*a]}", "anchors and aliases"),
         ("qwix: !!python/name:os.system {}", "tags are not allowed"),
@@ -515,6 +544,20 @@ def test_a_bad_config_is_refused_where_it_is_bad(text, message):
         parse_config(text.encode(), "c", "c.yaml")
     assert message in str(info.value)
     assert "c.yaml" in info.value.message
+
+
+def test_a_config_that_is_no_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("a.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml is no regular file, but a FIFO"):
+        find_config("a.yaml")
+    Path("b.yaml").write_bytes(b"x" * (2 << 20))
+    with pytest.raises(ConfigError, match=r"b\.yaml has 2097152 bytes, more than"):
+        find_config("b.yaml")
+    Path("int8_default").mkdir()
+    assert find_config("int8_default").rules
+    with pytest.raises(UsageError, match="there is no quantization config"):
+        find_config("x" * 5000)
 
 
 def test_files_of_serving_on_tpu_work_as_they_are():
@@ -550,11 +593,17 @@ qwix:
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "does not divide"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_an_error(rules, message, monkeypatch):
-    monkeypatch.setattr("tpuconv.quantize.rules.MATCH_SECONDS", 1.0)
+def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):
     with pytest.raises(ConfigError) as info:
         resolve(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
     assert message in str(info.value)
+
+
+def test_rules_of_a_manifest_are_not_matched_for_ever_either():
+    rules = [{"module_path": "(((.+)+)+)+!", "weight_qtype": "int8"}]
+    facts = {"name": "mine", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}, "parameters": {}}
+    with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes for ever"):
+        abstract(qwen3_build(), facts)
 
 
 MIXED = """

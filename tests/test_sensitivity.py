@@ -10,6 +10,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+import click
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,7 @@ from test_quantize import ONE_OF_EACH, leaves, quantize
 import tpuconv
 from tpuconv.cli import tpuconv as command
 from tpuconv.convert.manifest import read_manifest
-from tpuconv.errors import GateError, OutputError, UnsupportedConfig, UsageError
+from tpuconv.errors import GateError, OutputError, ResourceError, UnsupportedConfig, UsageError
 from tpuconv.quantize import recipe
 from tpuconv.quantize.config import find_config, parse_config
 from tpuconv.quantize.groups import find_choices
@@ -312,7 +313,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(ckpt, tmp_pa
 
     refused(UsageError, r"4 bits a weight cannot be reached.* to 16\.0000", hollow, "--target-bits", 4)
     refused(UsageError, "16 bits a weight cannot be reached", hollow, "--target-bits", 16)
-    refused(UsageError, "nan bits a weight cannot be reached", hollow, "--target-bits", "nan")
+    refused(click.BadParameter, "nan is not a finite number", hollow, "--target-bits", "nan")
     refused(OutputError, "there.yaml exists", hollow, "--target-bits", 9, "--out-config", there)
     refused(UsageError, "is a folder, or in none", hollow, "--target-bits", 9, "--out-config", "no/such.yaml")
     refused(UsageError, "quantize nothing", hollow, "out", "--sensitivity")
@@ -350,6 +351,6 @@ def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):
 
 def test_a_folder_in_which_no_file_can_be_made_is_named_before_anything_is_measured():
     file = Path("/proc/recipe.yaml")
-    with pytest.raises(OutputError, match=r"recipe\.yaml cannot be written: ") as error:
+    with pytest.raises(ResourceError, match=r"recipe\.yaml cannot be written: ") as error:
         recipe.check_free(file, False)
     assert error.value.hint == "name another file by --out-config"

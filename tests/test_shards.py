@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from tpuconv.convert import checkpoint
 from tpuconv.convert.checkpoint import read_box
+from tpuconv.convert.disk import page_buffer
 from tpuconv.convert.manifest import Manifest, StoredArray
 from tpuconv.convert.plan import Array
-from tpuconv.convert.shards import Shard, shard_path
-from tpuconv.convert.store import Store, page_buffer
+from tpuconv.convert.sealed import Sealed
+from tpuconv.convert.shards import Shard, shard_name
+from tpuconv.convert.store import Store
 from tpuconv.errors import CorruptOutput
 
 DTYPES = ["uint8", "int8", "bfloat16", "float8_e4m3fn", "float32", "float64"]
@@ -64,8 +66,8 @@ def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
             chunk[tuple(map(slice, part.shape))] = part
             shard.close_chunk(slot)
         store.write("w", shard)
-    stored = StoredArray("w", array.shape, array.dtype.name, "", array.chunks, (), "", False)
-    return Manifest(folder, {}, {"w": stored})
+    stored = StoredArray("w", array.shape, array.dtype.name, "", array.chunks, (), "", False, None, None)
+    return Manifest(folder, Sealed({"format": 1}, None, None), {"w": stored})
 
 
 def random(array: Array) -> np.ndarray:
@@ -97,7 +99,7 @@ def test_every_bit_is_checked(tmp_path):
     """Of chunks, of the index and of their checksums; and every byte that is lost at the end."""
     manifest, out = write(SMALL, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
     for index in product(*map(range, SMALL.grid)):
-        path = shard_path(tmp_path / "params" / "w", index)
+        path = tmp_path / "params" / "w" / shard_name(index)
         data = path.read_bytes()
         for bit in range(8 * len(data)):
             path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])

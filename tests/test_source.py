@@ -1,19 +1,24 @@
 """Headers are read strictly: what the library lets pass and a converter must not, each with its error."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import socket
 import struct
+import time
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tpuconv.convert.source import MAX_HEADER_BYTES, Reader, open_source, read_header
+from tpuconv.convert.source import ENCODING_FILE, MAX_HEADER_BYTES, Reader, open_source, read_header
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -73,6 +78,15 @@ TWICE = b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 4)).encode(),) * 2)
 FLOAT = {**entry(0, 4), "data_offsets": [0, 4.0]}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
+ONE = json.dumps({"a": entry(0, 4)}).encode()
+
+
+def listen(path: Path) -> None:
+    """Makes a socket, whose path must be short."""
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
 HEADERS = {
     "truncated length": (lambda p: p.write_bytes(b"\1\0"), "truncated"),
     "truncated header": (lambda p: write_header(p, {"a": entry(0, 4)}, b"", 5000), "truncated"),
@@ -96,6 +110,23 @@ HEADERS = {
     "web page": (lambda p: p.write_text("<!DOCTYPE html><html>Sign in</html>"), "web page"),
     "FIFO": (lambda p: os.mkfifo(p), "no regular file"),
     "empty": (lambda p: p.write_bytes(b""), "truncated"),
+    "a folder": (lambda p: p.mkdir(), "no regular file, but a folder"),
+    "a socket": (listen, "cannot be read"),
+    "a dangling link": (lambda p: p.symlink_to("nowhere"), "is missing: it is a link"),
+    "a device": (lambda p: p.symlink_to("/dev/zero"), "no regular file, but a device"),
+    "UTF-16": (lambda p: write_header(p, json.dumps({"a": entry(0, 4)}).encode("utf-16"), b"1234"), "no JSON object"),
+    "a byte order mark": (lambda p: write_header(p, b"\xef\xbb\xbf" + ONE, b"1234"), "no JSON object"),
+    "a blank before": (lambda p: write_header(p, b" " + ONE, b"1234"), "no JSON object"),
+    "no header": (lambda p: write_header(p, b""), "no JSON object"),
+    "a NaN": (lambda p: write_header(p, b'{"__metadata__": NaN}'), "no finite number"),
+    "a number that is too large": (lambda p: write_header(p, b'{"__metadata__": 1e999}'), "no finite number"),
+    "metadata that is no text": (lambda p: write_header(p, {"__metadata__": {"a": 1}}), "a must be a text"),
+    "metadata that is no object": (lambda p: write_header(p, {"__metadata__": "a"}), "__metadata__: must be an object"),
+    "half of a pair": (lambda p: write_header(p, {"__metadata__": {"a": "\ud800"}}), "surrogates"),
+    "negative zero": (lambda p: write_header(p, ONE.replace(b"0", b"-0"), b"1234"), "no list of sizes"),
+    "sizes beyond 2^63": (lambda p: write_header(p, {"a": entry(0, 4, [0, 1 << 64])}, b"1234"), "no list of sizes"),
+    "a dtype of another kind": (lambda p: write_header(p, {"a": entry(0, 4, dtype=["U8"])}, b"1234"), "unknown dtype"),
+    "axes without end": (lambda p: write_header(p, {"a": entry(0, 1, [1] * 10_000)}, b"1"), "has 10000 axes"),
 }  # fmt: skip
 
 
@@ -120,6 +151,133 @@ def test_a_huge_header_is_refused_without_reading_it(tmp_path):
         file.truncate(MAX_HEADER_BYTES * 2)
     with pytest.raises(SourceError, match="more than any real"):
         read_header(path)
+
+
+EMPTY = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+class ProcessorTime:
+    """The processor time that a block takes, in seconds; compared with another block's, it holds on any machine."""
+
+    def __enter__(self) -> "ProcessorTime":
+        self.seconds = -time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.process_time()
+
+
+CROWDS = {
+    "empty tensors": (EMPTY, 400_000),
+    "no tensors": (b'"%d":1', 2_400_000),
+    "sizes": (b"1", 8_000_000),
+}
+
+
+@pytest.mark.parametrize("case", CROWDS)
+def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(case, tmp_path):
+    one, count = CROWDS[case]
+    path = tmp_path / "model.safetensors"
+    if case == "sizes":
+        text = b'{"a":{"shape":[' + b",".join([one] * count) + b"]}}"
+    else:
+        text = b"{" + b",".join(one % i for i in range(count)) + b"}"
+    write_header(path, text)
+    with ProcessorTime() as parsing:
+        json.loads(text)
+    with ProcessorTime() as refusing, pytest.raises(SourceError, match="more than 250000 tensors"):
+        read_header(path)
+    assert refusing.seconds < parsing.seconds
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "pread"])
+def test_a_disk_that_fails_is_named(call, folder, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.raises(SourceError) as info:
+            read_header(folder / SECOND)
+    assert f"{SECOND} cannot be read: Input/output error" in info.value.message
+
+
+def test_an_index_of_a_million_shards_is_refused_at_once(folder):
+    weight_map = ",".join(f'"{i}":"{i}.safetensors"' for i in range(1_000_000))
+    (folder / INDEX).write_text(f'{{"weight_map":{{{weight_map}}}}}')
+    with ProcessorTime() as parsing:
+        json.loads((folder / INDEX).read_bytes())
+    with ProcessorTime() as refusing, pytest.raises(SourceError, match="1000000 of 1000000 shards are missing"):
+        open_source(folder)
+    assert refusing.seconds < 20 * parsing.seconds  # 5 times where the machine does nothing else
+
+
+def test_a_file_in_whose_place_there_is_no_file_is_named(folder):
+    for name in (INDEX, "config.json"):
+        for make in (lambda p: p.mkdir(), os.mkfifo, lambda p: p.symlink_to("/dev/zero"), listen):
+            kept = (folder / name).rename(folder / "kept")
+            make(folder / name)
+            with pytest.raises(SourceError, match=f"{name} (is no regular file|cannot be read)"):
+                open_source(folder)
+            (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
+            kept.rename(folder / name)
+    os.mkfifo(folder / ENCODING_FILE)
+    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is no regular file"):
+        open_source(folder)
+
+
+# -- the library as the judge -----------------------------------------------------------------------------------------
+
+PIECES = st.sampled_from(
+    [
+        *(b"{", b"}", b"[", b"]", b",", b":", b'"', b" ", b"\n", b"\t", b"\0", b"\xff", b"\xef\xbb\xbf", b"\\ud800"),
+        *(b"0", b"-0", b"4", b"8", b"-1", b"4.0", b"1e1", b"04", b"18446744073709551616", b"NaN", b"Infinity", b"null"),
+        *(b"true", b'"a"', b'"b"', b'"U8"', b'"F32"', b'"shape"', b'"dtype"', b'"data_offsets"', b'"__metadata__"'),
+        *(b'{"a":"b"}', b'{"a":1}', b"[4]", b"[0,4]", b"[4,8]", b"[0,8]", b"[2,2]", b"[]", b"/**/", b"'"),
+    ]
+)
+TWO = json.dumps({"__metadata__": {"format": "pt"}, "a": entry(0, 4), "b": entry(4, 8, [1], "F32")}).encode()
+
+
+@st.composite
+def files(draw):
+    """A small file of two tensors, in which a few things are changed."""
+    header = draw(st.sampled_from([TWO, ONE, ONE + b"  ", b"{}", b'{"__metadata__":{}}']))
+    for _ in range(draw(st.integers(0, 3))):
+        at, end = sorted(draw(st.tuples(*[st.integers(0, len(header))] * 2)))
+        header = header[:at] + draw(PIECES | st.binary(max_size=2)) + header[min(end, at + draw(st.integers(0, 12))) :]
+    length = draw(
+        st.sampled_from([len(header)] * 8 + [0, len(header) + 1, len(header) - 1, 1 << 63]) | st.integers(0, 99)
+    )
+    data = b"12345678"[: draw(st.sampled_from([8, 8, 4, 4, 0, 7]))]
+    return struct.pack("<Q", max(0, length)) + header + data
+
+
+def judge(data: bytes, path: Path) -> None:
+    """What the library refuses we refuse; what we accept has the library's tensors."""
+    path.write_bytes(data)
+    try:
+        _, _, infos = read_header(path)
+    except SourceError:
+        return
+    theirs = safetensors.deserialize(data)  # raises where we do not
+    assert {(info.name, info.dtype, info.shape) for info in infos} == {
+        (name, facts["dtype"], tuple(facts["shape"])) for name, facts in theirs
+    }
+    assert {info.name: data[info.offset :][: info.nbytes] for info in infos} == {
+        name: bytes(facts["data"]) for name, facts in theirs
+    }
+
+
+@given(data=files())
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_what_the_library_refuses_is_refused(data, tmp_path):
+    judge(data, tmp_path / "model.safetensors")
+
+
+@pytest.mark.slow
+@given(data=files())
+@settings(max_examples=100_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_what_the_library_refuses_is_refused_at_length(data, tmp_path):
+    judge(data, tmp_path / "model.safetensors")
 
 
 FOLDERS = {
@@ -155,6 +313,18 @@ FOLDERS = {
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
     "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "stands twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
+    "a shard with a name that no file can have": (
+        lambda f: edit_index(f, lambda m: m.update({"b.weight": "x" * 300 + ".safetensors"})),
+        SourceError,
+        "1 of 2 shards are missing",
+    ),
+    "a shard that is a number": (lambda f: edit_index(f, lambda m: m.update({"b.weight": 1})), SourceError, "no safe"),
+    "a shard that is a folder": (
+        lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir()), SourceError, "no regular file, but a folder",
+    ),
+    "an index as a pointer": (lambda f: (f / INDEX).write_text(LFS), SourceError, "is a Git LFS pointer"),
+    "a config as a page": (lambda f: (f / "config.json").write_text("<html>"), SourceError, "is a web page"),
+    "a config with a NUL": (lambda f: (f / "config.json").write_bytes(b"\xff{}"), ConfigError, "no valid JSON"),
     "no checkpoint": (lambda f: [p.unlink() for p in f.iterdir()], UsageError, "holds no model.safetensors"),
 }  # fmt: skip
 
@@ -181,6 +351,7 @@ def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):
     source = open_source(folder)
     path = folder / "model-00001-of-00002.safetensors"
     with closing(Reader(source)) as reader:
+        reader.read(source.tensors["a.weight"], 0, memoryview(bytearray(96)))
         os.truncate(path, source.shards[0].size - 60)
         with pytest.raises(SourceError, match="shorter"):
             reader.read(source.tensors["a.weight"], 0, memoryview(bytearray(96)))

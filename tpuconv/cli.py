@@ -1,8 +1,9 @@
 """The command line: the only place that prints, draws progress and exits. It imports what a command needs when it
 runs."""
 
+import errno
 import gc
-import json as jsonlib
+import math
 import os
 import resource
 import signal
@@ -12,24 +13,32 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import click
 
-from tpuconv.errors import GateError, TpuconvError, UsageError
+from tpuconv import text as texts
+from tpuconv.errors import GateError, ResourceError, TpuconvError, UsageError
 from tpuconv.sizes import format_size
+from tpuconv.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from tpuconv.convert.plan import Plan
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
 
 PLAIN_WIDTH = 180  # of tables that go to a file or a pipe
-INTERRUPTED, TERMINATED = 130, 143
+MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
+ADDRESS_SPACE, ADDRESS_SPACE_PER_CPU = 450_000_000, 50_000_000  # to import numpy and numba
+JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000
+EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 # -- what all commands share ------------------------------------------------------------------------------------------
@@ -99,9 +108,10 @@ class Layers(click.ParamType[range]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
         first, dash, last = str(value).partition("-")
-        if not first.isdigit() or not (last if dash else first).isdigit() or int(last or first) < int(first):
-            self.fail(f"'{value}' is no range of layers; write 0-3", param, ctx)
-        return range(int(first), int(last or first) + 1)
+        low, high = _whole_number(first), _whole_number(last if dash else first)
+        if low is None or high is None or high < low:
+            self.fail(f"'{_shortened(value)}' is no range of layers; write 0-3", param, ctx)
+        return range(low, high + 1)
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -109,16 +119,99 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
     name = "N,..."
 
+    def __init__(self, most: int):
+        self.most = most
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            self.fail(f"'{value}' is no list of positive numbers; write 1,8", param, ctx)
-        return tuple(map(int, parts))
+        numbers = [number for part in str(value).split(",") if (number := _whole_number(part.strip()))]
+        if len(numbers) != str(value).count(",") + 1:
+            self.fail(f"'{_shortened(value)}' is no list of positive numbers; write 1,8", param, ctx)
+        if max(numbers) > self.most:
+            self.fail(f"{max(numbers)} is more than {self.most}", param, ctx)
+        return tuple(numbers)
+
+
+class Number(click.FloatRange):
+    """A finite number in a range. NaN is neither below nor above a bound, so that click's own range has it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number", param, ctx)
+        return float(number)
+
+
+class File(click.Path):
+    """The path of a file or a folder, which need not be there unless `exists` is given."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(path_type=Path, **kwargs)
+
+    def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Name(click.ParamType[str]):
+    """A path, or the name of something else: a Hub id, a config of this package."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
+        return str(value)
+
+
+class Prompt(click.ParamType[str]):
+    """Text for a model."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:  # bytes that the locale's encoding does not have stand in an argument as surrogates
+            return os.fsencode(value).decode() if texts.has_surrogates(value) else str(value)
+        except UnicodeError:
+            self.fail(f"'{_shortened(value)}' is no text in UTF-8", param, ctx)
+
+
+def _whole_number(text: str) -> int | None:
+    """None where it is none, or has so many digits that it is a mistake."""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:60]}... ({len(text):,} characters)"
+
+
+def _path_problem(path: "str | os.PathLike[str]") -> str | None:
+    """Why the system can have no file of this name; None where it can."""
+    if not os.fspath(path):
+        return "the path is empty"
+    try:
+        os.lstat(path)
+    except ValueError as e:  # a NUL, or a character that the encoding of names does not have
+        return f"'{_shortened(path)}' cannot be a path: {e}"
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            return f"'{_shortened(path)}' cannot be a path: {e.strerror}"
+    return None
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+
+OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Replace OUT, made by tpuconv, which stays complete until the new one is."
+)
+CHECK = click.option(
+    "--check",
+    is_flag=True,
+    help="Where OUT is there already, read all of it; else only its files' sizes are looked at.",
+)
 
 CACHE_DTYPE = click.option(
     "--cache-dtype",
@@ -131,7 +224,24 @@ CACHE_DTYPE = click.option(
 
 def main() -> None:
     """The entry point of the command `tpuconv`."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for descriptor in range(3):  # else the first files to be opened would be taken for stdout and stderr
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast(TextIO, _Stream(sys.stdout, "stdout")), cast(TextIO, _Stream(sys.stderr, None))
+    _signals.clear()
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
+            signal.signal(number, _interrupt)
+    try:
+        _main()
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _main() -> None:
     as_json, verbose = "--json" in sys.argv, any(a in ("-v", "--verbose") for a in sys.argv)
     try:
         code = tpuconv.main(standalone_mode=False)
@@ -139,34 +249,105 @@ def main() -> None:
         sys.stderr.flush()
         # All is closed and on the disk. The interpreter would now take apart jax and numba, object by object: 0.4 s.
         os._exit(code if isinstance(code, int) else 0)
-    except click.exceptions.NoArgsIsHelpError as e:
-        e.show()
-        sys.exit(2)
-    except click.ClickException as e:
-        _fail(UsageError(e.format_message(), hint=_help_hint(e)), as_json)
-    except TpuconvError as e:
-        if verbose:
-            traceback.print_exc()
-        _fail(e, as_json)
-    except (KeyboardInterrupt, click.Abort) as e:
-        cause = e.__context__ or e  # click makes an Abort of every KeyboardInterrupt
-        click.echo("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
-        sys.exit(TERMINATED if isinstance(cause, _Terminated) else INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(0)
-    except Exception as e:  # a bug: say so in one line, and all of it on request
-        if verbose:
-            traceback.print_exc()
-        hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
-        _fail(TpuconvError(f"{type(e).__name__}: {e}", hint=hint), as_json)
+    except (Exception, KeyboardInterrupt) as e:
+        # Click makes an Abort of a KeyboardInterrupt, and of an EOFError.
+        cause = e.__cause__ if isinstance(e, click.Abort) and e.__cause__ else e
+        if _signals or isinstance(cause, KeyboardInterrupt):  # what a signal interrupts may fail in its own way
+            _say("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
+            sys.exit(EXIT_CODES[_signals[0] if _signals else signal.SIGINT])
+        if isinstance(e, click.exceptions.NoArgsIsHelpError):
+            e.show(sys.stderr)
+            sys.exit(2)
+        error = _known(cause)
+        if verbose and not isinstance(e, click.ClickException):
+            _say(plain("".join(traceback.format_exception(cause)), "\n"), err=True)
+        _fail(error, as_json)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: the work stops as for Ctrl-C."""
+class _Stream:
+    """stdout or stderr, which take any character, by its escape where the encoding lacks it. Once nobody reads what is
+    written (`| head`, a closed stderr) it is dropped, and the work goes on; `unread` tells. What has a `name` must not
+    be lost for another reason, such as a full disk: that is a ResourceError."""
+
+    def __init__(self, stream: IO[Any] | None, name: str | None):
+        self.stream: IO[Any] = stream or open(os.devnull, "w")  # noqa: SIM115  (it was closed before we began)
+        self.name, self.unread = name, False
+
+    @property
+    def buffer(self) -> "_Stream":
+        """What takes bytes, as click writes them where the encoding is ASCII."""
+        return _Stream(cast(TextIO, self.stream).buffer, self.name)
+
+    def write(self, text: str | bytes) -> int:
+        if not text:  # so click tries whether a stream takes text or bytes
+            return 0 if isinstance(text, str) else self.stream.write(text)
+        if isinstance(text, str):
+            encoding = self.stream.encoding or "utf-8"  # type: ignore[attr-defined]
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        with self._checked():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._checked():
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            self.unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # for what is still in the buffer, too
+            if self.name and not isinstance(e, BrokenPipeError):
+                raise ResourceError(f"{self.name} cannot be written: {e.strerror}") from e
 
 
-def _terminate(*_: object) -> None:
-    raise _Terminated
+_signals: list[int] = []
+"""Those that came."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Of a class of its own: by a plain one that was raised within `exec` the interpreter would end with SIGINT,
+    whatever the exit code."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """For SIGINT and SIGTERM: the work stops. While a module in C is imported it cannot: some make an ImportError of an
+    exception then, others end the process. So a timer asks again a little later. What else makes another exception of
+    this one does not matter: `main` looks at what came."""
+    if number != signal.SIGALRM:
+        _signals.append(number)
+    while frame is not None:
+        loads = frame.f_code.co_name in ("create_module", "exec_module")
+        if loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
+    raise _Interrupted
+
+
+def _known(error: BaseException) -> TpuconvError:
+    """The error as one of ours, with an exit code. What it cannot be is a bug."""
+    if isinstance(error, TpuconvError):
+        return error
+    if isinstance(error, click.ClickException):
+        return UsageError(error.format_message(), hint=_help_hint(error))
+    first, *others = str(error).splitlines() or [""]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"'{_shortened(error.filename)}' cannot be a path: {error.strerror}")
+    exhausted = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in first
+    if isinstance(error, MemoryError) or exhausted or first == "can't start new thread":
+        return ResourceError(
+            f"there is too little memory: {first or 'an allocation failed'}",
+            hint="give --max-memory where the command has it, close other programs, or raise the limit (ulimit -v)",
+        )
+    hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
+    return TpuconvError(f"{type(error).__name__}: {first}", details=others, hint=hint)
 
 
 @contextmanager
@@ -174,8 +355,9 @@ def _kept() -> Iterator[None]:
     """Around work that a rerun goes on with: who interrupts it is told so."""
     try:
         yield
-    except KeyboardInterrupt as e:
-        e.add_note("What is done is kept: the same command goes on from there.")
+    except BaseException as e:
+        if _signals or isinstance(e, KeyboardInterrupt):
+            e.add_note("What is done is kept: the same command goes on from there.")
         raise
 
 
@@ -190,18 +372,51 @@ def _fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = 
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
         _print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
     name = click.style(type(error).__name__, fg="red", bold=True)
-    click.echo(f"{name}: {error}", err=True)
+    hint = error.hint and plain(error.hint, "\n")  # it may end with a line to be copied
+    shown = TpuconvError(plain(error.message), details=[*map(plain, error.details)], hint=hint)
+    _say(f"{name}: {shown}", err=True)
     sys.exit(error.exit_code)
 
 
 def _print_json(value: Mapping[str, Any]) -> None:
-    click.echo(jsonlib.dumps(value, indent=1, ensure_ascii=False))
+    unicode = (sys.stdout.encoding or "").lower().replace("_", "-").startswith("utf")
+    _say(texts.json(value, ascii_only=not unicode))
 
 
-def _console() -> "Console":
+def _say(text: str, nl: bool = True, err: bool = False) -> None:
+    """Writes text as it is: what of it is foreign must be `plain`."""
+    click.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+def _console(err: bool = False) -> "Console":
+    """The one through which all is drawn. A string has no markup in it, and is made `plain` wherever it stands: in a
+    line, a table, a title. Styles are those of `_styled`, lines of a cell those of `_lines`."""
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            own = {name: options[name] for name in ("style", "justify", "overflow") if name in options}
+            return Text(plain(text), **own)
+
+    if err:
+        return PlainConsole(stderr=True)
+    return PlainConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def _styled(*parts: str | tuple[str, str]) -> "Text":
+    """Foreign text with styles: a string, or a pair of a string and its style."""
+    from rich.text import Text
+
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((plain(text), style) for text, style in pairs))
+
+
+def _lines(items: Iterable[str]) -> "Text":
+    """Foreign strings, each in a line of its own."""
+    from rich.text import Text
+
+    return Text("\n".join(map(plain, items)))
 
 
 def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
@@ -209,6 +424,7 @@ def _table(title: str, *columns: str, right: Iterable[str] = ()) -> "Table":
     from rich.table import Table
 
     # Wide enough for its title, which would be broken to the table's width.
+    title = plain(title)
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, min_width=min(len(title) + 2, 100)
     )
@@ -227,13 +443,43 @@ def _peak_memory() -> int:
 
 
 @contextmanager
+def _plain_path(folder: Path) -> Iterator[Path]:
+    """The folder by a path that TensorStore and tokenizers take: in UTF-8 and without a backslash. Where its own is
+    none, it is that of its descriptor."""
+    path = str(folder.absolute())
+    if not texts.has_surrogates(path) and "\\" not in path:
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _check_address_space(more: int = 0) -> None:
+    """Raises ResourceError where a limit of this process (`ulimit -v`) is too small for jax and `more` bytes: its
+    libraries end the process when a thread or an allocation is refused. The most that a command took on two
+    processors is 2.6 GB, most of it addresses without memory: libraries, stacks, pools of threads."""
+    _check_limit(JAX_ADDRESS_SPACE + JAX_ADDRESS_SPACE_PER_CPU * len(os.sched_getaffinity(0)) + more)
+
+
+def _check_limit(need: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < need:
+        raise ResourceError(
+            f"this process may have {format_size(limit)} of addresses, and the command needs {format_size(need)}",
+            hint=f"raise the limit: `ulimit -v {-(-need // 1024)}`, or `ulimit -v unlimited`",
+        )
+
+
+@contextmanager
 def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar with rate, time left and memory, on the terminal; nothing where there is none. Call it with done and
     total."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -250,15 +496,15 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
             return Text(f"memory {format_size(_peak_memory())}", style="dim")
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         Memory(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None, visible=False)  # a local source is not downloaded
+    with Progress(*columns, console=_console(err=True)) as bar:
+        task = bar.add_task(plain(what), total=None, visible=False)  # a local source is not downloaded
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
@@ -278,9 +524,7 @@ def _sign_of_life(what: str, quiet: bool) -> Iterator[None]:
     if quiet or not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
+    with _console(err=True).status(_styled(what)):
         yield
 
 
@@ -289,6 +533,8 @@ def _sign_of_life(what: str, quiet: bool) -> Iterator[None]:
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
 def tpuconv(verbose: bool) -> None:
     """Hugging Face checkpoints to sharded Orbax checkpoints for JAX: convert them, and prove that nothing was lost."""
+    # With less the libraries fail to load, each in its own way: OpenBLAS sends this process a SIGINT.
+    _check_limit(ADDRESS_SPACE + ADDRESS_SPACE_PER_CPU * len(os.sched_getaffinity(0)))
 
 
 # -- convert ----------------------------------------------------------------------------------------------------------
@@ -304,8 +550,8 @@ def tpuconv(verbose: bool) -> None:
         "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
     ),
 )
-@click.argument("src")
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("src", type=Name())
+@click.argument("out", required=False, type=File())
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float32"]),
@@ -320,12 +566,16 @@ def tpuconv(verbose: bool) -> None:
     show_default=True,
     help="What becomes of FP8, INT8, INT4 and FP4 values: bfloat16, or codes and scales as they are.",
 )
-@click.option("--quantize", metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does.")
+@click.option(
+    "--quantize", type=Name(), metavar="CONFIG", help="Quantize on the way, as `tpuconv quantize --config` does."
+)
 @click.option("--scan-layers", is_flag=True, help="Stack the layers in one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
 @click.option("--include-mtp", is_flag=True, help="Convert the layers that predict further tokens (DeepSeek), too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
+@click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and infinite values, and scales of 0, as they are.")
+@OVERWRITE
+@CHECK
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]")
 @click.option("--dry-run", is_flag=True, help="Stop after the plan and show it; weights are not even downloaded.")
@@ -340,7 +590,9 @@ def convert(
     layers: range | None,
     include_mtp: bool,
     revision: str | None,
+    allow_nonfinite: bool,
     overwrite: bool,
+    check: bool,
     max_memory: int | None,
     jobs: int | None,
     dry_run: bool,
@@ -350,6 +602,7 @@ def convert(
 
     OUT appears whole or not at all. Interrupted, the same command goes on where it was.
     """
+    from tpuconv.convert.damaged import DamagedDownload
     from tpuconv.convert.hub import resolve
     from tpuconv.convert.plan import Options
     from tpuconv.convert.run import Limits
@@ -359,18 +612,31 @@ def convert(
     _either_kept_or_quantized(encoding == "keep", quantize)
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
-    with _kept(), _progress("downloading", as_json) as show:
-        resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
-    with resolved:
-        source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
-        family = find_family(source.config)
-        options = Options(dtype, scan_layers, layers, include_mtp, encoding)
-        plan = _plan(source, family, family.table, options, rules, runs=not dry_run)
-        if dry_run:
-            _show_plan(plan, limits.jobs, limits.max_memory, as_json)
-            return
-        out = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
-        _run(plan, out, limits, overwrite, as_json, "converting")
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite)
+
+    def attempt() -> None:
+        with _kept(), _progress("downloading", as_json) as show:
+            resolved = resolve(src, revision=revision, weights=not dry_run, progress=show)
+        with resolved:
+            source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
+            family = find_family(source.config)
+            plan = _plan(source, family, family.table, options, rules, runs=not dry_run)
+            if dry_run:
+                _show_plan(plan, limits.jobs, limits.max_memory, as_json)
+                return
+            to = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
+            _run(plan, to, limits, overwrite, check, as_json, "converting")
+
+    fetched_again: set[tuple[Path, ...]] = set()
+    while True:
+        try:
+            return attempt()
+        except DamagedDownload as e:
+            if tuple(e.files) in fetched_again:
+                raise
+            e.remove()
+            fetched_again.add(tuple(e.files))
+            _say(plain(f"{e.message}: it is downloaded again."), err=True)
 
 
 def _either_kept_or_quantized(keep: bool, quantize: str | None) -> None:
@@ -395,6 +661,7 @@ def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfi
     plan = make_plan(source, family.name, table, config, options)
     if rules is None or plan.faults:
         return plan
+    _check_address_space()
     with _uncollected():
         from tpuconv.quantize.apply import quantization
 
@@ -416,9 +683,11 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, what: str) -> None:
+def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, check: bool, as_json: bool, what: str) -> None:
     """Runs a plan with a bar, and says what came out."""
     from tpuconv.convert.run import run
+    from tpuconv.convert.sealed import read_sealed
+    from tpuconv.convert.source import VERIFIED
 
     began, resumed = time.monotonic(), 0
     with _kept(), _progress(what, as_json) as show:
@@ -426,9 +695,14 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
             show(at.done, at.total)
             resumed = at.resumed or resumed
     seconds = time.monotonic() - began
+    was_there = resumed == plan.source_bytes
+    if check and was_there:
+        _check_all(out, as_json)
+    verified = read_sealed(out).raw["source"].get("verified")
     facts = {
         "out": str(out),
         "family": plan.family,
+        "source_verified": verified == VERIFIED,
         "arrays": len(plan.arrays),
         "parameters": plan.parameters,
         "output_bytes": plan.output_bytes,
@@ -442,18 +716,23 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, as_json: bool, w
         _print_json(facts | ({"quantization": report.to_json()} if report else {}))
         return
     console = _console()
-    if resumed == plan.source_bytes:
-        console.print(f"[bold]{out}[/bold] is already there, whole and of this source and options.", soft_wrap=True)
+    if was_there:
+        looked = "every checksum holds" if check else "all files in their sizes (--check reads them)"
+        console.print(
+            _styled((str(out), "bold"), f" is already there, of this source and options: {looked}."), soft_wrap=True
+        )
     else:
         rate = (plan.source_bytes - resumed) / seconds
-        console.print(
-            f"[bold]{out}[/bold]: {plan.family}, {plan.parameters:,} parameters in {len(plan.arrays)} arrays, "
+        facts_line = (
+            f": {plan.family}, {plan.parameters:,} parameters in {len(plan.arrays)} arrays, "
             f"{format_size(plan.output_bytes)} in {seconds:.1f} s ({format_size(rate)}/s), "
             f"peak memory {format_size(_peak_memory())}"
-            + (f", {format_size(resumed)} from an earlier run" if resumed else ""),
-            soft_wrap=True,
+            + (f", {format_size(resumed)} from an earlier run" if resumed else "")
         )
+        console.print(_styled((str(out), "bold"), facts_line), soft_wrap=True)
     _print_skipped(console, plan)
+    if verified != VERIFIED:
+        console.print(f"  source {verified or 'unverified'}", soft_wrap=True)
     if report:
         _print_report(console, report, out)
 
@@ -479,7 +758,7 @@ def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
         first = arrays[0]
         shape = " ".join(map(str, first.shape))
         table.add_row(
-            "\n".join(sources), pattern, first.axes, shape, first.dtype.name, format_size(sum(a.nbytes for a in arrays))
+            _lines(sources), pattern, first.axes, shape, first.dtype.name, format_size(sum(a.nbytes for a in arrays))
         )
     console = _console()
     console.print(table)
@@ -515,25 +794,30 @@ def _print_skipped(console: "Console", plan: "Plan") -> None:
         "tpuconv quantize --list",
     ),
 )
-@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
-@click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("--config", metavar="NAME", help="A config of this package (see --list), or the path of a file.")
+@click.argument("ckpt", required=False, type=File())
+@click.argument("out", required=False, type=File())
+@click.option(
+    "--config", type=Name(), metavar="NAME", help="A config of this package (see --list), or the path of a file."
+)
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option("--explain", is_flag=True, help="Show what would become of every parameter, and stop.")
 @click.option("--sensitivity", is_flag=True, help="Measure what rounding each group of parameters costs, and stop.")
-@click.option("--target-bits", type=float, help="Write the config that loses least at so many bits a weight, and stop.")
+@click.option(
+    "--target-bits",
+    type=Number(min=0, min_open=True),
+    help="Write the config that loses least at so many bits a weight, and stop.",
+)
 @click.option(
     "--out-config",
-    type=click.Path(path_type=Path),
+    type=File(),
     default="recipe.yaml",
     show_default=True,
     help="Where --target-bits writes.",
 )
-@click.option(
-    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="To measure on: a prompt a line."
-)
+@click.option("--prompts", type=File(exists=True, dir_okay=False), help="To measure on: a prompt a line.")
 @click.option("--dry-run", is_flag=True, help="Stop after the plan and show it.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT, which stays whole until the new one is.")
+@OVERWRITE
+@CHECK
 @click.option("--max-memory", type=Size(), help="Budget, such as 8GB.  [default: 60% of the machine's]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]")
 @JSON
@@ -549,6 +833,7 @@ def quantize(
     prompts: Path | None,
     dry_run: bool,
     overwrite: bool,
+    check: bool,
     max_memory: int | None,
     jobs: int | None,
     as_json: bool,
@@ -578,14 +863,14 @@ def quantize(
             "--sensitivity and --target-bits measure, and quantize nothing",
             hint="leave OUT and --config out; then quantize with `--config recipe.yaml`",
         )
-    _goes_with("--config", not measuring, "explain", "dry_run", "max_memory", "jobs")
+    _goes_with("--config", not measuring, "explain", "dry_run", "check", "max_memory", "jobs")
     rules = _rules(config)
     if rules is None and not measuring:
         raise UsageError("--config is missing", hint="`tpuconv quantize --list` shows what there is")
     chosen = ckpt or _newest_checkpoint(quantized=False)
     if ckpt is None and not as_json:
         doing = "Measuring" if measuring else "Quantizing"
-        _console().print(f"{doing} [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+        _console().print(_styled(f"{doing} ", (str(chosen), "bold"), ", the newest checkpoint here."), soft_wrap=True)
     if rules is None:
         _measure(chosen, target_bits, out_config, prompts, overwrite, as_json)
         return
@@ -601,7 +886,15 @@ def quantize(
     elif dry_run:
         _show_plan(plan, limits.jobs, limits.max_memory, as_json)
     else:
-        _run(plan, out or chosen.with_name(f"{chosen.name}-{rules.name}"), limits, overwrite, as_json, "quantizing")
+        _run(
+            plan,
+            out or chosen.with_name(f"{chosen.name}-{rules.name}"),
+            limits,
+            overwrite,
+            check,
+            as_json,
+            "quantizing",
+        )
 
 
 def _list_configs(as_json: bool) -> None:
@@ -746,8 +1039,11 @@ def _measure(
     console.print("  KL(unquantized || this group quantized), nats a token, worst first", soft_wrap=True)
     if target is not None:
         console.print(
-            f"[bold]{out}[/bold]: {model.bits(options):.2f} bits a weight; KL {measured:.3g} measured, {predicted:.3g} "
-            f"by the sum of its groups. Next: tpuconv quantize {ckpt} --config {out}",
+            _styled(
+                (str(out), "bold"),
+                f": {model.bits(options):.2f} bits a weight; KL {measured:.3g} measured, {predicted:.3g} by the sum of "
+                f"its groups. Next: tpuconv quantize {ckpt} --config {out}",
+            ),
             soft_wrap=True,
         )
 
@@ -797,10 +1093,12 @@ def _print_report(console: "Console", report: "Report", out: Path) -> None:
     cls=Example,
     examples=("tpuconv export Qwen3-8B-orbax Qwen3-8B-again", "tpuconv export DeepSeek-R1-orbax /data/DeepSeek-R1"),
 )
-@click.argument("ckpt", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("ckpt", type=File())
+@click.argument("out", type=File())
+@OVERWRITE
+@CHECK
 @JSON
-def export(ckpt: Path, out: Path, as_json: bool) -> None:
+def export(ckpt: Path, out: Path, overwrite: bool, check: bool, as_json: bool) -> None:
     """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that it had.
 
     What was neither cast nor dequantized comes back byte for byte; codes and scales do where they were kept. OUT
@@ -813,20 +1111,31 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
     config = family.config.from_hf(exporter.released_config(manifest))
-    began, total = time.monotonic(), 0
+    began, total, was_there = time.monotonic(), 0, False
     with _kept(), _progress("exporting", as_json) as show:
-        for at in exporter.export(manifest, family.table, config, out):
+        for at in exporter.export(manifest, family.table, config, out, overwrite=overwrite):
             show(at.done, at.total)
-            total = at.total
+            total, was_there = at.total, at.resumed == at.total
+    if check and was_there:
+        _check_all(out, as_json)
     seconds = time.monotonic() - began
     files = len(list(out.glob("*.safetensors")))
     facts = {"out": str(out), "family": family.name, "files": files, "bytes": total, "seconds": round(seconds, 3)}
     if as_json:
         _print_json(facts | {"peak_memory_bytes": _peak_memory()})
         return
+    if was_there:
+        looked = "every checksum holds" if check else "all files in their sizes (--check reads them)"
+        _console().print(
+            _styled((str(out), "bold"), f" is already there, of this checkpoint: {looked}."), soft_wrap=True
+        )
+        return
     _console().print(
-        f"[bold]{out}[/bold]: {family.name}, {format_size(total)} in {files} {'files' if files > 1 else 'file'}, "
-        f"{seconds:.1f} s ({format_size(total / max(seconds, 1e-9))}/s)",
+        _styled(
+            (str(out), "bold"),
+            f": {family.name}, {format_size(total)} in {files} {'files' if files > 1 else 'file'}, "
+            f"{seconds:.1f} s ({format_size(total / max(seconds, 1e-9))}/s)",
+        ),
         soft_wrap=True,
     )
 
@@ -847,13 +1156,13 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
         "tpuconv verify Qwen3-8B-orbax --benchmark --batch 1,8 --prompt-length 128 --new-tokens 64",
     ),
 )
-@click.argument("ckpt", required=False)
+@click.argument("ckpt", required=False, type=Name())
 @click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
 @click.option("--layerwise", is_flag=True, help="Compare a layer at a time: no model is in memory whole.")
-@click.option("--source", help="The source checkpoint, where it is not any more where it was converted from.")
 @click.option(
-    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file with a prompt a line."
+    "--source", type=Name(), help="The source checkpoint, where it is not any more where it was converted from."
 )
+@click.option("--prompts", type=File(exists=True, dir_okay=False), help="A file with a prompt a line.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float32"]),
@@ -867,14 +1176,18 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
     multiple=True,
     help="Ask the TPU compiler whether the model fits this slice, as v5e:4x4; v5e: which is the smallest.",
 )
-@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--context", type=click.IntRange(1, MOST_TOKENS), default=2048, show_default=True, help="Tokens of a sequence."
+)
 @click.option(
     "--mesh",
     help="How the slice, or with --compare-hf the devices here, are divided, as tensor=8,expert=2.  [default: fewest "
     "collectives on a slice, one device here]",
 )
 @click.option("--write-layouts", is_flag=True, help="Write how arrays should lie in memory there, for `load`, in CKPT.")
-@click.option("--quantize", metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it.")
+@click.option(
+    "--quantize", type=Name(), metavar="CONFIG", help="Ask for the model as `tpuconv quantize --config` would make it."
+)
 @click.option(
     "--encoding",
     type=click.Choice(["dequantize", "keep"]),
@@ -885,11 +1198,22 @@ def export(ckpt: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--benchmark", is_flag=True, help="Time prefill and decoding on the devices here.")
 @CACHE_DTYPE
-@click.option("--batch", type=Numbers(), default="1", show_default=True, help="Sequences at once; a list: 1,8.")
-@click.option("--prompt-length", type=Numbers(), default="128", show_default=True, help="Tokens of a prompt; a list.")
-@click.option("--new-tokens", type=Numbers(), default="64", show_default=True, help="Tokens for each prompt; a list.")
+@click.option(
+    "--batch", type=Numbers(MOST_SEQUENCES), default="1", show_default=True, help="Sequences at once; a list: 1,8."
+)
+@click.option(
+    "--prompt-length", type=Numbers(MOST_TOKENS), default="128", show_default=True, help="Tokens of a prompt; a list."
+)
+@click.option(
+    "--new-tokens", type=Numbers(MOST_TOKENS), default="64", show_default=True, help="Tokens for each prompt; a list."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; medians are shown.")
 @click.option("--markdown", is_flag=True, help="Print the benchmark as a Markdown table.")
+@click.option(
+    "--update",
+    is_flag=True,
+    help="Take config.json, tokenizer and cards into the manifest as they are now, then check.",
+)
 @JSON
 def verify(
     ckpt: str | None,
@@ -911,9 +1235,10 @@ def verify(
     new_tokens: tuple[int, ...],
     repeats: int,
     markdown: bool,
+    update: bool,
     as_json: bool,
 ) -> None:
-    """Check every array of CKPT against its checksum, with --compare-hf its model against the original, with
+    """Check every array and file of CKPT against its checksum, with --compare-hf its model against the original, with
     --benchmark how fast it is, or with --topology which TPUs it fits.
 
     CKPT is the newest checkpoint in the current folder by default. With --topology it may also be a source, a Hub id, a
@@ -929,6 +1254,8 @@ def verify(
     _goes_with("--benchmark or --topology", benchmark or bool(topologies), "batch", "cache_dtype")
     if compare_hf + benchmark + bool(topologies) > 1:
         raise UsageError("--compare-hf, --benchmark and --topology exclude each other", hint="run one after the other")
+    if update and (compare_hf or benchmark or topologies):
+        raise UsageError("--update goes with no other check", hint="run one after the other")
     if layerwise and mesh:
         raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
     from tpuconv.verify import tpu
@@ -952,13 +1279,15 @@ def verify(
         from tpuconv.verify.decode import shapes
 
         wanted = shapes(batch, prompt_length, new_tokens)
-    manifest = read_manifest(_chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown))
+    chosen = _chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown)
+    if not (compare_hf or benchmark):
+        _verify_folder(chosen, update, as_json)
+        return
+    manifest = read_manifest(chosen)
     if compare_hf:
         _verify_logits(manifest, source, prompts, dtype, sizes, layerwise, as_json)
-    elif benchmark:
-        _benchmark(manifest, dtype, _cache_dtype(cache_dtype), wanted, repeats, as_json, markdown)
     else:
-        _verify_weights(manifest, as_json)
+        _benchmark(manifest, dtype, _cache_dtype(cache_dtype), wanted, repeats, as_json, markdown)
 
 
 def _goes_with(option: str, given: bool, *others: str) -> None:
@@ -972,16 +1301,18 @@ def _goes_with(option: str, given: bool, *others: str) -> None:
 def _chosen_checkpoint(ckpt: Path | None, doing: str, quiet: bool) -> Path:
     chosen = ckpt or _newest_checkpoint()
     if ckpt is None and not quiet:
-        _console().print(f"{doing} [bold]{chosen}[/bold], the newest checkpoint here.", soft_wrap=True)
+        _console().print(_styled(f"{doing} ", (str(chosen), "bold"), ", the newest checkpoint here."), soft_wrap=True)
     return chosen
 
 
 def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
     """The newest in the current folder; of quantized ones or of the others where it matters."""
-    from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.manifest import read_manifest
+    from tpuconv.convert.names import MANIFEST
+    from tpuconv.convert.sealed import CHECKPOINT, kind_of
 
-    found = sorted(Path().glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime_ns)
+    found = [path for path in Path().glob(f"*/{MANIFEST}") if kind_of(path.parent) in (CHECKPOINT, None)]
+    found.sort(key=lambda path: path.stat().st_mtime_ns)
     if quantized is not None:
         found = [path for path in found if (read_manifest(path.parent).quantization is not None) == quantized]
     if not found:
@@ -991,41 +1322,80 @@ def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
     return found[-1].parent
 
 
-def _verify_weights(manifest: Any, as_json: bool) -> None:
+def _verify_folder(folder: Path, update: bool, as_json: bool) -> None:
+    """Checks all of an output of ours; with `update` takes files into its manifest first."""
+    from tpuconv.convert.manifest import read_manifest
     from tpuconv.errors import CorruptOutput
-    from tpuconv.verify.weights import check
+    from tpuconv.verify import weights
 
-    total, done, checked, began = int(manifest.raw["bytes"]), 0, [], time.monotonic()
-    with _progress("checking", as_json) as show:
-        for array in check(manifest):
-            checked.append(array)
-            done += array.nbytes
-            show(done, total)
-    faults = [array for array in checked if array.fault]
+    changed = weights.update(read_manifest(folder)) if update else []
+    if changed and not as_json:
+        _console().print(_styled("taken into the manifest: ", ", ".join(changed)), soft_wrap=True)
+    began = time.monotonic()
+    checked, arrays = _check(folder, as_json)
+    done = sum(each.nbytes for each in checked)
+    faults = [each for each in checked if each.fault]
     seconds = time.monotonic() - began
     if as_json:
         _print_json(
             {
                 "passed": not faults,
-                "checkpoint": str(manifest.folder),
-                "arrays": len(manifest.arrays),
+                "checkpoint": str(folder),
+                "arrays": arrays,
+                "files": len(checked) - arrays,
                 "bytes": done,
-                "faults": [{"name": array.name, "fault": array.fault} for array in faults],
+                "faults": [{"name": each.name, "fault": each.fault} for each in faults],
+                **({"updated": changed} if update else {}),
             }
         )
     if faults and not as_json:
-        raise CorruptOutput(
-            f"{len(faults)} {'faults' if len(faults) > 1 else 'fault'} in {manifest.folder}",
-            details=[f"{array.name} {array.fault}" for array in faults[:20]],
-            hint="convert the checkpoint again",
-        )
+        raise _damage(folder, faults)
     if faults:
         sys.exit(CorruptOutput.exit_code)
     if not as_json:
+        counted = f"{arrays} arrays, " if arrays else ""
+        counted += f"{len(checked) - arrays} files, {format_size(done)}, every checksum holds"
         rate = format_size(done / max(seconds, 1e-9))
-        _console().print(
-            f"[green]whole[/green]: {len(manifest.arrays)} arrays, {format_size(done)}, every checksum holds ({rate}/s)"
-        )
+        _console().print(_styled(("whole", "green"), f": {counted} ({rate}/s)"))
+
+
+def _check_all(folder: Path, as_json: bool) -> None:
+    """Reads all of an output that was there already; an error if something is wrong."""
+    checked, _ = _check(folder, as_json)
+    if faults := [each for each in checked if each.fault]:
+        raise _damage(folder, faults)
+
+
+def _check(folder: Path, as_json: bool) -> tuple[list[Any], int]:
+    """What was checked, and how many of it are arrays."""
+    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.convert.sealed import SAFETENSORS, kind_of, read_sealed
+    from tpuconv.verify import weights
+
+    if kind_of(folder) == SAFETENSORS:
+        sealed = read_sealed(folder)
+        checks, arrays, total = weights.check_export(folder, sealed), 0, sum(f["bytes"] for f in sealed.files.values())
+    else:
+        manifest = read_manifest(folder)
+        checks, arrays, total = weights.check(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
+    checked, done = [], 0
+    with _progress("checking", as_json) as show:
+        for each in checks:
+            checked.append(each)
+            done += each.nbytes
+            show(min(done, total), total)
+    return checked, arrays
+
+
+def _damage(folder: Path, faults: Sequence[Any]) -> TpuconvError:
+    from tpuconv.errors import CorruptOutput, shorten
+
+    return CorruptOutput(
+        f"{len(faults)} {'faults' if len(faults) > 1 else 'fault'} in {folder}",
+        details=shorten([f"{each.name} {each.fault}" for each in faults]),
+        hint="convert the checkpoint again, with --overwrite; of a file that was changed on purpose "
+        "`tpuconv verify --update` takes the change into the manifest",
+    )
 
 
 def _verify_logits(
@@ -1037,10 +1407,14 @@ def _verify_logits(
     layerwise: bool,
     as_json: bool,
 ) -> None:
+    from dataclasses import replace
+
     from tpuconv.convert.hub import resolve
+    from tpuconv.convert.source import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
 
+    _check_address_space()
     devices = logits.device_mesh(mesh) if mesh else None
     origin = manifest.raw["source"]
     with _kept(), _progress("downloading", as_json) as show:
@@ -1048,18 +1422,23 @@ def _verify_logits(
             source or origin["repo"] or origin["folder"], revision=None if source else origin["commit"], progress=show
         )
     parts: list[Any] = []
-    with resolved:
+    with resolved, _plain_path(resolved.folder) as source_folder, _plain_path(manifest.folder) as path:
+        with _sign_of_life("comparing the source with that of the conversion", as_json):
+            changed = changed_shards(resolved.folder, origin["shards"])
+        if not as_json:
+            _console().print(_source_line(changed), soft_wrap=True)
         ids = _prompt_ids(manifest, resolved.folder, prompt_file)
         own = manifest.dtype if dtype == "auto" else dtype
         if layerwise:
             show_part = (lambda part: None) if as_json else _show_part
-            parts, hf, ours = compare_layers(manifest, resolved.folder, ids, own, show_part)
+            own_manifest = replace(manifest, folder=path)
+            parts, hf, ours = compare_layers(own_manifest, source_folder, ids, own, show_part)
         else:
             with _sign_of_life("running transformers", as_json):
-                hf = logits.reference_logits(resolved.folder, ids, own)
+                hf = logits.reference_logits(source_folder, ids, own)
     if not layerwise:
-        with _sign_of_life("running the converted model", as_json):
-            ours = logits.model_logits(manifest.folder, ids, own, devices)
+        with _sign_of_life("running the converted model", as_json), _plain_path(manifest.folder) as path:
+            ours = logits.model_logits(path, ids, own, devices)
     gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
@@ -1067,6 +1446,7 @@ def _verify_logits(
     failures += result.failures()
     if as_json:
         facts = {"checkpoint": str(manifest.folder), "source": str(source or origin["name"]), **result.to_json()}
+        facts["source_changed"] = None if changed is None else bool(changed)
         if mesh:
             facts["mesh"] = dict(mesh)
         if layerwise:
@@ -1077,17 +1457,33 @@ def _verify_logits(
         _console().print(_comparison_table(result, str(manifest.folder)))
     if failures:
         what = "quantized" if manifest.is_rounded else "converted"
-        error = GateError(f"the {what} model does not compute what the original does", details=failures)
+        error = GateError(
+            f"the {what} model does not compute what the original does",
+            details=failures,
+            hint="the source changed since the conversion: convert it again" if changed else None,
+        )
         if as_json:
             sys.exit(error.exit_code)
         raise error
+
+
+def _source_line(changed: Sequence[str] | None) -> str:
+    """Whether the source is still what was converted."""
+    from tpuconv.errors import shorten
+
+    if changed is None:
+        return "source: the files are others than at the conversion, and no hash of them is known: perhaps it changed"
+    if not changed:
+        return "source: unchanged since the conversion"
+    return f"source: changed since the conversion: {', '.join(shorten(changed, 5))}"
 
 
 def _prompt_ids(manifest: Any, tokenizer_folder: Path, prompt_file: Path | None) -> list[list[int]]:
     from tpuconv.verify.logits import tokenize
 
     vocab = next(a.shape[0] for a in manifest.arrays.values() if a.axes.startswith("V"))
-    return tokenize(tokenizer_folder, _prompts(prompt_file) if prompt_file else [], vocab)
+    with _plain_path(tokenizer_folder) as path:
+        return tokenize(path, _prompts(prompt_file) if prompt_file else [], vocab)
 
 
 def _prompts(file: Path) -> list[str]:
@@ -1103,8 +1499,9 @@ def _prompts(file: Path) -> list[str]:
 
 
 def _show_part(part: Any) -> None:
-    verdict = f"[red]departs[/red]: the gate is {part.gate:g}" if part.departs else ""
-    _console().print(f"{part.name:>10}  by itself {part.own:8.2g}  gathered {part.error:8.2g}  {verdict}")
+    verdict: list[Any] = [("departs", "red"), f": the gate is {part.gate:g}"] if part.departs else []
+    figures = f"{part.name:>10}  by itself {part.own:8.2g}  gathered {part.error:8.2g}  "
+    _console().print(_styled(figures, *verdict))
 
 
 def _comparison_table(result: Any, name: str) -> "Table":
@@ -1130,9 +1527,9 @@ def _comparison_table(result: Any, name: str) -> "Table":
         text = (
             ""
             if bound is None
-            else f"[red]failed[/red]: {bound:g}"
+            else _styled(("failed", "red"), f": {bound:g}")
             if gate in failed
-            else f"[green]holds[/green]: {bound:g}"
+            else _styled(("holds", "green"), f": {bound:g}")
         )
         table.add_row(figure, value, text)
     return table
@@ -1142,8 +1539,8 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
     """The config, the quantization and the dtype of a source or a checkpoint, without its weights. `as_stored` asks for
     a whole checkpoint, and for nothing that it does not hold; `keep` for the codes and scales of a source."""
     from tpuconv.convert.hub import fetch_config
-    from tpuconv.convert.journal import MANIFEST
     from tpuconv.convert.manifest import read_manifest
+    from tpuconv.convert.names import MANIFEST
     from tpuconv.verify import tpu
 
     quantization: Any = None
@@ -1180,6 +1577,7 @@ def _verify_topology(
     from tpuconv.convert import layouts
     from tpuconv.verify import tpu
 
+    _check_address_space()
     answers = []
     for answer in _awaited(tpu.ask(question, groups), "compiling", as_json):
         answers.append(answer)
@@ -1202,7 +1600,7 @@ def _verify_topology(
                 _console().print(table)
         if written:
             names = ", ".join(answer.topology for answer in fitting)
-            _console().print(f"layouts for {names}: [bold]{written}[/bold]", soft_wrap=True)
+            _console().print(_styled(f"layouts for {names}: ", (str(written), "bold")), soft_wrap=True)
     if not fitting:
         error = GateError(
             f"{src} does not fit at batch {question.batch} and context {question.context}",
@@ -1219,11 +1617,11 @@ def _cache_dtype(chosen: str) -> str | None:
     return None if chosen == "auto" else chosen
 
 
-def _answer_line(answer: Any) -> str:
+def _answer_line(answer: Any) -> "Text":
     from tpuconv.verify.tpu import format_mesh
 
-    fits = f"[red]{answer.why}[/red]" if answer.why else "[green]fits[/green]"
-    return f"  {answer.topology} ({format_mesh(answer.mesh)}): {fits}"
+    verdict = (answer.why, "red") if answer.why else ("fits", "green")
+    return _styled(f"  {answer.topology} ({format_mesh(answer.mesh)}): ", verdict)
 
 
 def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
@@ -1270,7 +1668,7 @@ def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator
             }
             for kind, lines in does.items():
                 if lines:
-                    table.add_row(answer.topology, program.name, kind, "\n".join(lines))
+                    table.add_row(answer.topology, program.name, kind, _lines(lines))
     yield table
 
 
@@ -1292,7 +1690,8 @@ def _benchmark(
     from tpuconv.verify import decode
 
     own = manifest.dtype if dtype == "auto" else dtype
-    tokenizer = load_tokenizer(manifest.folder) if has_tokenizer(manifest.folder) else None
+    with _plain_path(manifest.folder) as path:
+        tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     spoken = tokenizer(decode.PROMPT)["input_ids"] if tokenizer else []
     machine = decode.machine()
     with _sign_of_life("loading", as_json):  # and none while times are taken
@@ -1339,7 +1738,8 @@ def _benchmark(
     )
     if as_markdown:
         lines = [columns, ["---"] * len(columns), *rows]
-        click.echo("\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), "", footer]))
+        table_lines = (f"| {' | '.join(line)} |" for line in lines)
+        _say("\n".join([texts.markdown(title), "", *table_lines, "", texts.markdown(footer)]))
         return
     table = _table(title, *columns, right=columns)
     for row in rows:
@@ -1348,14 +1748,16 @@ def _benchmark(
     console.print(table)
     console.print(footer, soft_wrap=True)
     if text is not None:
-        console.print(f"\nGreedy: {text}", soft_wrap=True, markup=False)
+        _say("\nGreedy: " + plain(text, "\n\t"))
 
 
 def _load(folder: Path, dtype: str | None = None) -> Any:
     """The model on all devices here: the weights are divided where there are several."""
+    _check_address_space(sum(path.stat().st_size for path in folder.glob("params/*/*")))
     from tpuconv.restore import default_mesh, load
 
-    return load(folder, dtype, default_mesh(folder))
+    with _plain_path(folder) as path:
+        return load(path, dtype, default_mesh(path))
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -1368,12 +1770,22 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
         'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
     ),
 )
-@click.argument("ckpt", required=False, type=click.Path(path_type=Path))
-@click.option("--prompt", required=True, help="The text to go on from.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Stop after these.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="The fewest tokens of this probability.")
-@click.option("--top-k", type=int, help="Only the k most likely tokens.")
+@click.argument("ckpt", required=False, type=File())
+@click.option("--prompt", type=Prompt(), required=True, help="The text to go on from.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1, MOST_TOKENS), default=128, show_default=True, help="Stop after these."
+)
+@click.option(
+    "--temperature", type=Number(min=0, max=1000), default=0.0, show_default=True, help="0 takes the most likely token."
+)
+@click.option(
+    "--top-p",
+    type=Number(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="The fewest tokens of this probability.",
+)
+@click.option("--top-k", type=click.IntRange(min=1), help="Only the k most likely tokens.")
 @click.option(
     "--seed",
     type=click.IntRange(-(1 << 63), (1 << 63) - 1),
@@ -1398,25 +1810,30 @@ def generate(
     from tpuconv.convert.manifest import read_manifest
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
-    folder = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json)).folder
-    tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+    manifest = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json))
+    folder = manifest.folder
+    _check_address_space()
+    with _plain_path(folder) as path:
+        tokenizer, ends = load_tokenizer(path), end_tokens(path)
     from tpuconv.models.generate import Generator, Sampling
 
     generator = Generator(_load(folder), Sampling(temperature, top_k, top_p), _cache_dtype(cache_dtype))
+    manifest.check_current()  # of which the tokenizer was read
     ids = tokenizer(prompt)["input_ids"]
     before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
     new: list[int] = []
     shown, times = "", [time.monotonic()]
     if not as_json:
-        click.echo(prompt, nl=False)
+        _say(plain(prompt, "\n\t"), nl=False)
     for ids_B in generator([ids], max_new_tokens, eos=ends, seed=seed):
         times.append(time.monotonic())
         new.append(int(ids_B[0]))
         text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
         if not as_json and not text.endswith("\ufffd"):  # a character whose bytes are not all there
-            click.echo(text[len(shown) :], nl=False)
-            sys.stdout.flush()
+            _say(plain(text[len(shown) :], "\n\t"), nl=False)
             shown = text
+        if getattr(sys.stdout, "unread", False):  # `| head`
+            return
     if as_json:
         _print_json(
             {
@@ -1430,7 +1847,7 @@ def generate(
             }
         )
     else:
-        click.echo(text[len(shown) :])
+        _say(plain(text[len(shown) :], "\n\t"))
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------
@@ -1444,17 +1861,17 @@ def generate(
         "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
     ),
 )
-@click.argument("path")
+@click.argument("path", type=Name())
 @click.option("--mesh", help="Show how a checkpoint of ours is divided over devices, such as data=2,tensor=4.")
 @JSON
 def inspect(path: str, mesh: str | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
-    from tpuconv.convert.journal import MANIFEST
-    from tpuconv.convert.names import collapse
+    from tpuconv.convert.names import MANIFEST, collapse
+    from tpuconv.convert.sealed import SAFETENSORS, kind_of
     from tpuconv.verify.tpu import parse_mesh
 
     sizes = parse_mesh(mesh) if mesh else {}
-    ours = (Path(path) / MANIFEST).is_file()
+    ours = (Path(path) / MANIFEST).is_file() and kind_of(Path(path)) != SAFETENSORS
     if mesh and not ours:
         raise UsageError(f"{path} is no checkpoint of ours: --mesh divides by its axes", hint="convert it first")
     tensors = _our_tensors(Path(path), sizes) if ours else _source_tensors(path)
@@ -1529,7 +1946,7 @@ def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
         infos = {info.name: info for info in read_header(Path(path))[2]}
     else:
         with resolve(path, weights=False) as resolved:
-            infos = dict(open_source(resolved.folder).tensors)
+            infos = dict(open_source(resolved.folder, repo=resolved.repo).tensors)
     return {name: {"dtype": info.dtype, "shape": info.shape, "bytes": info.nbytes} for name, info in infos.items()}
 
 
@@ -1549,7 +1966,7 @@ def families(name: str | None, as_table: bool, as_json: bool) -> None:
     if not as_table:
         table = _table("families", "name", "architectures", "converts")
         for family in chosen:
-            table.add_row(family.name, "\n".join(family.architectures), family.summary)
+            table.add_row(family.name, _lines(family.architectures), family.summary)
         console.print(table)
         return
     for family in chosen:
@@ -1570,7 +1987,7 @@ def _print_family_table(console: "Console", family: Any) -> None:
 
     table = _table(family.name, "Hugging Face", "JAX", "layout", "when")
     for row in family.table:
-        table.add_row("\n".join(row.hf_names), "\n".join(row.jax_names), row.layout, row.when or "")
+        table.add_row(_lines(row.hf_names), _lines(row.jax_names), row.layout, row.when or "")
     console.print(table)
     for pattern, why in family.table.ignore.items():
         console.print(f"  not converted: {pattern}: {why}", soft_wrap=True)

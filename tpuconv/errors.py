@@ -7,6 +7,13 @@ locked or belongs to another plan, 10 output corrupt, 130 and 143 interrupted an
 
 from collections.abc import Sequence
 
+MAX_LETTERS = 4000
+"""Of a message or a detail: what a file holds may be of any length."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
+
 
 class TpuconvError(Exception):
     """What went wrong and where, the facts that show it (`details`, one a line), and what to do next (`hint`)."""
@@ -15,8 +22,8 @@ class TpuconvError(Exception):
 
     def __init__(self, message: str, *, details: Sequence[str] = (), hint: str | None = None):
         super().__init__(message)
-        self.message = message
-        self.details = tuple(details)
+        self.message = _cut(message)
+        self.details = tuple(map(_cut, details))
         self.hint = hint
 
     def __str__(self) -> str:
@@ -82,6 +89,12 @@ class CorruptOutput(TpuconvError):
     """A converted checkpoint does not hold what its manifest says."""
 
     exit_code = 10
+
+
+def shorten(lines: Sequence[str], limit: int = 20) -> list[str]:
+    """The first lines of a long list, and how many there are more."""
+    more = len(lines) - limit
+    return [*lines[:limit], f"... and {more} more"] if more > 0 else list(lines)
 
 
 def root_cause(error: BaseException) -> str:

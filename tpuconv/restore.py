@@ -15,11 +15,11 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from tpuconv.convert.checkpoint import check_contents, read_config
 from tpuconv.convert.layouts import LAYOUTS, read_layouts
 from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.convert.names import QVALUE, SCALE, collapse
-from tpuconv.convert.source import read_json
-from tpuconv.errors import ConfigError, CorruptOutput, UsageError, root_cause
+from tpuconv.errors import CorruptOutput, UsageError, root_cause
 from tpuconv.models.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
@@ -28,6 +28,10 @@ from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
     """The model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`; `model(ids_BT)` gives its logits
     [B, T, V] in float32. A quantized one is the model as Qwix quantizes it, its parameters QArrays.
+
+    What is loaded is what the manifest means: config.json and the arrays are compared with it, by their hashes and by
+    the crc32c of each chunk, which Orbax checks as it reads; of a checkpoint of format 1, whose manifest has no such
+    hashes, a warning says that only Orbax's check was made.
 
     The layers that predict further tokens (`convert --include-mtp`) are no part of it: a warning names their arrays,
     which Orbax restores.
@@ -41,8 +45,9 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
 
     Raises:
         UsageError: the folder is no such checkpoint, or only a part of a model; no axis of the mesh has such a name.
-        CorruptOutput: its arrays are not those of the model, a checksum does not hold, or `layouts.json` is no such
-            file.
+        CorruptOutput: its arrays are not those of the manifest or of the model, a checksum does not hold, config.json
+            was changed, or `layouts.json` is no such file.
+        SourceError: the checkpoint was replaced while it was read.
     """
     manifest = read_manifest(Path(ckpt))
     manifest.check_whole()
@@ -67,6 +72,13 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     if unused := manifest.arrays.keys() - flat.keys():
         patterns = ", ".join(collapse(sorted(unused)))
         warnings.warn(f"{ckpt}: the model does not use, and does not load, {patterns}", stacklevel=2)
+    if not manifest.sealed.is_sealed:
+        warnings.warn(
+            f"{ckpt} was made by an older tpuconv: whether its arrays are those that were converted is not checked "
+            f"(`tpuconv verify {ckpt}` does)",
+            stacklevel=2,
+        )
+    check_contents(manifest, flat.keys())
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = unflatten_dict(targets, sep=".")  # type: ignore[no-untyped-call]
@@ -74,10 +86,12 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
             wanted = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
             restored = checkpointer.restore(manifest.params.absolute(), wanted)
     except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
+        manifest.check_current()
         raise CorruptOutput(
             f"{ckpt} cannot be restored: {root_cause(e)}",
             hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
         ) from e
+    manifest.check_current()
     arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
     for name, value in flat.items():
         if arrays[name].dtype != value.dtype:
@@ -119,7 +133,7 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
 
 
 def _config(manifest: Manifest) -> Any:
-    return get_family(manifest.family).config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
+    return get_family(manifest.family).config.from_hf(read_config(manifest))
 
 
 def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
@@ -134,6 +148,8 @@ def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
     """Where every array lies, and where layouts were written for the devices how."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if (manifest.folder / LAYOUTS).exists():
+        manifest.read_file(LAYOUTS)  # the one that the manifest means
     layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
     out = {}
     for name, dtype in dtypes.items():

@@ -6,13 +6,14 @@ already, from there. Nothing that is read goes unchecked: each chunk, and the in
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import FileIO
 from itertools import product
 from math import prod
@@ -21,17 +22,33 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.journal import MANIFEST
-from tpuconv.convert.manifest import Manifest, StoredArray, element_bytes, read_manifest
-from tpuconv.convert.plan import CHUNK_BYTES, MIB
-from tpuconv.convert.shards import ENTRY, Cut, checked, shard_path
-from tpuconv.convert.source import DTYPES, Shard, Source, TensorInfo, read_json
-from tpuconv.convert.store import DIRECT_BYTES, page_buffer
+from tpuconv.convert.companions import SOURCE_CARD, find_companions, is_companion
+from tpuconv.convert.disk import DIRECT_BYTES, page_buffer
+from tpuconv.convert.hashes import hash_bytes, open_regular
+from tpuconv.convert.manifest import (
+    PARAMS,
+    Manifest,
+    StoredArray,
+    add_checksums,
+    chunk_checksum,
+    crc_checksum,
+    element_bytes,
+    read_manifest,
+)
+from tpuconv.convert.names import collapse
+from tpuconv.convert.plan import CHUNK_BYTES
+from tpuconv.convert.sealed import copy_file
+from tpuconv.convert.shards import CRC_BYTES, ENTRY, MAX_SLOTS, Cut, checked, shard_name
+from tpuconv.convert.source import CONFIG_FILE, DTYPES, Shard, Source, TensorInfo
 from tpuconv.convert.table import Map, MappingTable
-from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError
+from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError, shorten
+from tpuconv.jsonfile import MIB, check, parse
 
 READ_BYTES = 4 * MIB
 """Read at once, or a chunk more."""
+
+MAX_ZARR_BYTES = 1 * MIB
+"""Of a zarr.json, which has about 900."""
 
 _own = threading.local()
 
@@ -51,6 +68,14 @@ class Checkpoint(Source):
     def name(self) -> str:
         return self.folder.resolve().name
 
+    @cached_property
+    def contents_checked(self) -> "Future[None]":
+        """Begins `check_contents` of all arrays beside other work; its result raises what it does."""
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(check_contents, self.manifest, self.manifest.arrays)
+        pool.shutdown(wait=False)
+        return future
+
     @property
     def encoding(self) -> None:
         """None: what config.json says of it was true of the original."""
@@ -61,6 +86,9 @@ class Checkpoint(Source):
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
         return [(path, 0, path.stat().st_size) for path in sorted((self.manifest.params / info.name).glob("c*"))]
+
+    def copy_companion(self, name: str, target: Path) -> None:
+        copy_companion(self.manifest, name, target, self.companions[name])
 
     def table(self) -> MappingTable:
         """Every parameter becomes the one of the same name."""
@@ -84,9 +112,43 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         a.name: TensorInfo(a.name, CODES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype))
         for a in manifest.arrays.values()
     }
-    shards = tuple(Shard(a.name, tensors[a.name].nbytes, 0, a.xxh3) for a in manifest.arrays.values())
-    config = read_json(folder / "config.json", ConfigError)
-    return Checkpoint(folder, config, tensors, shards, manifest=manifest)
+    shards = tuple(Shard(a.name, tensors[a.name].nbytes, digest=a.xxh3) for a in manifest.arrays.values())
+    return Checkpoint(
+        folder, read_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
+    )
+
+
+def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """The files that came with the weights, with size and hash."""
+    if not manifest.sealed.is_sealed:
+        return find_companions(manifest.folder, SOURCE_CARD)
+    own = manifest.sealed.files.items()
+    return {name: dict(facts) for name, facts in own if is_companion(name) or name == SOURCE_CARD}
+
+
+def copy_companion(manifest: Manifest, name: str, target: Path, facts: Mapping[str, Any]) -> None:
+    """Copies a file that came with the weights, of which size and hash are known.
+
+    Raises:
+        SourceError: it cannot be read, or was changed; or the checkpoint was replaced.
+    """
+    try:
+        copy_file(manifest.folder / name, target, facts)
+    except SourceError:
+        manifest.check_current()
+        raise
+
+
+def read_config(manifest: Manifest) -> dict[str, Any]:
+    """The config.json of a checkpoint.
+
+    Raises:
+        CorruptOutput: it is not the one that the manifest means.
+        ConfigError: it is no JSON object.
+    """
+    path = str(manifest.folder / CONFIG_FILE)
+    raw = parse(manifest.read_file(CONFIG_FILE), path, ConfigError)
+    return dict(check(raw, dict, path, ConfigError))
 
 
 def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.ndarray) -> None:
@@ -95,14 +157,16 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
 
     Raises:
         CorruptOutput: it cannot be read, or a chunk does not hold its checksum.
+        SourceError: the checkpoint was replaced.
     """
     folder, array = manifest.params / name, manifest.arrays[name]
     dropped = [axis for axis, part in enumerate(box) if isinstance(part, int)]
     slices = [slice(part, part + 1) if isinstance(part, int) else part for part in box]
     slices += [slice(0, n) for n in array.shape[len(box) :]]
     try:
-        _read_box(folder, _read_cut(folder, array), slices, np.expand_dims(out, dropped).view(f"u{out.itemsize}"))
+        _read_box(folder, _read_cut(manifest, array), slices, np.expand_dims(out, dropped).view(f"u{out.itemsize}"))
     except (OSError, ValueError) as e:
+        manifest.check_current()
         raise CorruptOutput(
             f"{folder} cannot be read: {_reason(e)}",
             hint=f"`tpuconv verify {manifest.folder}` names all damaged arrays",
@@ -115,14 +179,21 @@ def _reason(error: OSError | ValueError) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def _read_cut(folder: Path, array: StoredArray) -> Cut:
+def _read_cut(manifest: Manifest, array: StoredArray) -> Cut:
+    with open_regular(manifest.params / array.name / "zarr.json") as file:
+        data = file.read(MAX_ZARR_BYTES)
+    if manifest.sealed.is_sealed:
+        if hash_bytes(data) != manifest.sealed.files.get(f"{PARAMS}/{array.name}/zarr.json"):
+            raise ValueError("zarr.json was changed")
+        return array.cut
     try:
-        found = json.loads((folder / "zarr.json").read_bytes())
+        found = parse(data, "zarr.json", CorruptOutput)
         shards = tuple(found["chunk_grid"]["configuration"]["chunk_shape"])
         cut = Cut(array.shape, np.dtype(array.dtype), shards, array.chunks)
-        if all(s and s % c == 0 for s, c in zip(shards, array.chunks, strict=True)) and found == cut.zarr_json():
+        divide = all(s and s % c == 0 for s, c in zip(shards, array.chunks, strict=True))
+        if divide and prod(cut.slots) <= MAX_SLOTS and found == cut.zarr_json():
             return cut
-    except (ValueError, KeyError, TypeError):
+    except (CorruptOutput, ValueError, KeyError, TypeError):
         pass
     raise ValueError("zarr.json does not describe the array of the manifest")
 
@@ -140,9 +211,80 @@ def _read_box(folder: Path, cut: Cut, box: Sequence[slice], out: np.ndarray) -> 
                 targets.append(tuple(slice(f - b.start, e - b.start) for (f, e), b in zip(both, box, strict=True)))
         if not slots:
             continue
-        with shard_path(folder, index).open("rb", buffering=0) as file:
+        with open_regular(folder / shard_name(index)) as file:
             for chunk, source, target in zip(_chunks(file, cut, slots), sources, targets, strict=True):
                 out[target] = chunk.view(out.dtype).reshape(cut.chunks)[source]
+
+
+def read_checksum(manifest: Manifest, name: str) -> str:
+    """The checksum of the array that is stored under a name, whose every byte is read once, past the page cache.
+
+    Raises:
+        CorruptOutput: it cannot be read, or a chunk does not hold its crc32c.
+    """
+    folder, array = manifest.params / name, manifest.arrays[name]
+    total = 0
+    try:
+        cut = _read_cut(manifest, array)
+        for index in product(*map(range, cut.grid)):
+            slots, starts = zip(*cut.starts(index), strict=True)
+            with open_regular(folder / shard_name(index)) as file:
+                for start, chunk in zip(starts, _chunks(file, cut, slots), strict=True):
+                    total += chunk_checksum(cut.shape, cut.chunks, start, chunk)
+    except (OSError, ValueError) as e:
+        raise CorruptOutput(f"cannot be read: {_reason(e)}") from None
+    return f"{add_checksums((total,)):016x}"
+
+
+def check_contents(manifest: Manifest, names: Collection[str]) -> None:
+    """Whether the files of some arrays hold the chunks that the manifest means, told by the crc32c of each: a few bytes
+    of each chunk are read. Whoever reads the chunks finds whether they hold their crc32c.
+
+    Raises:
+        CorruptOutput: files are missing, or hold other chunks; the arrays are named.
+        SourceError: the checkpoint was replaced.
+    """
+    if not manifest.sealed.is_sealed:
+        return
+    with ThreadPoolExecutor(CHECKERS) as pool:
+        faults = [fault for fault in pool.map(lambda name: _content_fault(manifest, name), names) if fault]
+    if faults:
+        manifest.check_current()
+        kinds: dict[str, list[str]] = {}
+        for name, fault in faults:
+            kinds.setdefault(fault, []).append(name)
+        raise CorruptOutput(
+            f"{manifest.folder} does not hold the arrays that its manifest means",
+            details=shorten([f"{pattern}: {what}" for what, names in kinds.items() for pattern in collapse(names)]),
+            hint=f"`tpuconv verify {manifest.folder}` names all that is wrong; convert it again",
+        )
+
+
+CHECKERS = 8
+"""Threads: each waits for the disk most of the time."""
+
+
+def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
+    folder, array = manifest.params / name, manifest.arrays[name]
+    total = 0
+    try:
+        cut = _read_cut(manifest, array)
+        for index in product(*map(range, cut.grid)):
+            with open_regular(folder / shard_name(index)) as file:
+                size = os.fstat(file.fileno()).st_size
+                was_cached = _is_cached(file, size)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                entries = _read_index(file, cut, size)
+                if not np.array_equal(entries, cut.layout(index)):
+                    raise ValueError(f"{shard_name(index)} does not hold the chunks that tpuconv writes")
+                ends = (entries[cut.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
+                crcs = b"".join([os.pread(file.fileno(), CRC_BYTES, end) for end in ends])
+                total += crc_checksum(cut.grid, index, crcs)
+                if not was_cached:  # else who reads it next takes the few pages that are there for all
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except (OSError, ValueError) as e:
+        return name, _reason(e)
+    return None if f"{add_checksums((total,)):016x}" == array.crc32c else (name, "holds other values")
 
 
 def _chunks(file: FileIO, cut: Cut, slots: Sequence[int]) -> Iterator[np.ndarray]:
@@ -151,9 +293,7 @@ def _chunks(file: FileIO, cut: Cut, slots: Sequence[int]) -> Iterator[np.ndarray
     if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not _is_cached(file, size):
         _set_flags(file, os.O_DIRECT)
     end = size - cut.index_bytes
-    if end < 0:
-        raise ValueError(f"{name} is too short")
-    index = checked(_read(file, end, size), f"the index of {name}").copy().view(ENTRY).reshape(-1, 2)
+    index = _read_index(file, cut, size)
     spans = []
     for slot in slots:
         start, length = map(int, index[slot])
@@ -169,6 +309,15 @@ def _chunks(file: FileIO, cut: Cut, slots: Sequence[int]) -> Iterator[np.ndarray
         for start, stop in spans[:count]:
             yield checked(data[start - first : stop - first], f"a chunk of {name}")
         del spans[:count]
+
+
+def _read_index(file: FileIO, cut: Cut, size: int) -> np.ndarray:
+    """Where each chunk of a shard begins, and how long it is."""
+    name = Path(file.name).name
+    if size < cut.index_bytes:
+        raise ValueError(f"{name} is too short")
+    data = _read(file, size - cut.index_bytes, size)
+    return checked(data, f"the index of {name}").copy().view(ENTRY).reshape(-1, 2)
 
 
 def _is_cached(file: FileIO, size: int) -> bool:
@@ -211,24 +360,15 @@ class CheckpointReader:
 
     def __init__(self, source: Checkpoint):
         self.source = source
-        self._manifest = _identity(source.folder / MANIFEST)
+        source.contents_checked.result()
 
     def read_box(self, name: str, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out` with a box of an array; see the function `read_box`."""
         read_box(self.source.manifest, name, box, out)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, shards: Collection[str] | None = None) -> None:
         """Raises SourceError if the checkpoint was replaced."""
-        if _identity(self.source.folder / MANIFEST) != self._manifest:
-            raise SourceError(f"{self.source.folder} was replaced while it was read", hint="run again")
+        self.source.manifest.check_current()
 
     def close(self) -> None:
         """Nothing stays open."""
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns

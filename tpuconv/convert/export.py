@@ -5,7 +5,6 @@ One row of the table is in memory at a time.
 """
 
 import json
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.card import COPIED, SOURCE_CARD
-from tpuconv.convert.checkpoint import CODES, read_box
+from tpuconv.convert import disk
+from tpuconv.convert.checkpoint import CODES, check_contents, companions_of, copy_companion, read_box, read_config
 from tpuconv.convert.codecs.kept import pack, unrefine
 from tpuconv.convert.codecs.schemes import Scheme, schemes
-from tpuconv.convert.journal import Journal
+from tpuconv.convert.companions import CARD, SOURCE_CARD
+from tpuconv.convert.hashes import hash_bytes
+from tpuconv.convert.journal import Journal, State
 from tpuconv.convert.keep import Stored, split
 from tpuconv.convert.manifest import Manifest
+from tpuconv.convert.names import MANIFEST
 from tpuconv.convert.run import Progress
+from tpuconv.convert.sealed import FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
 from tpuconv.convert.source import (
     CONFIG_FILE,
     DTYPES,
@@ -32,14 +35,12 @@ from tpuconv.convert.source import (
     INDEX_FILE,
     SINGLE_FILE,
     encoding_of,
-    read_config,
+    with_encoding,
 )
-from tpuconv.convert.store import write_error
 from tpuconv.convert.strided import copy_strided
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
-from tpuconv.errors import CorruptOutput, OutputError, ResourceError, UsageError
+from tpuconv.errors import CorruptOutput, OutputError, UsageError
 from tpuconv.layout import Shape
-from tpuconv.sizes import format_size
 
 SHARD_BYTES = 5_000_000_000
 
@@ -62,40 +63,58 @@ class Tensor:
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json of what is exported: that of the source, which says nothing of an encoding that was undone."""
-    raw = read_config(manifest.folder / CONFIG_FILE)
+    raw = _source_config(manifest)
     return raw if manifest.kept else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
 
 
-def export(manifest: Manifest, table: MappingTable, config: HasAxes, out: Path) -> Iterator[Progress]:
-    """Writes the checkpoint to the folder `out`, yielding progress; `out` appears whole or not at all. `table` is the
-    family's, `config` made of `released_config`.
+def _source_config(manifest: Manifest) -> dict[str, Any]:
+    raw = read_config(manifest)
+    return with_encoding(raw, manifest.folder / ENCODING_FILE) if ENCODING_FILE in companions_of(manifest) else raw
+
+
+def export(
+    manifest: Manifest, table: MappingTable, config: HasAxes, out: Path, *, overwrite: bool = False
+) -> Iterator[Progress]:
+    """Writes the checkpoint to the folder `out`, yielding progress; `out` appears whole or not at all, and an old one
+    stays until it does. `table` is the family's, `config` made of `released_config`.
 
     Raises:
         UsageError: the checkpoint holds only a part of a model, was quantized, or has not the source's scales.
         CorruptOutput: an array is missing, cannot be read, or does not hold its checksum.
-        OutputError: `out` exists.
+        SourceError: the checkpoint was replaced while it was read.
+        OutputError: `out` exists, and must not be replaced.
         ResourceError: too little disk.
     """
     rows = list(_rows(manifest, table, config))
     shards = _shards([tensor for _, tensors in rows for tensor in tensors])
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
-    if out.exists():
-        raise OutputError(f"{out} exists already", hint="choose another OUT")
-    with Journal(out, f"export of {manifest.raw['fingerprint']}") as journal:
-        journal.begin()
-        free = shutil.disk_usage(journal.staging).free
-        if free < total:
-            raise ResourceError(
-                f"{out.absolute().parent} has {format_size(free)} free, the export needs {format_size(total)}",
-                hint="free some space, or give an OUT on another disk",
-            )
-        try:
-            yield from _write(manifest, rows, shards, journal.staging, total)
-            _write_rest(manifest, shards, journal.staging, total)
-        except OSError as e:
-            raise write_error(out, e) from e
+    facts = {"format": FORMAT, "kind": SAFETENSORS, "checkpoint": manifest.sealed.identity, "table": table.fingerprint}
+    fingerprint = hash_bytes(json.dumps(facts).encode())["xxh3_128"]
+    with Journal(out, fingerprint, facts, overwrite=overwrite) as journal:
+        state = journal.begin()
+        if state is State.PUBLISHED:
+            _check_published(journal.out)
+            yield Progress(total, total, total, "published")
+            return
+        if state is not State.COMPLETE:
+            companions = sum(facts["bytes"] for facts in companions_of(manifest).values())
+            disk.check_room(journal.out.parent, total + companions, "the export")
+            check_contents(manifest, manifest.arrays)
+            files: dict[str, Any] = {}
+            yield from _write(manifest, rows, shards, journal.staging, total, files)
+            _write_rest(manifest, shards, journal.staging, total, files)
+            manifest.check_current()
+            source = dict(manifest.raw["source"])
+            whole = facts | {"fingerprint": fingerprint, "source": source, "family": manifest.family, "files": files}
+            disk.write_file(journal.staging / MANIFEST, seal(whole))
         journal.publish()
     yield Progress(total, total, 0, "published")
+
+
+def _check_published(out: Path) -> None:
+    """Raises CorruptOutput if files of an earlier export are missing or have another size."""
+    sizes = {name: facts["bytes"] for name, facts in read_sealed(out).files.items()}
+    raise_damage(out, size_faults(out, sizes))
 
 
 def file_names(count: int) -> list[str]:
@@ -117,14 +136,20 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
         if facts := manifest.kept.get(binding.dst[0].names[0]):
-            scheme = known[facts["kept"]]
+            scheme = known.get(facts["kept"])
+            if scheme is None or len(facts["stored"]) != len(binding.src):
+                raise CorruptOutput(
+                    f"{manifest.folder}: config.json and the manifest do not agree on how {binding.src[0].names[0]} "
+                    "was stored",
+                    hint="convert the checkpoint again",
+                )
             if scheme.tensor_scale:
                 raise UsageError(
                     f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
                     "multiplied, and cannot be told apart again",
                     hint="take the source; or convert it with --encoding dequantize, and export that",
                 )
-            yield from _kept(binding, scheme, [Stored.from_json(each) for each in facts["stored"]])
+            yield from _kept(manifest, binding, scheme, [Stored.from_json(each) for each in facts["stored"]])
         else:
             _check(manifest, binding)
             dtype = CODES[manifest.arrays[binding.dst[0].names[0]].dtype]
@@ -145,8 +170,12 @@ def _same(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _kept(binding: Binding, scheme: Scheme, stored: list[Stored]) -> Iterator[tuple[Binding, list[Tensor]]]:
+def _kept(
+    manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored]
+) -> Iterator[tuple[Binding, list[Tensor]]]:
     parts = split(binding, scheme, [each.shape for each in stored])
+    _check(manifest, parts.codes)
+    _check(manifest, parts.scales)
     codes, scales = [], []
     shapes = parts.codes.src_shapes()
     for code_stack, scale_stack, refine, own in zip(
@@ -184,17 +213,23 @@ def _shards(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _write(
-    manifest: Manifest, rows: list[tuple[Binding, list[Tensor]]], shards: list[list[Tensor]], folder: Path, total: int
+    manifest: Manifest,
+    rows: list[tuple[Binding, list[Tensor]]],
+    shards: list[list[Tensor]],
+    folder: Path,
+    total: int,
+    files: dict[str, Any],
 ) -> Iterator[Progress]:
-    """The shards one after the other, in the order of the rows."""
+    """The shards one after the other, in the order of the rows; adds them to `files`."""
     made, done = _made(manifest, rows), 0
     for name, shard in zip(file_names(len(shards)), shards, strict=True):
-        with open(folder / name, "wb") as file:
+        with disk.Writer(folder / name) as file:
             file.write(_header(shard))
             for tensor, values in islice(made, len(shard)):
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
                 done += tensor.nbytes
                 yield Progress(done, total, 0, "export")
+        files[name] = file.facts()
 
 
 def _made(manifest: Manifest, rows: list[tuple[Binding, list[Tensor]]]) -> Iterator[tuple[Tensor, np.ndarray]]:
@@ -237,19 +272,28 @@ def _header(shard: list[Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_rest(manifest: Manifest, shards: list[list[Tensor]], folder: Path, total: int) -> None:
+def _write_rest(
+    manifest: Manifest, shards: list[list[Tensor]], folder: Path, total: int, files: dict[str, Any]
+) -> None:
+    """The index and the files that go with the weights; adds them to `files`."""
+
+    def write(name: str, text: str) -> None:
+        disk.write_file(folder / name, text.encode())
+        files[name] = hash_bytes(text.encode())
+
     if len(shards) > 1:
         names = file_names(len(shards))
         weight_map: Mapping[str, str] = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
-    for pattern in COPIED:
-        for path in sorted(manifest.folder.glob(pattern)):
-            shutil.copyfile(path, folder / path.name)
-    if not manifest.kept:
-        (folder / ENCODING_FILE).unlink(missing_ok=True)
+        write(INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     config = released_config(manifest)
-    if config != read_config(folder / CONFIG_FILE):
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    if (manifest.folder / SOURCE_CARD).is_file():
-        shutil.copyfile(manifest.folder / SOURCE_CARD, folder / "README.md")
+    undone = not manifest.kept  # what is exported is not encoded any more
+    for name, facts in companions_of(manifest).items():
+        if undone and name == ENCODING_FILE:
+            continue
+        target = CARD if name == SOURCE_CARD else name
+        # What it says without the file that is left out.
+        if name == CONFIG_FILE and config != (read_config if undone else _source_config)(manifest):
+            write(name, json.dumps(config, indent=2))
+        else:
+            copy_companion(manifest, name, folder / target, facts)
+            files[target] = facts

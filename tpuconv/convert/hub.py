@@ -7,7 +7,6 @@ client's blobs until it is whole, and the client then links it into the snapshot
 
 import os
 import re
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -15,38 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tpuconv.convert.companions import CARD, is_companion
+from tpuconv.convert.damaged import damaged, link_targets
 from tpuconv.convert.download import TICK_SECONDS, Meter, Progress, chunks_of, lock
 from tpuconv.convert.hub_errors import client_errors, is_unreachable, near_folders, raise_unreachable
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 from tpuconv.sizes import format_size
-
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "tekken.json",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*.jinja",
-    "license*",
-    "notice*",
-    "use_policy*",
-    "readme*",
-)
-"""Files that a conversion uses beside the weights, all in the repository's root; compared in lower case."""
-
-NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.onnx", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.pkl")
+from tpuconv.text import plain
 
 WORKERS = 8  # files at a time
 HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request is enough
@@ -94,12 +72,12 @@ def resolve(
         progress: called with bytes there and bytes in all, from any thread, one call at a time.
 
     Raises:
-        UsageError: `src` is neither.
+        UsageError: `src` is neither, or a path that the system refuses.
         HubError: the Hub refused, does not know it, or cannot be reached.
         SourceError: the repository holds no safetensors checkpoint, or the cache a damaged file.
         ResourceError: the disk is too small or the cache cannot be written.
     """
-    folder = Path(src).expanduser()
+    folder = _local_path(src)
     if src and folder.is_dir():
         if revision is not None:
             raise UsageError(
@@ -119,13 +97,13 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
     else is read.
 
     Raises:
-        UsageError: `src` is none of these.
+        UsageError: `src` is none of these, or a path that the system refuses.
         ConfigError: config.json is missing or no JSON object.
         HubError: the Hub refused, does not know it, or cannot be reached.
     """
     from tpuconv.convert.source import CONFIG_FILE, read_config
 
-    path = Path(src).expanduser()
+    path = _local_path(src)
     if src and (path.is_dir() or path.suffix == ".json"):
         return read_config(path / CONFIG_FILE if path.is_dir() else path)
     _check_id(src, path)
@@ -133,31 +111,25 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
         return read_config(_Hub(src, revision or "main").config())
 
 
-def wrong_hash(path: Path, expected: str, actual: str) -> SourceError:
-    """The error for a file whose bytes are not those that the Hub promises, naming what to delete from the cache."""
-    return _damaged(path, f"sha256 promised  {expected}", f"sha256 found     {actual}")
-
-
-def _damaged(path: Path, *details: str) -> SourceError:
-    files = _link_targets(path)[-2:]  # the blob and, where repositories share it, the shared file under it
-    return SourceError(
-        f"{path} is not the file that the Hub promises",
-        details=details,
-        hint=f"it was damaged on the way or on the disk; delete it and run again, only it is downloaded anew:\n"
-        f"     rm {' '.join(shlex.quote(str(f)) for f in files)}",
-    )
-
-
-def _link_targets(path: Path) -> list[Path]:
-    """Where a symlink leads, link after link; the path itself if it is none."""
-    targets: list[Path] = []
-    while path.is_symlink() and len(targets) < 8:
-        path = Path(os.path.normpath(path.parent / os.readlink(path)))
-        targets.append(path)
-    return targets or [path]
-
-
 # --- what the user typed -------------------------------------------------------------------------------------------
+
+
+def _local_path(src: str) -> Path:
+    """The path that `src` is, if it is one: there may be nothing.
+
+    Raises:
+        UsageError: the system refuses to look there (a name too long, a NUL, a folder that others may not search), or
+            knows no such user (`~user`).
+    """
+    try:
+        path = Path(src).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (OSError, ValueError, RuntimeError) as e:
+        shown = repr(src) if len(src) < 200 else f"{src[:60]!r}..., of {len(src)} characters,"
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise UsageError(f"{shown} cannot be read: {reason}", hint="give a folder or a Hub id: org/name") from e
+    return path
 
 
 def _check_id(src: str, path: Path) -> None:
@@ -165,7 +137,7 @@ def _check_id(src: str, path: Path) -> None:
     if match := re.match(r"(?:https?://[^/]+/|hf://(?:models/)?)([^/]+/[^/@]+)", src):
         raise UsageError(f"{src} is an address", hint=f"give the id alone: {match[1]}")
     if path.is_file():
-        raise UsageError(f"{src} is a file", hint=f"give the folder of the checkpoint: {path.parent}")
+        raise UsageError(f"{src} is a file", hint=f"give the folder of the checkpoint: {plain(str(path.parent))}")
     if not src or src.startswith((".", "/", "~")) or src.endswith("/") or src.count("/") > 1 or "\\" in src:
         if path.parent.is_dir():
             raise UsageError(
@@ -241,7 +213,7 @@ class _Hub:
         from tpuconv.convert.source import INDEX_FILE
 
         self._remember(commit)
-        companions = [f for f in files.values() if _is_companion(f.name)]
+        companions = [f for f in files.values() if _is_wanted(f.name)]
         self._check_weights(files)
         if INDEX_FILE in files:
             self._by_client(commit, files[INDEX_FILE])
@@ -318,15 +290,16 @@ class _Hub:
         )
 
     def _shards(self, commit: str, files: dict[str, _File]) -> list[_File]:
-        from tpuconv.convert.source import INDEX_FILE, SINGLE_FILE
+        from tpuconv.convert.source import INDEX_FILE, SINGLE_FILE, describe_missing, read_weight_map
 
         if INDEX_FILE not in files:
             return [files[SINGLE_FILE]]
-        names = _index_shards(self.snapshot(commit) / INDEX_FILE)
+        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE)
+        names = sorted(set(weight_map.values()))
         if lost := [name for name in names if name not in files]:
             raise SourceError(
                 f"{INDEX_FILE} of {self.repo} names {len(lost)} files that the repository does not have",
-                details=[_some([repr(name) for name in lost])],
+                details=describe_missing(weight_map, lost),
                 hint="the repository is incomplete: tell its owner, or take another revision",
             )
         return [files[name] for name in names]
@@ -336,7 +309,7 @@ class _Hub:
         if not path.exists():
             return False
         if file.size and path.stat().st_size != file.size:
-            raise _damaged(path, f"size promised  {file.size}", f"size found     {path.stat().st_size}")
+            raise damaged(path, f"size promised  {file.size}", f"size found     {path.stat().st_size}")
         return True
 
     def _check_disk(self, missing: Sequence[_File]) -> None:
@@ -462,7 +435,7 @@ class _Hub:
             raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
         promised = {}
         for path in snapshot.iterdir():
-            blob = _link_targets(path)[0].name  # of a file shared by repositories, the next target has another hash
+            blob = link_targets(path)[0].name  # of a file shared by repositories, the next target has another hash
             if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
                 promised[path.name] = blob
         return Resolved(snapshot, self.repo, commit, promised)
@@ -484,13 +457,9 @@ def _index_shards(path: Path) -> list[str]:
     return sorted(set(read_weight_map(path).values()))
 
 
-def _is_companion(name: str) -> bool:
-    lower = name.lower()
-    return (
-        "/" not in name
-        and any(fnmatchcase(lower, pattern) for pattern in COMPANIONS)
-        and not any(fnmatchcase(lower, pattern) for pattern in NEVER)
-    )
+def _is_wanted(name: str) -> bool:
+    """Whether a conversion uses a file beside the weights; all lie in the repository's root."""
+    return "/" not in name and (is_companion(name) or name == CARD)
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tpuconv.errors import HubError, ResourceError, TpuconvError
+from tpuconv.text import plain
 
 
 def near_folders(path: Path) -> str | None:
@@ -18,7 +19,8 @@ def near_folders(path: Path) -> str | None:
     except OSError:
         return None
     near = difflib.get_close_matches(path.name, folders, n=3)
-    return f"did you mean the folder {' or '.join(str(path.parent / name) for name in near)}?" if near else None
+    shown = " or ".join(plain(str(path.parent / name)) for name in near)
+    return f"did you mean the folder {shown}?" if near else None
 
 
 @contextmanager

@@ -185,6 +185,7 @@ def keep(
                     scales,
                     scheme=tensor.scheme,
                     tensor_scale=tensor.tensor_scale,
+                    any_scales=tensor.any_scales,
                     grid=grid,
                     refine=refine,
                 )

@@ -1,19 +1,25 @@
 """How the TPU's compiler would have the arrays of a checkpoint lie in memory: `layouts.json`, beside the manifest.
 
-It is a hint and no part of what the checkpoint holds: without it arrays are laid out anew when a step starts.
+It is a hint: without it arrays are laid out anew when a step starts. The manifest holds its hash.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpuconv.convert.journal import write_durably
+from tpuconv.convert.disk import replace_file
 from tpuconv.convert.names import collapse, expand
+from tpuconv.convert.sealed import take_in
 from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
 
 LAYOUTS = "layouts.json"
 FORMAT = 1
+
+MAX_ARRAYS = 100_000
+"""That one file tells of; a checkpoint has a few thousand."""
 
 
 class Layout(NamedTuple):
@@ -30,6 +36,13 @@ class Layout(NamedTuple):
         return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
 
 
+ENTRY = {
+    "device": str,
+    "mesh": Each(Size),
+    "arrays": Each({"dtype": str, "major_to_minor": [Size], "tiling": [[int]]}),
+}
+
+
 def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str, Layout]:
     """By array, for devices of a kind ("TPU v5 lite") and a mesh, its sizes by axis; empty where none were written.
 
@@ -41,7 +54,7 @@ def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str
     for entry in _entries(folder):
         if _is_for(entry, device, mesh):
             for pattern, facts in entry["arrays"].items():
-                out |= dict.fromkeys(expand(pattern), Layout.of(**facts))
+                out |= dict.fromkeys(expand(pattern), Layout.of(*(facts[key] for key in Layout._fields)))
     return out
 
 
@@ -50,8 +63,8 @@ def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: M
     Gives the file.
 
     Raises:
-        CorruptOutput: the file that is there cannot be understood.
-        OutputError: the file cannot be written.
+        CorruptOutput: the file that is there, or the manifest, cannot be understood.
+        ResourceError: the file cannot be written.
     """
     others = [entry for entry in _entries(folder) if not _is_for(entry, device, mesh)]
     alike: dict[Layout, list[str]] = {}
@@ -64,7 +77,8 @@ def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: M
             arrays |= dict.fromkeys([pattern] if whole else members, layout._asdict())
     entries = [*others, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
     path = folder / LAYOUTS
-    write_durably(path, _to_text(entries))
+    replace_file(path, _to_text(entries).encode())
+    take_in(folder, LAYOUTS)
     return path
 
 
@@ -80,21 +94,20 @@ def _to_text(entries: list[dict[str, Any]]) -> str:
 
 def _entries(folder: Path) -> list[dict[str, Any]]:
     path = folder / LAYOUTS
-    try:
-        raw = json.loads(path.read_bytes())
-        if raw["format"] > FORMAT:
-            raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
-        entries: list[dict[str, Any]] = raw["layouts"]
-        for entry in entries:
-            _is_for(entry, "", {})
-            for pattern, facts in entry["arrays"].items():
-                Layout.of(**facts)
-                list(expand(pattern))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    try:
+        raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)
+        if check(raw, {"format": int}, LAYOUTS, CorruptOutput)["format"] > FORMAT:
+            raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
+        entries: list[dict[str, Any]] = check(raw, {"layouts": [ENTRY]}, LAYOUTS, CorruptOutput)["layouts"]
+        left = MAX_ARRAYS
+        for entry in entries:
+            for pattern in entry["arrays"]:
+                left -= sum(1 for _ in expand(pattern, left))
+    except (CorruptOutput, ValueError) as e:
         raise CorruptOutput(
-            f"{path} is no file of layouts: {e!r}",
+            f"{path} is no file of layouts: {e}",
             hint="delete it, and let `verify --topology --write-layouts` write it",
         ) from None
     return entries

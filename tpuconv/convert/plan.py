@@ -19,16 +19,14 @@ import numpy as np
 from tpuconv.convert.codecs import Tensor, decode_names, why_unread
 from tpuconv.convert.keep import Kept, keep
 from tpuconv.convert.names import collapse
+from tpuconv.convert.sealed import FORMAT
 from tpuconv.convert.shards import Cut
-from tpuconv.convert.source import Source, shorten
+from tpuconv.convert.source import Source
 from tpuconv.convert.table import EXPERTS, LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
-from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, ResourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.layout import Ranges, Shape, cut_sizes, format_axes, lead, runs, sliceable
 from tpuconv.layout import Tensor as Axes
 from tpuconv.sharding import MESH_AXES
-
-FORMAT = 1
-"""Changes when conversions of the same source and table begin to write something else."""
 
 MIB = 1 << 20
 CHUNK_BYTES = 2 * MIB
@@ -38,6 +36,9 @@ UNIT_BYTES = 256 * MIB
 BASE_MEMORY = 212 * MIB
 """Of the interpreter, libraries and the compiler of kernels, measured; without the pages of library files, which the
 system takes back where memory is short."""
+
+TENSORS_TO_LIST = 100_000
+"""That may be missing and are listed by name: as many as the largest models have."""
 
 REPORT = "quantization.html"
 
@@ -50,13 +51,15 @@ FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.flo
 class Options:
     """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
     the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
-    `encoding` is one of ENCODINGS: what becomes of encoded tensors."""
+    `encoding` is one of ENCODINGS: what becomes of encoded tensors; `allow_nonfinite` lets values pass that are NaN or
+    infinite."""
 
     dtype: str = "auto"
     scan_layers: bool = False
     layers: range | None = None
     include_mtp: bool = False
     encoding: str = "dequantize"
+    allow_nonfinite: bool = False
 
     def to_json(self) -> dict[str, Any]:
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
@@ -66,6 +69,7 @@ class Options:
             "layers": layers,
             "include_mtp": self.include_mtp,
             "encoding": self.encoding,
+            **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
         }
 
 
@@ -297,6 +301,10 @@ class Plan:
         """Private memory in bytes that the conversion needs at most."""
         return BASE_MEMORY + jobs * sum(self.buffers)
 
+    def shards_of(self, unit: Unit) -> set[str]:
+        """The shards of the source from which a unit is made."""
+        return {i.shard for piece in unit.pieces for name in piece.names() for i in self.tensors[name].stored}
+
     def is_encoded(self, piece: Piece) -> bool:
         return any(name in self.encoders for stack in piece.binding.dst for name in stack.names)
 
@@ -320,21 +328,32 @@ class Plan:
         encoder = self.encoders.get(parameter)
         return tuple(f"{parameter}.{part.suffix}" for part in encoder.parts) if encoder else (parameter,)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Equal for two plans that write the same from the same files."""
-        facts = {
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that decides about what is written. Of a shard for which a sha256 is promised that alone counts, of
+        others its size and digest."""
+        shards = [[s.name, s.sha256 or [s.size, s.digest]] for s in self.source.shards]
+        return {
             "format": FORMAT,
-            "source": [self.source.repo, self.source.commit],
-            "shards": [[s.name, s.size, s.mtime_ns, s.sha256] for s in self.source.shards],
+            "source": {
+                "repo": self.source.repo,
+                "commit": self.source.commit,
+                "files of weights": _digest(shards),
+                "files beside them": _digest(self.source.companions),
+                "config.json": _digest(self.source.config),
+            },
             "family": self.family,
             "table": self.table.fingerprint,
             "options": self.options.to_json(),
-            "quantization": self.quantization and self.quantization.config,
-            "config": self.source.config,
+            "quantization": self.quantization
+            and {"config": self.quantization.config["name"], "rules": _digest(self.quantization.config)},
             "sizes": [CHUNK_BYTES, PIECE_BYTES, UNIT_BYTES],
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two plans that write the same."""
+        return _digest(self.facts)
 
     def to_json(self, peak_memory: int) -> dict[str, Any]:
         """What `convert --dry-run --json` prints."""
@@ -372,6 +391,10 @@ class Plan:
             )
 
 
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def make_plan(
     source: Source,
     family: str,
@@ -386,6 +409,7 @@ def make_plan(
         UsageError: `options.layers` lies outside the model, it has not the layers of `include_mtp`, or nothing is
             encoded that could be kept.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
+        MappingError: the config asks for so many more tensors than there are that they are not listed.
     """
     if options.scan_layers:
         if why := getattr(config, "unscannable", ""):
@@ -398,10 +422,15 @@ def make_plan(
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
     if mtp and options.layers is not None:
         raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
+    if (asked := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
+        raise MappingError(
+            f"config.json asks for {asked} tensors, and {source.name} has {len(source.tensors)}",
+            hint="num_hidden_layers and the number of experts are not those of these weights",
+        )
     bindings = table.bind(_cut_layers(config, options.layers), mtp)
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
-    tensors, faults = decode_names(source.tensors, source.encoding)
+    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
     skipped: dict[str, list[str]] = {}
     why_ignored, known_copies = table.ignored(config, mtp), table.copies_of(config, mtp)
     copies, unmapped = {}, []

@@ -4,22 +4,25 @@ Which tensors there are says the family's table; which of them are encoded, and 
 config.json says of the encoding. So what is planned from headers can be planned from this.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tpuconv.convert.codecs.schemes import Group, Scheme, groups
+from tpuconv.convert.codecs.schemes import Group, Scheme, groups, within
 from tpuconv.convert.source import DTYPES, Shard, Source, TensorInfo, encoding_of
 from tpuconv.convert.table import Binding, HasAxes, MappingTable
 from tpuconv.errors import ConfigError
 from tpuconv.layout import Shape
+from tpuconv.patterns import check_patterns
 
 PLAIN, BUFFER = "BF16", "F32"
 """The types of what is not encoded: of parameters, and of what is not trained."""
 
 SHARD = "model.safetensors"
+
+MAX_BYTES = 4 << 40
+"""Twice those of the largest model: a plan holds the pieces that it is converted in."""
 
 NEVER_ENCODED = ("embed", "router")
 """Modules whose matrix is looked up, or whose small differences decide."""
@@ -30,23 +33,28 @@ def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: Has
 
     Raises:
         UnsupportedConfig: an encoding that is not implemented.
-        ConfigError: a pattern that is none.
+        ConfigError: a pattern that is none or takes for ever, or a model of more tensors or bytes than there are.
     """
     tensors, at = {}, 0
-    try:
-        stored = list(_stored(raw, table, config))
-    except re.error as e:
-        raise ConfigError(f"config.json names modules by {e.pattern!r}, which is no pattern: {e}") from None
-    for tensor, dtype, shape in stored:
+    for tensor, dtype, shape in _stored(raw, table, config):
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, at, nbytes)
         at += nbytes
-    return Source(Path(name), raw, tensors, (Shard(SHARD, at, 0),))
+    if at > MAX_BYTES:
+        raise ConfigError(f"config.json describes a model of {at} bytes, more than the {MAX_BYTES} that are planned")
+    return Source(Path(name), raw, tensors, (Shard(SHARD, at),))
 
 
 def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
-    known = groups(encoding_of(raw))
-    for binding in table.bind(config):
+    known, bindings = groups(encoding_of(raw)), table.bind(config)
+    modules = (name.removesuffix(".weight") for b in bindings if _is_multiplied(b) for s in b.src for name in s.names)
+    check_patterns(
+        list(dict.fromkeys(pattern for group in known for pattern in group.patterns)),
+        (outer for module in modules for outer in within(module)),
+        ConfigError,
+        how="match",
+    )
+    for binding in bindings:
         own = known if _is_multiplied(binding) else ()
         for name, shape in binding.src_shapes().items():
             scheme = _scheme(own, name, shape)

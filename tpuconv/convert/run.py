@@ -5,13 +5,11 @@ that is allocated once: for values, for their bytes where they are stored in ano
 one is built while the other is written.
 """
 
-import json
 import os
 import queue
-import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,19 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert import manifest
-from tpuconv.convert.card import COPIED, SOURCE_CARD, model_card
+from tpuconv.convert import disk, manifest
+from tpuconv.convert.card import model_card
 from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
-from tpuconv.convert.hub import wrong_hash
-from tpuconv.convert.journal import MANIFEST, Journal, write_durably
+from tpuconv.convert.companions import CARD, SOURCE_CARD
+from tpuconv.convert.damaged import wrong_hash
+from tpuconv.convert.disk import page_buffer
+from tpuconv.convert.hashes import hash_bytes
+from tpuconv.convert.journal import Journal, State
+from tpuconv.convert.names import MANIFEST
 from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
+from tpuconv.convert.sealed import STAGED, raise_damage, seal
 from tpuconv.convert.shards import Shard
 from tpuconv.convert.source import Reader
 from tpuconv.convert.source import Shard as SourceShard
-from tpuconv.convert.store import Store, page_buffer
+from tpuconv.convert.store import Store
 from tpuconv.convert.strided import copy_strided
-from tpuconv.errors import ResourceError, SourceError, UsageError
-from tpuconv.sizes import format_size
+from tpuconv.errors import OutputError, SourceError, UsageError
+from tpuconv.jsonfile import Each, Range
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
 """Stored types that have NaN and are searched for it; the other types of codes have none."""
@@ -67,9 +70,12 @@ class Limits:
 
 
 def read_ahead(plan: Plan) -> None:
-    """Begins to bring what `run` reads first to the page cache, while other work leaves the disk idle."""
+    """Begins to check a checkpoint's contents, and then to bring what `run` reads first to the page cache, while other
+    work leaves the disk idle."""
+    checked = [plan.source.contents_checked] if isinstance(plan.source, Checkpoint) else []
 
     def read() -> None:
+        wait(checked)
         left = AHEAD_BYTES
         names = dict.fromkeys(name for unit in plan.units for piece in unit.pieces for name in piece.names())
         with suppress(OSError):  # whoever reads it in earnest says what is wrong
@@ -89,37 +95,96 @@ def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> It
     Raises:
         MappingError: the plan has faults.
         SourceError: the source changed, cannot be read, or holds values that are not finite.
+        DamagedDownload: a shard of the Hub has not the sha256 that is promised of it.
         ResourceError: too little disk or memory.
         OutputError: `out` exists, is locked or belongs to another plan.
     """
     plan.check()
     jobs = plan.jobs(limits.jobs, limits.max_memory)
-    inside = plan.source.folder.resolve()
-    if out.resolve() == inside or inside in out.resolve().parents:
+    inside, target = Path(os.path.realpath(plan.source.folder)), Path(os.path.realpath(out))
+    if target == inside or inside in target.parents:
         raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
-    with Journal(out, plan.fingerprint, overwrite=overwrite) as journal:
-        if not journal.begin():
+    with Journal(out, plan.fingerprint, plan.facts, overwrite=overwrite) as journal:
+        state = journal.begin()
+        if state is State.PUBLISHED:
+            yield from _check_published(plan, journal.out)
             yield Progress(plan.source_bytes, plan.source_bytes, plan.source_bytes, "published")
             return
-        if journal.done("complete") is None:
+        if _forget_changed(plan, journal) or state is not State.COMPLETE:
             yield from _work(plan, journal, jobs)
         yield Progress(plan.source_bytes, plan.source_bytes, 0, "publish")
         journal.publish()
     yield Progress(plan.source_bytes, plan.source_bytes, 0, "published")
 
 
+def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
+    """Whether an output of this plan has all its files, in their sizes, and was made of these very files.
+
+    Raises:
+        CorruptOutput: files are missing or have another size.
+        OutputError: it was made of a source with the same headers and other values.
+    """
+    there = manifest.read_manifest(out)
+    raise_damage(out, there.size_faults())
+    if not plan.source.hashed:  # its arrays' checksums are in the fingerprint
+        return
+    reader, known = Reader(plan.source), there.raw["source"]["shards"]
+    try:
+        for shard in plan.source.shards:
+            facts = known.get(shard.name, {})
+            if shard.sha256 is None and facts.get("stamp") != shard.stamp:  # another file, perhaps of the same content
+                yield Progress(0, plan.source_bytes, 0, "compare")
+                if facts.get("sha256") is None or reader.sha256(shard.name) != facts["sha256"]:
+                    raise OutputError(
+                        f"{out} exists already, and was not made of {plan.source.folder / shard.name} as it is now",
+                        hint="choose another OUT, or give --overwrite to replace it",
+                    )
+    finally:
+        reader.close()
+
+
+STAMPS = {"stamps": Each(str)}
+HASH = {"sha256": str}
+SUM = Range(0, (1 << 64) - 1)
+UNIT = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.FIGURES)}
+"""Of the journal's entries: the stamps of the shards that units are made of, the hash of a shard, a unit."""
+
+
+def _forget_changed(plan: Plan, journal: Journal) -> bool:
+    """Marks as not done what an earlier run made of files that are other files now, or changed since; but not of those
+    that had the promised hash. All of these files are hashed again. Says whether something was made of other files."""
+    now = {shard.name: shard.stamp for shard in plan.source.shards}
+    then = (journal.done("stamps", STAMPS) or {"stamps": {}})["stamps"]
+    if then == now:
+        return False
+    others = {i: s for i, s in enumerate(plan.source.shards) if then.get(s.name) != s.stamp}
+    changed = {s.name for i, s in others.items() if not (s.sha256 and journal.done(_hash_entry(i), HASH))}
+    journal.forget(
+        ["complete"] * bool(changed)
+        + [unit.uid for unit in plan.units if plan.shards_of(unit) & changed]
+        + [_hash_entry(i) for i in others]
+    )
+    journal.record("stamps", {"stamps": now})
+    return bool(changed)
+
+
+def _hash_entry(shard: int) -> str:
+    """The journal's entry for the hash of a shard, by its number."""
+    return f"sha256-{shard:05d}"
+
+
 def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     store = Store(journal.staging / manifest.PARAMS, plan.arrays)
-    todo = [unit for unit in plan.units if journal.done(unit.uid) is None]
+    todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT) is None]
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
-    _check_disk(plan, journal.staging, todo)
+    _check_disk(plan, journal.out.parent, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
     store.make_folders()
     for done in _Workers(plan, journal, store, jobs).run(todo):
         yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
     yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
-    store.finish()
-    _write_rest(plan, journal)
+    files = {f"{manifest.PARAMS}/{name}": hash_bytes(content) for name, content in store.finish().items()}
+    _write_rest(plan, journal, files)
 
 
 class _Cancelled(Exception):
@@ -162,7 +227,7 @@ class _Workers:
     def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
-        last = {shard: i for i, unit in enumerate(units) for shard in self._shards(unit)}
+        last = {shard: i for i, unit in enumerate(units) for shard in self.plan.shards_of(unit)}
         tasks: list[Callable[[], None]] = [self._describe]
         tasks += [partial(self._compare, *copy) for copy in self.plan.copies.items()]
         for i, unit in enumerate(units):
@@ -170,22 +235,26 @@ class _Workers:
             tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
         return tasks + [partial(self._check_hash, shard) for shard in shards if shard.name not in last]
 
-    def _shards(self, unit: Unit) -> set[str]:
-        tensors = self.plan.tensors
-        return {info.shard for piece in unit.pieces for name in piece.names() for info in tensors[name].stored}
-
     def _describe(self) -> None:
         if self.journal.done("metadata") is None:
             self.store.write_metadata()
             self.journal.record("metadata", {})
 
     def _check_hash(self, shard: SourceShard) -> None:
-        if self.journal.done(f"sha256-{shard.name}") is None:
+        entry = _hash_entry(self.plan.source.shards.index(shard))
+        if self.journal.done(entry, HASH) is None:
             assert isinstance(self.reader, Reader)
             digest = self.reader.sha256(shard.name)
             if shard.sha256 is not None and digest != shard.sha256:
                 raise wrong_hash(self.plan.source.folder / shard.name, shard.sha256, digest)
-            self.journal.record(f"sha256-{shard.name}", {"sha256": digest})
+            self.reader.check_unchanged({shard.name})
+            self.journal.record(entry, {"sha256": digest})
+
+    def _check_promises(self, shards: Collection[str]) -> None:
+        """After an error of what shards hold: raises DamagedDownload if one is not what the Hub promises."""
+        for shard in self.plan.source.shards:
+            if shard.name in shards and shard.sha256 is not None:
+                self._check_hash(shard)
 
     def _compare(self, copy: str, original: str) -> None:
         assert isinstance(self.reader, Reader)
@@ -197,6 +266,7 @@ class _Workers:
             for info, view in zip((a, b), views, strict=True):
                 self.reader.read(info, at, view)
             if views[0] != views[1]:
+                self._check_promises({a.shard, b.shard})
                 raise SourceError(
                     f"{copy} should be a copy of {original}, but holds other values",
                     hint="set tie_word_embeddings in config.json to what the model was trained with"
@@ -204,7 +274,7 @@ class _Workers:
                 )
 
     def _unit(self, unit: Unit) -> None:
-        checksums: dict[str, int] = {}
+        checksums: Checksums = {}
         figures: dict[str, dict[str, float]] = {}
         memory = self.memories.get()
         try:
@@ -213,16 +283,20 @@ class _Workers:
                 self._piece(piece, memory, checksums, figures)
                 self.done.put(self.plan.stored_bytes(piece))
             memory.wait_until_written()
+        except SourceError:
+            self._check_promises(self.plan.shards_of(unit))
+            raise
         finally:
             self.memories.put(memory)
         for name in figures:
             self.plan.encoders[name].check()
         self.store.sync(checksums)
-        own = {name: f"{part:016x}" for name, part in checksums.items()}
+        self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
+        own = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
         self.journal.record(unit.uid, {"checksums": own, "figures": figures})
 
     def _piece(
-        self, piece: Piece, memory: "_Memory", checksums: dict[str, int], figures: dict[str, dict[str, float]]
+        self, piece: Piece, memory: "_Memory", checksums: "Checksums", figures: dict[str, dict[str, float]]
     ) -> None:
         bits = _bits(piece.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
@@ -230,25 +304,50 @@ class _Workers:
         for stack, box, target in zip(piece.binding.dst, piece.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
-            if encoder is None:
-                self._write(self.plan.arrays[name], box, target, memory, checksums)
-                continue
             try:
+                if encoder is None:
+                    self._write(self.plan.arrays[name], box, target, memory, checksums)
+                    continue
                 parts, own = encoder(target.view(piece.dtype))
             except FloatingPointError:
-                raise _not_finite(name, piece.binding.src[0].names) from None
+                raise self._not_finite(name, piece, memory) from None
             manifest.add_figures(figures.setdefault(name, {}), own)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
                 self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
 
+    def _not_finite(self, name: str, piece: Piece, memory: "_Memory") -> SourceError:
+        """The error for values of a parameter that are not finite, naming the first one in the source."""
+        values = memory.values[: piece.nbytes].view(piece.dtype)
+        found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
+        details = []
+        if found.size:
+            at = int(found[0])
+            for source, start, count in memory.order:
+                if at < count:
+                    place = self.plan.tensors[source].place(start + at)
+                    details.append(f"the first is {source}{place}, which is {values[found[0]]} in {piece.dtype.name}")
+                    break
+                at -= count
+        return SourceError(
+            f"{name} is not finite: there are NaN or infinite values",
+            details=details,
+            hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
+            "give --allow-nonfinite to convert it as it is",
+        )
+
     def _write(
-        self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: dict[str, int]
+        self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
     ) -> None:
-        """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it."""
-        if array.dtype.name in CAN_BE_NAN and not all_finite(values, array.dtype):
-            raise _not_finite(array.name, array.sources)
+        """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it.
+
+        Raises:
+            FloatingPointError: a value is not finite.
+        """
+        checked = array.dtype.name in CAN_BE_NAN and not self.plan.options.allow_nonfinite
+        if checked and not all_finite(values, array.dtype):
+            raise FloatingPointError
         index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
         shard = Shard(array, index, memory.room_for_shard())
         built, copies = [], []
@@ -263,13 +362,23 @@ class _Workers:
         copy_strided(copies)
         for slot, start, chunk in built:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-            checksums[array.name] = manifest.add_checksums((checksums.get(array.name, 0), part))
+            _add(checksums, array.name, (part, 0))
             shard.close_chunk(slot)
+        _add(checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
         memory.write(partial(self.store.write, array.name, shard))
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
             raise _Cancelled
+
+
+Checksums = dict[str, tuple[int, int]]
+"""By array: the sums over chunks and over their crc32c, as a manifest has them."""
+
+
+def _add(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
+    values, crcs = checksums.get(name, (0, 0))
+    checksums[name] = manifest.add_checksums((values, parts[0])), manifest.add_checksums((crcs, parts[1]))
 
 
 def _open(plan: Plan, check_cancelled: Callable[[], None]) -> Reader | CheckpointReader:
@@ -307,11 +416,15 @@ class _Memory:
         if isinstance(reader, CheckpointReader):  # one array, of which the piece is a box
             (box,) = piece.boxes()
             values = self.values[: piece.nbytes].view(dtype).reshape([s.stop - s.start for s in box])
-            reader.read_box(piece.binding.src[0].names[0], box, values)
+            name = piece.binding.src[0].names[0]
+            self.order = [(name, 0, values.size)]
+            reader.read_box(name, box, values)
             return [values]
+        self.order = []
         sources, at = [], 0
         for parts, shape in zip(piece.reads(), piece.binding.layout.src_shapes(piece.sizes), strict=True):
             first = at
+            self.order += parts
             for name, start, count in parts:
                 out = self.values[at : at + count * dtype.itemsize].view(dtype)
                 with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
@@ -334,14 +447,6 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
 
 
-def _not_finite(name: str, sources: Sequence[str]) -> SourceError:
-    return SourceError(
-        f"{name} is not finite: there are NaN or infinite values",
-        details=[f"made from {sources[0]}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")],
-        hint="the checkpoint is damaged, or --dtype too small for its values: download it again, or try float32",
-    )
-
-
 def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Unsigned integers of the same size."""
     return np.dtype(f"u{dtype.itemsize}")
@@ -349,34 +454,39 @@ def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
     written = sum(plan.written_bytes(piece) for unit in todo for piece in unit.pieces)
-    need = written + written // 100 + 16 * MIB
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ResourceError(
-            f"{folder.parent.parent} has {format_size(free)} free, the conversion needs {format_size(need)}",
-            hint="free some space, or give an OUT on another disk",
-        )
+    need = written + written // 100 + sum(facts["bytes"] for facts in plan.source.companions.values()) + 16 * MIB
+    disk.check_room(folder, need, "the conversion")
 
 
-def _write_rest(plan: Plan, journal: Journal) -> None:
-    """All that the output holds besides the arrays."""
-    checksums: dict[str, int] = {}
+def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
+    """All that the output holds besides the arrays, whose small `files` are there. The manifest comes last."""
+    checksums: Checksums = {}
     figures: dict[str, dict[str, float]] = {}
     for unit in plan.units:
-        done = journal.done(unit.uid) or {"checksums": {}, "figures": {}}
-        for name, part in done["checksums"].items():
-            checksums[name] = manifest.add_checksums((checksums.get(name, 0), int(part, 16)))
+        done = journal.done(unit.uid, UNIT) or {"checksums": {}, "figures": {}}
+        for name, sums in done["checksums"].items():
+            _add(checksums, name, (sums["values"], sums["crcs"]))
         for name, own in done["figures"].items():
             manifest.add_figures(figures.setdefault(name, {}), own)
-    sha256 = {s.name: (journal.done(f"sha256-{s.name}") or {"sha256": None})["sha256"] for s in plan.source.shards}
-    for pattern in COPIED:
-        for path in sorted(plan.source.folder.glob(pattern)):
-            shutil.copyfile(path, journal.staging / path.name)
-    card = plan.source.folder / (SOURCE_CARD if isinstance(plan.source, Checkpoint) else "README.md")
-    if card.is_file():
-        shutil.copyfile(card, journal.staging / SOURCE_CARD)
+    if checksums.keys() != plan.arrays.keys() or figures.keys() != plan.encoders.keys():
+        raise OutputError(
+            f"the entries in {journal.folder} are not those of this conversion",
+            hint=f"move {journal.folder} away, and run again to begin anew",
+        )
+    sha256 = {
+        s.name: (journal.done(_hash_entry(i), HASH) or {"sha256": None})["sha256"]
+        for i, s in enumerate(plan.source.shards)
+    }
+    for name in disk.entries(journal.staging):
+        if name not in (manifest.PARAMS, STAGED):  # of an earlier run: all of them are written now
+            disk.remove(journal.staging / name)
+    for name, own_facts in plan.source.companions.items():
+        target = SOURCE_CARD if name == CARD else name
+        plan.source.copy_companion(name, journal.staging / target)
+        files[target] = own_facts
     facts = manifest.build(plan, sha256, checksums, figures)
-    (journal.staging / "README.md").write_text(model_card(facts))
-    if plan.quantization:
-        (journal.staging / REPORT).write_text(plan.quantization.report(facts))
-    write_durably(journal.staging / MANIFEST, json.dumps(facts, indent=1))
+    texts = {CARD: model_card(facts)} | ({REPORT: plan.quantization.report(facts)} if plan.quantization else {})
+    for name, text in texts.items():
+        disk.write_file(journal.staging / name, text.encode())
+        files[name] = hash_bytes(text.encode())
+    disk.write_file(journal.staging / MANIFEST, seal(facts | {"files": files}))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import crc32c
@@ -23,6 +22,10 @@ ENTRY = np.dtype("<u8")
 """Of the index, which holds two for each chunk: where it begins and how long it is, checksum included."""
 ABSENT = np.iinfo(ENTRY).max
 """Both entries of a chunk that lies outside of the array."""
+
+
+MAX_SLOTS = 1 << 16
+"""Of a shard; one that is written has a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,34 @@ class Cut:
             if all(a < n for a, n in zip(start, self.shape, strict=True)):
                 yield slot, start
 
+    def in_array(self, index: Shape) -> np.ndarray:
+        """For each slot of a shard whether its chunk lies, in part at least, in the array."""
+        inside = np.ones((), bool)
+        for i, n, s, c in zip(index, self.shape, self.shards, self.chunks, strict=True):
+            inside = inside[..., None] & (np.arange(i * s, (i + 1) * s, c) < n)
+        return inside.reshape(-1)
+
+    def layout(self, index: Shape) -> np.ndarray:
+        """The index of a shard: its chunks lie one after the other."""
+        inside = self.in_array(index)
+        entries = np.full((inside.size, 2), ABSENT, ENTRY)
+        entries[inside, 0] = np.arange(inside.sum()) * self.slot_bytes
+        entries[inside, 1] = self.slot_bytes
+        return entries
+
+    def chunks_of(self, index: Shape) -> int:
+        """How many chunks of a shard lie, in part at least, in the array."""
+        return prod(
+            -(-min(s, n - i * s) // c) for i, n, s, c in zip(index, self.shape, self.shards, self.chunks, strict=True)
+        )
+
+    def shard_sizes(self) -> dict[str, int]:
+        """The names and sizes of all shard files."""
+        return {
+            shard_name(index): self.chunks_of(index) * self.slot_bytes + self.index_bytes
+            for index in product(*map(range, self.grid))
+        }
+
     def zarr_json(self) -> dict[str, Any]:
         """The array's metadata, as JSON has it."""
         crc = {"name": "crc32c"}
@@ -92,9 +123,9 @@ class Cut:
         }
 
 
-def shard_path(folder: Path, index: Shape) -> Path:
-    """The file of a shard of the array in a folder."""
-    return folder / ".".join(("c", *map(str, index)))
+def shard_name(index: Shape) -> str:
+    """The file of a shard in the folder of its array."""
+    return ".".join(("c", *map(str, index)))
 
 
 class Shard:
@@ -120,6 +151,10 @@ class Shard:
         """Adds the checksum of a chunk that was built."""
         start, nbytes = map(int, self.offsets[slot])
         self._add_crc(start, start + nbytes - CRC_BYTES)
+
+    def crcs(self) -> bytes:
+        """The crc32c of each chunk, once all are built."""
+        return self.buffer[: self.used].reshape(-1, self.cut.slot_bytes)[:, -CRC_BYTES:].tobytes()
 
     def close(self) -> np.ndarray:
         """Adds the index: the file's bytes."""

@@ -1,27 +1,22 @@
 """The only writer of Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads.
 
-Files are written around the page cache where the file system can (O_DIRECT): filling the cache costs as much processor
-time as all the rest of a conversion. A shard is complete in memory before it is written, written again if in doubt, and
-no two pieces of work share one, so that units need no merging and any process may run them.
+A shard is complete in memory before it is written, written again if in doubt, and no two pieces of work share one, so
+that units need no merging and any process may run them.
 """
 
-import errno
 import json
-import mmap
-import os
-import time
 from collections.abc import Iterable, Mapping
-from itertools import product
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
+from tpuconv.convert import disk
 from tpuconv.convert.plan import Array
-from tpuconv.convert.shards import Shard, shard_path
-from tpuconv.errors import OutputError, ResourceError, TpuconvError
+from tpuconv.convert.sealed import size_faults
+from tpuconv.convert.shards import Shard, shard_name
+from tpuconv.errors import OutputError
 
-DIRECT_BYTES = 1 << 20
-"""Smaller files are left to the page cache."""
+ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+"""What makes a folder of arrays an Orbax checkpoint."""
 
 
 class Store:
@@ -33,122 +28,62 @@ class Store:
 
     def make_folders(self) -> None:
         """One for every array."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for array in self.arrays.values():
-                (self.folder / array.name).mkdir(exist_ok=True)
-            sync(self.folder)
-        except OSError as e:
-            raise write_error(self.folder, e) from e
+        disk.make_folder(self.folder)
+        for array in self.arrays.values():
+            disk.make_folder(self.folder / array.name)
+        disk.sync(self.folder)
+        disk.sync(self.folder.parent)
 
     def write_metadata(self) -> None:
         """Describes every array."""
-        try:
-            for array in self.arrays.values():
-                _write_text(self.folder / array.name / "zarr.json", json.dumps(array.zarr_json()))
-                sync(self.folder / array.name)
-        except OSError as e:
-            raise write_error(self.folder, e) from e
+        for name, content in self._array_files().items():
+            disk.write_file(self.folder / name, content)
+        self.sync(self.arrays)
 
     def write(self, name: str, shard: Shard) -> None:
         """Writes a finished shard of an array to the disk; `sync` makes its name durable."""
-        try:
-            _write_file(shard_path(self.folder / name, shard.index), shard.close())
-        except OSError as e:
-            raise write_error(self.folder, e) from e
+        disk.write_file(self.folder / name / shard_name(shard.index), shard.close())
 
     def sync(self, names: Iterable[str]) -> None:
         """Makes the shards of some arrays durable, names included."""
         for name in names:
-            sync(self.folder / name)
+            disk.sync(self.folder / name)
 
-    def finish(self) -> None:
-        """Checks that every shard is there, and makes the folder an Orbax checkpoint. May be called again.
+    def finish(self) -> dict[str, bytes]:
+        """Checks that every file of an array is there, and makes the folder an Orbax checkpoint. May be called again.
+        Gives the small files in it: all but the shards.
 
         Raises:
-            OutputError: a shard is missing, which would be a bug of ours or a meddling process.
+            OutputError: a file is missing, which would be a bug of ours or a meddling process.
         """
-        for array in self.arrays.values():
-            for index in product(*map(range, array.grid)):
-                path = shard_path(self.folder / array.name, index)
-                if not path.is_file():
-                    raise OutputError(f"{path} was not written", hint="remove the unfinished output and convert again")
-        try:
-            for name, content in _orbax_files(self.arrays.values()).items():
-                _write_text(self.folder / name, content)
-            sync(self.folder)
-        except OSError as e:
-            raise write_error(self.folder, e) from e
+        sizes = {name: len(content) for name, content in self._array_files().items()}
+        sizes |= {
+            f"{array.name}/{name}": n for array in self.arrays.values() for name, n in array.shard_sizes().items()
+        }
+        for name, fault in size_faults(self.folder, sizes):
+            raise OutputError(
+                f"{self.folder / name} {fault}", hint=f"remove {self.folder.parent.parent} and convert again"
+            )
+        own = _orbax_files(self.arrays)
+        for name, content in own.items():
+            disk.write_file(self.folder / name, content)
+        disk.sync(self.folder)
+        return own | self._array_files()
+
+    def _array_files(self) -> dict[str, bytes]:
+        return {f"{a.name}/zarr.json": json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
 
 
-def page_buffer(nbytes: int) -> np.ndarray:
-    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped."""
-    pages = max(1, -(-nbytes // mmap.PAGESIZE))
-    return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or a folder's entries to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_error(path: Path, error: OSError) -> TpuconvError:
-    """The error for a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(
-            f"the disk of {path} is full", hint="free some space and run the same command: it goes on where it stopped"
-        )
-    return OutputError(f"{path} cannot be written: {error.strerror}")
-
-
-def _write_text(path: Path, text: str) -> None:
-    _write_file(path, np.frombuffer(text.encode(), np.uint8))
-
-
-def _write_file(path: Path, data: np.ndarray) -> None:
-    """Writes a whole file and flushes it to the disk. An array of DIRECT_BYTES or more must start at a page, with room
-    to the end of its last one."""
-    if data.nbytes >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
-        try:
-            return _write_through(path, _whole_pages(data), data.nbytes, os.O_DIRECT)
-        except OSError as e:
-            if e.errno != errno.EINVAL:  # the file system has no O_DIRECT, or none for pages: tmpfs, for one
-                raise
-    return _write_through(path, data, data.nbytes, 0)
-
-
-def _write_through(path: Path, data: np.ndarray, size: int, flags: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o644)
-    try:
-        rest = data.data
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-        os.ftruncate(fd, size)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _whole_pages(data: np.ndarray) -> np.ndarray:
-    pages = -(-data.nbytes // mmap.PAGESIZE)
-    return np.lib.stride_tricks.as_strided(data, (pages * mmap.PAGESIZE,), (1,))
-
-
-def _orbax_files(arrays: Iterable[Array]) -> dict[str, str]:
+def _orbax_files(names: Iterable[str]) -> dict[str, bytes]:
     """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
     tree = {
-        str(tuple(array.name.split("."))): {
+        str(tuple(name.split("."))): {
             # Key type 2 is a key of a dict. No sharding is stored: a restore must not need the mesh of whoever saved.
-            "key_metadata": [{"key": key, "key_type": 2} for key in array.name.split(".")],
+            "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
-        for array in arrays
+        for name in names
     }
-    now = time.time_ns()
     metadata = {
         "tree_metadata": tree,
         "use_ocdbt": False,
@@ -156,16 +91,14 @@ def _orbax_files(arrays: Iterable[Array]) -> dict[str, str]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    checkpoint = {
+    # Without times: the same plan writes the same bytes, whenever and on whichever host it runs.
+    checkpoint: dict[str, Any] = {
         "item_handlers": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
         "metrics": {},
         "performance_metrics": {},
-        "init_timestamp_nsecs": now,
-        "commit_timestamp_nsecs": now,
+        "init_timestamp_nsecs": None,
+        "commit_timestamp_nsecs": None,
         "custom_metadata": {},
     }
-    return {
-        "_METADATA": json.dumps(metadata),
-        "_CHECKPOINT_METADATA": json.dumps(checkpoint),
-        "commit_success.txt": "ok",
-    }
+    contents = (json.dumps(metadata).encode(), json.dumps(checkpoint).encode(), b"ok")
+    return dict(zip(ORBAX_FILES, contents, strict=True))

@@ -49,7 +49,8 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
     last = int(at.max()) + (columns - 1) * pitch + rows * view.itemsize
     words = as_strided(source, (last // view.itemsize,), (view.itemsize,)).view(np.uint64)
     room = int(to.max()) + rows * columns * view.itemsize
-    out = as_strided(target, (room // view.itemsize,), (view.itemsize,)).view(np.uint8)
+    first = target[(0,) * (target.ndim - 1)][:1].view(np.uint8)  # by bytes: chunks are 4 apart, elements may have 8
+    out = as_strided(first, (room,), (1,))
     transpose(words, at // WORD, pitch // WORD, out, to, columns, rows, per)
     return True
 

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
-from tpuconv.errors import LayoutError
+from tpuconv.errors import ConfigError, LayoutError
 from tpuconv.layout import Layout, Shape, format_axes
 
 INDEX = re.compile(r"\{(\w)\}")
@@ -23,6 +24,9 @@ LAYER_INDICES = "LIJ"
 """Letters whose values are numbers of layers."""
 MTP = "U"
 """The letter of layers that predict further tokens: its rows exist where they are asked for."""
+
+MAX_TENSORS = 500_000
+"""Of a model; the largest have 100,000. Each takes half a kilobyte and some microseconds to be listed."""
 
 
 class HasAxes(Protocol):
@@ -138,14 +142,34 @@ class MappingTable:
         for row in self.rows:
             _row_layout(row)
 
+    def count(self, config: HasAxes, include_mtp: bool = False) -> int:
+        """How many source tensors `bind` names, without listing them."""
+        sizes = {x: len(value) for x, value in _values(config, include_mtp).items()}
+        return sum(
+            prod(sizes[x] for letters in _indices(row) for x in letters) * len(row.hf_names)
+            for row in self._rows_of(config)
+        )
+
+    def _rows_of(self, config: HasAxes) -> list[Map]:
+        return [row for row in self.rows if row.when is None or getattr(config, row.when)]
+
     def bind(self, config: HasAxes, include_mtp: bool = False) -> list[Binding]:
-        """Every row that the config has, once for each value of its loop indices."""
+        """Every row that the config has, once for each value of its loop indices.
+
+        Raises:
+            ConfigError: the config asks for more than `MAX_TENSORS` source tensors.
+        """
+        if (count := self.count(config, include_mtp)) > MAX_TENSORS:
+            layers, experts = (len(_values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
+            raise ConfigError(
+                f"config.json asks for {count} tensors, with {layers} layers"
+                + (f" of {experts} experts" if experts else "")
+                + f": more than the {MAX_TENSORS} that are listed"
+            )
         values = _values(config, include_mtp)
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
-        for row in self.rows:
-            if row.when is not None and not getattr(config, row.when):
-                continue
+        for row in self._rows_of(config):
             loop, stack = _indices(row)
             layout = _row_layout(row)
             for known in _steps(loop, values):

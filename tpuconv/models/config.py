@@ -10,8 +10,9 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.rope import ROPE_KEYS, Rope
+from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
+from tpuconv.jsonfile import short
+from tpuconv.models.rope import ROPE_KEYS, Rope, check_rope_keys
 
 NO_EFFECT = frozenset(
     {
@@ -53,18 +54,32 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of which these values alone are implemented, in every family; without the key all is well."""
 
+MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group"), 1 << 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 1 << 16),
+}
+"""The largest values of integers, which models are made by: checked before anything is counted out or allocated."""
+
+MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
+"""Those of keys that are not in `MOST`: of `num_*`, and of others."""
+
+MOST_IN_A_LIST = 4096
+"""Entries; lists have one for each layer."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
     with its defaults, which are those of transformers.
 
-    `only` adds to `ONLY`; `least` holds the smallest values of integers that may be less than 1.
+    `only` adds to `ONLY`, `most` to `MOST`; `least` holds the smallest values of integers that may be less than 1.
     """
 
     model_type: ClassVar[str]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
+    most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     """Fields that are made of other keys, and are no keys of config.json themselves."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
@@ -84,10 +99,22 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """The config that a parsed config.json describes."""
+        """The config that a parsed config.json describes.
+
+        Raises:
+            UnsupportedConfig: a key or a value that is not implemented.
+            ConfigError: a value of another type, too small or too large, or that contradicts another.
+        """
+        check_rope_keys(raw)
         hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
         _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
-        wrong = [f"{k}={raw[k]!r} is no {_spelt(hints[k])}" for k in hints if k in raw and not _fits(raw[k], hints[k])]
+        given = {key: hint for key, hint in hints.items() if key in raw}
+        wrong = [f"{k}={short(raw[k])} is no {_spelt(hint)}" for k, hint in given.items() if not _fits(raw[k], hint)]
+        wrong += [
+            f"{k} has {len(raw[k])} entries, more than {MOST_IN_A_LIST}"
+            for k in given
+            if isinstance(raw[k], list) and len(raw[k]) > MOST_IN_A_LIST
+        ]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
         values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
@@ -99,10 +126,19 @@ class DecoderConfig:
         faults = []
         for field, hint in _hints(type(self)):
             value, least = getattr(self, field.name), self.least.get(field.name, 1)
-            if int in (hint, *get_args(hint)) and value is not None and value < least:
+            if int not in (hint, *get_args(hint)) or value is None:
+                continue
+            if value < least:
                 faults.append(f"{field.name}={value} is less than {least}")
+            elif value > (most := self._most(field.name)):
+                faults.append(f"{field.name}={value} is more than {most}")
         if faults := faults or list(self.contradictions()):  # these divide by what was checked first
             raise ConfigError("config.json contradicts itself", details=faults)
+
+    @classmethod
+    def _most(cls, key: str) -> int:
+        default = MOST_OF_A_NUMBER if key.startswith("num_") else MOST_OF_A_SIZE
+        return cls.most.get(key, MOST.get(key, default))
 
     def contradictions(self) -> Iterator[str]:
         """What cannot be true at once, in words."""
@@ -113,6 +149,8 @@ class DecoderConfig:
             yield f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}, without a head_dim"
         elif self.rope_dim % 2:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
+        elif self.rope_dim > self._most("head_dim"):
+            yield f"hidden_size={self.hidden_size} makes heads of more than {self._most('head_dim')}"
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
 
@@ -205,22 +243,18 @@ def _refuse_unknown(
         if key in only:
             if value not in only[key]:
                 allowed = " or ".join(map(repr, only[key]))
-                faults.append(f"{key}={_short(value)} is not implemented for {model_type}, only {allowed}")
+                faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
         # A null is an absent key; a False may well mean something.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
-            near = get_close_matches(key, [*known, *only, *ROPE_KEYS], n=1)
-            faults.append(f"{key}={_short(value)}" + (f" (near: {near[0]})" if near else ""))
+            # To look for those that are near takes time.
+            near = get_close_matches(key[:100], [*known, *only, *ROPE_KEYS], n=1) if len(faults) < 20 else []
+            faults.append(f"{key[:100]}={short(value)}" + (f" (near: {near[0]})" if near else ""))
     if faults:
         raise UnsupportedConfig(
             f"config.json asks for what {model_type} does not know",
-            details=faults,
+            details=shorten(faults),
             hint="a key that does not change the logits belongs in NO_EFFECT of tpuconv/models/config.py",
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:

@@ -1,9 +1,11 @@
 """Text from a model: the prompts in one call (prefill), then a call for each token (decode), the cache in place."""
 
 import functools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -15,10 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
+from tpuconv.errors import ResourceError, UsageError
 from tpuconv.models.cache import Cache, cache_shardings
 from tpuconv.models.decoder import Decoder
 from tpuconv.models.layers import HIDDEN
+
+CACHE_SHARE = 0.6
+"""Of the memory of a machine without other devices, the part that a cache may take beside the weights."""
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it the most likely token is taken: logits divided by less are infinite in float32."""
 
 ENDED = -1
 """Stands where a sequence has no token any more."""
@@ -34,12 +42,13 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1:
-            raise UsageError(f"{self} cannot be: temperature >= 0, top_k >= 1 and 0 < top_p <= 1 are needed")
+        possible = 0 <= self.temperature < inf and 0 < self.top_p <= 1  # which NaN is not
+        if not possible or (self.top_k is not None and self.top_k < 1):
+            raise UsageError(f"{self} cannot be: a finite temperature >= 0, top_k >= 1 and 0 < top_p <= 1 are needed")
 
     def __call__(self, logits_BV: jax.Array, key: jax.Array) -> jax.Array:
         """One token id [B] for each row of logits."""
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
             return jnp.argmax(logits_BV, axis=-1)
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
@@ -84,7 +93,8 @@ class Generator:
         where = self.weights[0].sharding
         self.mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.whole = where if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-        self.options = compiler_options(next(iter(where.device_set)).platform)
+        self.platform = next(iter(where.device_set)).platform
+        self.options = compiler_options(self.platform)
         self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
 
     def _decode(self, batch: int, length: int) -> Compiled:
@@ -92,6 +102,7 @@ class Generator:
             return self._run(weights, ids_B[:, None], None, cache, key)
 
         empty = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
+        self._check_memory(empty)
         where = jax.tree.map(lambda _: self.whole, empty) if self.mesh is None else cache_shardings(empty, self.mesh)
         formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), where)
         jitted = jax.jit(
@@ -101,6 +112,18 @@ class Generator:
             out_shardings=(self.whole, formats),
         )
         return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), empty)  # type: ignore[no-untyped-call]
+
+    def _check_memory(self, cache: Cache) -> None:
+        """Raises ResourceError where the cache takes more than a part of this machine's memory. Other devices refuse it
+        by themselves; a CPU gives addresses, and the process is killed when they are written."""
+        need = sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.platform == "cpu" and need > CACHE_SHARE * memory:
+            raise ResourceError(
+                f"the cache of keys and values needs {need / 1e9:.3g} GB, and may have {CACHE_SHARE:.0%} of this "
+                f"machine's {memory / 1e9:.3g} GB",
+                hint="ask for fewer tokens or sequences",
+            )
 
     def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
         def prefill(weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, key: jax.Array) -> Any:

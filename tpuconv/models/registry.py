@@ -10,6 +10,7 @@ from typing import Any
 
 from tpuconv.convert.table import MappingTable
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.jsonfile import short
 from tpuconv.models.config import DecoderConfig
 
 FAMILIES: Mapping[str, str] = {
@@ -90,7 +91,9 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
     names = [model_type, *architectures] if isinstance(architectures, list) else [None]
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"config.json: model_type={model_type!r} and architectures={architectures!r} name no model")
+        raise ConfigError(
+            f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
+        )
     known: set[str] = set()
     for family in map(get_family, family_names()):  # ours first: for what they read, no plugin is imported
         known.update(family.architectures.values())
@@ -99,11 +102,12 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             if not other:
                 return family
             raise UnsupportedConfig(
-                f"{family.name} reads model_type '{model_type}', but not its architecture {', '.join(other)}",
+                f"{family.name} reads model_type '{model_type}', but not its architecture "
+                + ", ".join(name[:100] for name in other[:10]),
                 hint=_suggestion(other[0], list(family.architectures)),
             )
     raise UnsupportedConfig(
-        f"no family reads model_type '{model_type}' (architectures {architectures})",
+        f"no family reads model_type {short(model_type)} (architectures {short(architectures)})",
         hint=_suggestion(model_type, sorted(known)),
     )
 

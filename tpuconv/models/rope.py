@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 """The keys of config.json that `Rope.from_hf` reads."""
@@ -36,6 +37,9 @@ OPTIONAL = {
 }
 """What each implemented type takes, besides the type and `rope_theta`."""
 
+MOST = 1e15
+"""The largest of the numbers."""
+
 Array = NDArray[np.float32]
 
 
@@ -59,10 +63,9 @@ class Rope:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], model_type: str, max_position_embeddings: int) -> Self:
         """Reads either form: `rope_theta` beside `rope_scaling`, or `rope_parameters`, which holds both."""
+        check_rope_keys(raw)
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         given = raw.get(key) or {}
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config.json: {key}={given!r} is no object")
         if key == "rope_scaling" and raw.get("rope_parameters") and raw["rope_parameters"] != given:
             raise ConfigError("config.json has both rope_scaling and rope_parameters, and they differ")
 
@@ -70,22 +73,22 @@ class Rope:
         values = {name: value for name, value in given.items() if value is not None}
         kinds = {values.pop(name) for name in ("type", "rope_type") if isinstance(values.get(name), str)}
         if len(kinds) > 1:
-            raise ConfigError(f"config.json: {key}={given!r} has two types")
+            raise ConfigError(f"config.json: {key}={short(given, 300)} has two types")
         kind = kinds.pop() if kinds else "default"
         outside = raw.get("rope_theta")
         theta = values.pop("rope_theta", cls.theta if outside is None else outside)
         if outside not in (None, theta):
-            raise ConfigError(f"config.json: rope_theta={outside!r} outside {key}, {theta!r} inside")
+            raise ConfigError(f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside")
         if values.get("partial_rotary_factor") == 1:
             del values["partial_rotary_factor"]
         if kind not in REQUIRED or set(values) - {*REQUIRED[kind], *OPTIONAL[kind]}:
             raise UnsupportedConfig(
-                f"{key}={given!r} is not implemented for {model_type}",
+                f"{key}={short(given, 300)} is not implemented for {model_type}",
                 details=[f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED],
                 hint="these types are implemented, with these parameters",
             )
         if missing := [name for name in REQUIRED[kind] if name not in values]:
-            raise ConfigError(f"config.json: {key}={given!r} lacks {', '.join(missing)}")
+            raise ConfigError(f"config.json: {key}={short(given, 300)} lacks {', '.join(missing)}")
         if "original_max_position_embeddings" in OPTIONAL[kind]:
             values.setdefault("original_max_position_embeddings", max_position_embeddings)
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
@@ -94,7 +97,9 @@ class Rope:
         _check_numbers(values | {"rope_theta": theta})
         rope = cls(kind, theta, **values)
         if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor):
-            raise ConfigError(f"config.json: rotary positions cannot be made of rope_theta={theta}, {key}={given!r}")
+            raise ConfigError(
+                f"config.json: rotary positions cannot be made of rope_theta={short(theta)}, {key}={short(given, 300)}"
+            )
         return rope
 
     def inverse_frequencies(self, head_dim: int) -> tuple[Array, float]:
@@ -157,13 +162,23 @@ class Rope:
         return scale(1.0)
 
 
+def check_rope_keys(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError where one of the keys that must be an object is none."""
+    for key in ROPE_KEYS[1:]:
+        given = raw.get(key)
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"config.json: {key}={short(given, 300)} is no object")
+
+
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name == "truncate":
             if type(value) is not bool:
-                raise ConfigError(f"config.json: truncate={value!r} of the rotary positions is no bool")
-        elif type(value) not in (int, float) or not 0 < value < 1e300:
-            raise ConfigError(f"config.json: {name}={value!r} of the rotary positions is no positive number")
+                raise ConfigError(f"config.json: truncate={short(value)} of the rotary positions is no bool")
+        elif type(value) not in (int, float) or not 0 < value <= MOST:
+            raise ConfigError(
+                f"config.json: {name}={short(value)} of the rotary positions is no positive number of at most {MOST:g}"
+            )
 
 
 PLAIN_ROPE = Rope()

@@ -1,10 +1,16 @@
 """The tokenizer beside a checkpoint, which transformers reads, and the tokens that end a text."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from tpuconv.convert.source import read_json
 from tpuconv.errors import ConfigError, UsageError, root_cause
+from tpuconv.jsonfile import Optional, Size, check
+
+IDS = (Size, [Size], None)
+ENDS = {"eos_token_id": Optional(IDS), "text_config": Optional(({"eos_token_id": Optional(IDS)}, None))}
+"""What is read of generation_config.json and config.json."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -34,10 +40,16 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """The ids after which a text ends, as generation_config.json has them, or config.json where that has none."""
+    """The ids after which a text ends, as generation_config.json has them, or config.json where that has none.
+
+    Raises:
+        ConfigError: one of them cannot be read, or has no such ids.
+    """
     for name in ("generation_config.json", "config.json"):
-        raw = read_json(folder / name, ConfigError) if (folder / name).exists() else {}
-        ids = raw.get("eos_token_id", raw.get("text_config", {}).get("eos_token_id"))
+        if not os.path.lexists(folder / name):
+            continue
+        raw = check(read_json(folder / name, ConfigError), ENDS, str(folder / name), ConfigError)
+        ids = raw.get("eos_token_id", (raw.get("text_config") or {}).get("eos_token_id"))
         if ids is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])
     return frozenset()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.convert.codecs import Tensor
@@ -12,10 +12,11 @@ from tpuconv.convert.plan import Plan, Quantization
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.config import DecoderConfig
 from tpuconv.models.registry import Family
-from tpuconv.quantize.config import QuantConfig
-from tpuconv.quantize.encode import QwixEncoder, prepare
+from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
 from tpuconv.quantize.report import html
-from tpuconv.quantize.rules import How, resolve
+
+if TYPE_CHECKING:
+    from tpuconv.quantize.rules import How
 
 MX_BLOCK = 32
 MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
@@ -26,12 +27,19 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
     """How the parameters of a plan without quantization become quantized ones.
 
     Raises:
-        ConfigError: see `tpuconv.quantize.rules.resolve`.
+        ConfigError: a pattern of the rules is none or takes for ever, which is said before jax is imported; or see
+            `tpuconv.quantize.rules.resolve`.
         UnsupportedConfig: layers that are stacked are not quantized alike, or only a part of the model is converted.
     """
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave --layers out")
+    check_rules(rules, modules_of(family.table, config))
+    import jax.numpy as jnp
+
+    from tpuconv.quantize.encode import QwixEncoder, prepare
+    from tpuconv.quantize.rules import resolve
+
     stacked = plain.options.scan_layers
     hows = resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
     kept = _kept(plain, hows)
@@ -46,7 +54,7 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
     return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, html, kept)
 
 
-def _kept(plain: Plan, hows: Mapping[str, How]) -> dict[str, int]:
+def _kept(plain: Plan, hows: "Mapping[str, How]") -> dict[str, int]:
     """The parameters of those rows that the source has in the very type that is asked for, with their rules."""
     kept: dict[str, int] = {}
     for binding in plain.bindings:
@@ -57,7 +65,7 @@ def _kept(plain: Plan, hows: Mapping[str, How]) -> dict[str, int]:
     return kept
 
 
-def _is_type_of(how: How, tensor: Tensor) -> bool:
+def _is_type_of(how: "How", tensor: Tensor) -> bool:
     if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
         return False
     types = [tensor.scheme.qtype]

@@ -10,7 +10,9 @@ They are read strictly. YAML's own surprises (a key that stands twice, `None`, w
 aliases that unfold to gigabytes) are errors that name line and column.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
@@ -19,7 +21,11 @@ from typing import Any
 
 import yaml
 
-from tpuconv.errors import ConfigError, UsageError
+from tpuconv.convert.names import MANIFEST
+from tpuconv.convert.table import HasAxes, MappingTable
+from tpuconv.errors import ConfigError, CorruptOutput, UsageError
+from tpuconv.jsonfile import read_bytes, short
+from tpuconv.patterns import check_patterns
 
 MAX_BYTES, MAX_DEPTH = 1 << 20, 20
 
@@ -38,7 +44,10 @@ TILES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
 """How many numbers may follow a calibration method."""
-GATES = ("top1", "mean_kl")
+MOST = 1e6
+"""The largest of them; factors are as little as one part in so many."""
+GATES: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
+"""What a config may ask for, and the largest value; the smallest is 0."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,17 @@ class QuantConfig:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "QuantConfig":
-        """The config of a manifest, which this library wrote."""
-        rules = []
-        for i, rule in enumerate(facts["rules"], 1):
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items()}
-            rules.append(Rule(i, **fields))
-        return cls(facts["name"], facts["summary"], tuple(rules), facts["scale_dtype"], facts["gates"])
+        """The config of a manifest; a rule has its number as its line.
+
+        Raises:
+            CorruptOutput: it is not what a file may hold.
+        """
+        qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
+        root = {"summary": facts["summary"], "qwix": qwix, "gates": facts.get("gates", {})}
+        try:
+            return _config(_Value(_node(root), MANIFEST, "quantization"), facts["name"])
+        except ConfigError as e:
+            raise CorruptOutput(e.message, hint=e.hint) from None
 
 
 def config_names() -> list[str]:
@@ -113,8 +127,8 @@ def find_config(name_or_path: str) -> QuantConfig:
         ConfigError: the file is not what a config may be.
     """
     path, name = Path(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
-    if path.is_file():
-        data = path.read_bytes()
+    if os.path.lexists(path) and not os.path.isdir(path):
+        data = read_bytes(path, MAX_BYTES, ConfigError)
     elif name in config_names() and path.parent == Path():
         data = (_folder() / f"{name}.yaml").read_bytes()
     else:
@@ -127,6 +141,27 @@ def find_config(name_or_path: str) -> QuantConfig:
     return parse_config(data, name, str(path))
 
 
+def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
+    """That the patterns of all rules can be matched with the names of modules (`layers/0/attn`).
+
+    Raises:
+        ConfigError: a pattern is none, or takes for ever.
+    """
+    patterns = [(f"{config.name}, line {rule.line}", rule.module_path) for rule in config.rules]
+    check_patterns(patterns, modules, ConfigError)
+
+
+def modules_of(table: MappingTable, config: HasAxes) -> dict[str, None]:
+    """The modules that a table's parameters (`layers.0.attn.q.kernel`) are in, as rules name them, with those around
+    them. Without the model, which needs jax."""
+    out: dict[str, None] = {}
+    for binding in table.bind(config):
+        for name in (name for stack in binding.dst for name in stack.names):
+            parts = name.split(".")
+            out |= dict.fromkeys("/".join(parts[:n]) for n in range(len(parts)))
+    return out
+
+
 def _folder() -> Any:
     return files("tpuconv") / "quant_configs"
 
@@ -137,7 +172,10 @@ def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
     Raises:
         ConfigError: anything in it that is not understood, with line and column.
     """
-    root = _Value(_compose(data, path), path, "the file")
+    return _config(_Value(_compose(data, path), path, "the file"), name)
+
+
+def _config(root: "_Value", name: str) -> QuantConfig:
     top = root.mapping("summary", "qwix", "gates")
     if "qwix" not in top:
         raise root.error("has no 'qwix'", hint="a config is {qwix: {rules: [...]}}")
@@ -154,7 +192,9 @@ def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
         summary=top["summary"].text() if "summary" in top else name,
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
-        gates={k: v.number() for k, v in top["gates"].mapping(*GATES).items()} if "gates" in top else {},
+        gates={k: v.number(GATES[k], least=0) for k, v in top["gates"].mapping(*GATES).items()}
+        if "gates" in top
+        else {},
     )
 
 
@@ -175,17 +215,28 @@ def _rule(value: "_Value") -> Rule:
         if name in fields and not fields[name].is_null():
             given[name] = fields[name].method()
     if "tile_size" in fields and not fields["tile_size"].is_null():
-        tile = given["tile_size"] = fields["tile_size"].number()
+        tile = given["tile_size"] = fields["tile_size"].number(1 << 31)
         if tile <= 0 or (isinstance(tile, float) and tile > 1):
             raise fields["tile_size"].error("tile_size is a number of elements, or a fraction of the axis")
     rule = Rule(value.line, **given)
     for qtype in (rule.weight_qtype, rule.act_qtype):
         if qtype in TILES and rule.tile_size != TILES[qtype]:
             raise value.error(f"{qtype} needs tile_size: {TILES[qtype]}")
-    asymmetric = rule.weight_calibration_method.startswith("minmax")
-    if asymmetric and rule.weight_qtype not in (None, "int8", "int4"):
-        raise value.error(f"minmax goes with int8 and int4, not with {rule.weight_qtype}")
+    for qtype, method in (
+        (rule.weight_qtype, rule.weight_calibration_method),
+        (rule.act_qtype, rule.act_calibration_method or "absmax"),
+    ):
+        if _is_asymmetric(method) and qtype not in (None, "int8", "int4"):
+            raise value.error(f"{method} goes with int8 and int4, not with {qtype}")
     return rule
+
+
+def _is_asymmetric(method: str) -> bool:
+    name, *numbers = method.split(",")
+    return name == "minmax" or (len(numbers) == 2 and sum(map(float, numbers)) != 0)
+
+
+_OCTAL = re.compile(r"[+-]?0\d")
 
 
 # -- YAML, strictly ---------------------------------------------------------------------------------------------------
@@ -216,9 +267,35 @@ def _compose(data: bytes, path: str) -> yaml.Node:
     return node
 
 
+def _node(value: Any, line: int = 0) -> yaml.Node:
+    """A value of JSON as the node that YAML would have of it; the items of a list in lines of their own."""
+    mark = yaml.Mark("", 0, line, 0, None, 0)
+    match value:
+        case dict():
+            pairs = [(_node(key, line), _node(own, line)) for key, own in value.items()]
+            return yaml.MappingNode("tag:yaml.org,2002:map", pairs, mark, mark)
+        case list() | tuple():
+            items = [_node(own, i) for i, own in enumerate(value)]
+            return yaml.SequenceNode("tag:yaml.org,2002:seq", items, mark, mark)
+        case None | bool() | int() | float() | str():
+            text = value if isinstance(value, str) else repr(value).lower()
+            return yaml.ScalarNode(f"tag:yaml.org,2002:{TAGS[type(value)]}", text, mark, mark)
+    raise TypeError(f"{value!r} is no value of JSON")
+
+
+TAGS = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str"}
+
+
 def _error(path: str, where: Any, what: str, hint: str | None = None) -> ConfigError:
     mark = where.start_mark
     return ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: {what}", hint=hint)
+
+
+def _shown(node: Any) -> str:
+    """A node as errors show it."""
+    if isinstance(node, yaml.ScalarNode):
+        return short(node.value)
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 
 @dataclass(frozen=True)
@@ -244,11 +321,11 @@ class _Value:
             if key.value not in known:
                 near = get_close_matches(str(key.value), known, 1)
                 raise _error(
-                    self.path, key, f"unknown key {key.value!r}", f"known are {', '.join(known)}"
+                    self.path, key, f"unknown key {_shown(key)}", f"known are {', '.join(known)}"
                     + (f"; did you mean {near[0]}?" if near else ""),
                 )  # fmt: skip
             if key.value in out:
-                raise _error(self.path, key, f"{key.value!r} stands twice")
+                raise _error(self.path, key, f"{_shown(key)} stands twice")
             out[key.value] = _Value(value, self.path, key.value)
         return out
 
@@ -271,20 +348,25 @@ class _Value:
             raise self.error("must be true or false")
         return bool(self.node.value.lower() == "true")
 
-    def number(self) -> int | float:
-        if self._tag() not in ("int", "float"):
-            raise self.error(f"must be a number, not {self.node.value!r}")
+    def number(self, most: float, *, least: float = -MOST) -> int | float:
+        """From `least` to `most`. What YAML reads in another way than it looks (`010`, `1:30`) is none."""
+        text = str(self.node.value)
+        if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
+            raise self.error(f"must be a number, not {text[:80]!r}")
         try:
-            return int(self.node.value) if self._tag() == "int" else float(self.node.value)
+            number = int(text) if self._tag() == "int" else float(text)
         except ValueError:
-            raise self.error(f"must be a number, not {self.node.value!r}") from None
+            raise self.error(f"must be a number, not {text!r}") from None
+        if not least <= number <= most:
+            raise self.error(f"must be a number from {least:g} to {most:g}, not {text}")
+        return number
 
     def choice(self, known: tuple[str, ...], *, null: bool) -> str | None:
         if null and self.is_null():
             return None
         if self._tag() != "str" or self.node.value not in known:
             why = "; a missing value is written null" if self.node.value in ("None", "none") else ""
-            raise self.error(f"unknown value {self.node.value!r}", hint=f"known are {', '.join(known)}{why}")
+            raise self.error(f"unknown value {_shown(self.node)}", hint=f"known are {', '.join(known)}{why}")
         return str(self.node.value)
 
     def method(self) -> str:
@@ -296,9 +378,17 @@ class _Value:
             values = []
         if name not in METHODS or len(numbers) != len(values) or len(values) not in METHODS[name]:
             raise self.error(
-                f"unknown calibration method {self.node.value!r}",
+                f"unknown calibration method {_shown(self.node)}",
                 hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
             )
+        if name == "fixed":
+            low, high = values if len(values) == 2 else (-values[0], values[0])
+            if not -MOST <= low <= 0 <= high <= MOST or low == high:
+                raise self.error(
+                    f"{_shown(self.node)}: the range must go from 0 or less to 0 or more, and not be empty"
+                )
+        elif not all(1 / MOST <= factor <= MOST for factor in values):
+            raise self.error(f"{_shown(self.node)}: the factor must be positive, from {1 / MOST:g} to {MOST:g}")
         return self.text()
 
     def _tag(self) -> str:

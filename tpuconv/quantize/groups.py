@@ -12,9 +12,9 @@ from math import prod
 import jax.numpy as jnp
 import numpy as np
 
+from tpuconv.convert.checkpoint import read_config
 from tpuconv.convert.manifest import Manifest, element_bytes
-from tpuconv.convert.source import read_json
-from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.registry import get_family
 from tpuconv.quantize.config import QuantConfig, Rule
 from tpuconv.quantize.encode import QwixEncoder
@@ -47,7 +47,7 @@ def find_choices(manifest: Manifest) -> Choices:
     """
     _check_plain(manifest)
     family = get_family(manifest.family)
-    config = family.config.from_hf(read_json(manifest.folder / "config.json", ConfigError))
+    config = family.config.from_hf(read_config(manifest))
 
     def encoders(rules: Iterable[Rule]) -> dict[str, QwixEncoder]:
         named = QuantConfig("sensitivity", "", tuple(rules))

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.errors import OutputError, UsageError
+from tpuconv.convert.disk import replace_file
+from tpuconv.errors import OutputError, ResourceError, UsageError
+from tpuconv.text import plain
 
 STATES = 20_000
 """Pairs of sums that the search keeps at most."""
@@ -154,8 +156,8 @@ def to_yaml(model: Model, options: Sequence[Option], made: Sequence[str]) -> str
     of what was measured."""
     lines = [f"summary: {model.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
     # A name from elsewhere may hold what breaks a comment.
-    lines += [f"# {line}" if line.isprintable() else f"# {line!r}" for line in made]
-    lines += ["#", *(f"#   {line}" for line in _table(model.groups, options))]
+    lines += [f"# {plain(line)}" for line in made]
+    lines += ["#", *(f"#   {plain(line)}" for line in _table(model.groups, options))]
     return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(model.groups, options)), ""])
 
 
@@ -171,7 +173,8 @@ def check_free(out: Path, overwrite: bool) -> None:
     """That a recipe can be written there.
 
     Raises:
-        OutputError: there is such a file, and it is not to be replaced, or none can be made.
+        OutputError: there is such a file, and it is not to be replaced.
+        ResourceError: none can be made.
         UsageError: it is a folder, or in none.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
@@ -181,19 +184,11 @@ def check_free(out: Path, overwrite: bool) -> None:
     try:
         TemporaryFile(dir=out.absolute().parent).close()
     except OSError as e:
-        raise _unwritable(out, e) from e
+        raise ResourceError(f"{out} cannot be written: {e.strerror}", hint="name another file by --out-config") from e
 
 
 def write(text: str, out: Path, overwrite: bool) -> None:
-    """Writes it, unless another file has come to be there since `check_free`: that is its OutputError again."""
-    try:
-        with out.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        check_free(out, overwrite)
-    except OSError as e:
-        raise _unwritable(out, e) from e
-
-
-def _unwritable(out: Path, error: OSError) -> OutputError:
-    return OutputError(f"{out} cannot be written: {error.strerror}", hint="name another file by --out-config")
+    """Writes it, unless another file has come to be there since `check_free`, which raises its errors again. An old
+    file stays until the new one is complete."""
+    check_free(out, overwrite)
+    replace_file(out, text.encode())

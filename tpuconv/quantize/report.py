@@ -5,13 +5,13 @@ The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB, where x' 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import inf, log10, prod
 from typing import Any
 
 from tpuconv.convert.manifest import element_bytes
 from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sizes import format_size
+from tpuconv.text import html as escape
 
 
 @dataclass(frozen=True)

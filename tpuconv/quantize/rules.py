@@ -1,9 +1,6 @@
 """Which parameters a config quantizes, and how: resolved by Qwix itself on the model with shapes instead of arrays."""
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +19,11 @@ from qwix._src.utils import flax_util
 from tpuconv.convert.keep import Stored
 from tpuconv.convert.manifest import KEPT
 from tpuconv.convert.names import QVALUE, SCALE
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
 from tpuconv.models import grouped
 from tpuconv.models.decoder import Decoder
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import QuantConfig, Rule
+from tpuconv.quantize.config import QuantConfig, Rule, check_rules
 
 TOKENS = 1024
 """Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
@@ -34,8 +31,6 @@ TOKENS = 1024
 EMBEDDING = "embed"
 """The module whose matrix is looked up, and in some models multiplied too: Qwix would quantize it for the product, and
 the look-up could not read it."""
-
-MATCH_SECONDS = 5.0
 
 LAYER = re.compile(r"layers[./](\d+)[./](.*)")
 """The name of a parameter or module of one layer: its number, and the name within."""
@@ -144,12 +139,19 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
 
 def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False) -> Any:
     """The model with shapes instead of arrays, quantized as a manifest says: by rules, or kept as it was released.
-    `build` makes it with separate layers, which rules name; where a checkpoint has them `stacked`, they are then."""
+    `build` makes it with separate layers, which rules name; where a checkpoint has them `stacked`, they are then.
+
+    Raises:
+        ConfigError: the pattern of a rule is none, or takes for ever.
+    """
     kept = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
     config = QuantConfig.from_json(quantization) if "rules" in quantization else kept_rules(kept, stacked=stacked)
 
     def traced() -> Any:
-        model = quantized(build(), Provider(config))
+        model = build()
+        if "rules" in quantization:  # others are names, escaped
+            check_rules(config, _modules(model))
+        model = quantized(model, Provider(config))
         if stacked:
             model.stack_layers()
         return model
@@ -157,6 +159,9 @@ def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stack
     graphdef, state = nnx.split(nnx.eval_shape(traced))
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
     for name, facts in kept.items():  # scales of their own, whatever Qwix would make
+        known = {name + SCALE, name + QVALUE} <= flat.keys() and facts["stored"]
+        if not known or len(facts["tiles"]) != flat[name + QVALUE][1].ndim:
+            raise CorruptOutput(f"the manifest has {name} as released, and the model has no such parameter")
         path, scale = flat[name + SCALE]
         codes = flat[name + QVALUE][1].shape
         shape = tuple(n // tile for n, tile in zip(codes, facts["tiles"], strict=True))
@@ -178,7 +183,7 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
 
     def trace() -> None:
         model = build()
-        _check_patterns(config, ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)])
+        check_rules(config, _modules(model))
         if isinstance(model, Decoder):  # which says how layers are called
             _skip_repeated(model, config)
         for path, node in nnx.iter_graph(quantized(model, provider)):
@@ -273,31 +278,9 @@ def _first_match(config: QuantConfig, module: str) -> int:
     return next(i for i, rule in enumerate(config.rules) if re.fullmatch(rule.module_path, module))
 
 
-def _check_patterns(config: QuantConfig, paths: list[str]) -> None:
-    """That every pattern is one, and none takes for ever on the names of this model: Python's `re`, which Qwix uses,
-    backtracks, so that it is tried in a process that can be killed."""
-    for rule in config.rules:
-        try:
-            re.compile(rule.module_path)
-        except (re.error, RecursionError) as e:
-            raise ConfigError(f"{config.name}, line {rule.line}: {rule.module_path!r} is no pattern: {e}") from None
-    program = (
-        "import json, re, sys\n"
-        "patterns, names = json.load(sys.stdin)\n"
-        "for pattern in patterns:\n"
-        "    for name in names: re.fullmatch(pattern, name)\n"
-        "    print(flush=True)\n"
-    )
-    question = json.dumps([[rule.module_path for rule in config.rules], list(dict.fromkeys(paths))])
-    command = [sys.executable, "-c", program]
-    try:
-        subprocess.run(command, input=question.encode(), timeout=MATCH_SECONDS, check=True, capture_output=True)
-    except subprocess.TimeoutExpired as e:
-        rule = config.rules[(e.stdout or b"").count(b"\n")]
-        raise ConfigError(
-            f"{config.name}, line {rule.line}: matching {rule.module_path!r} takes for ever",
-            hint="a repetition inside of a repetition, such as (.*)*, does that: write .* instead",
-        ) from None
+def _modules(model: Any) -> list[str]:
+    """The names of all modules of a model, as rules name them."""
+    return ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
 
 
 def _check_used(config: QuantConfig, provider: Provider) -> None:

@@ -1,11 +1,10 @@
 """The child of `tpuconv.verify.tpu`: compiles one model for one slice, and writes what it found.
 
-`python -m tpuconv.verify.aot QUESTION.json ANSWER.json`, with the environment that libtpu wants.
+`main` runs in a process of its own, with the environment that libtpu wants.
 """
 
 import json
 import re
-import sys
 import time
 from collections.abc import Mapping
 from math import prod
@@ -23,6 +22,7 @@ PREFILL_TOKENS = 2048
 
 
 def main(asked: Path, answered: Path) -> None:
+    """Reads a `Question` and the name of a slice, and writes an `Answer` or an error, as JSON."""
     question = json.loads(asked.read_text())
     topology = Slice(question.pop("topology"))
     try:
@@ -234,7 +234,3 @@ def _reason(text: str) -> str:
     """The compiler's own sentence."""
     found = re.search(r"RESOURCE_EXHAUSTED:\s*(.*)", text)
     return (found[1] if found else text)[:300]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -20,6 +20,7 @@ from typing import Any
 
 from tpuconv.convert.layouts import Layout
 from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.jsonfile import short
 from tpuconv.sharding import AXES
 
 GIB = 1 << 30
@@ -85,13 +86,15 @@ class Slice:
         chip, _, shape = text.strip().lower().partition(":")
         if chip not in CHIPS:
             raise UsageError(
-                f"'{text}' is no topology: there is no chip '{chip}'",
+                f"{short(text)} is no topology: there is no chip {short(chip)}",
                 hint=f"known are {', '.join(CHIPS)}; write v5e:4x4",
             )
         dims = CHIPS[chip].dims
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") != dims - 1:
+        if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:
             example = f"{chip}:{CHIPS[chip].slices[2]}"
-            raise UsageError(f"'{text}' is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}")
+            raise UsageError(
+                f"{short(text)} is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}"
+            )
         return cls(f"{chip}:{shape}")
 
     @property
@@ -124,8 +127,14 @@ class Slice:
 
 def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
     """Groups of slices: `v5e:4x4` is a group of its own, `v5e` alone is all slices of that chip, the smallest first.
-    Each text may be a list with commas."""
+    Each text may be a list with commas.
+
+    Raises:
+        UsageError: there is no such slice, or none is named.
+    """
     names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--topology names no slice", hint=f"known are {', '.join(CHIPS)}; write v5e:4x4")
     return [
         [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
         for name in names
@@ -137,9 +146,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
-        if name not in AXES or name in mesh or not size.isdigit() or int(size) < 1:
+        if name not in AXES or name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
             raise UsageError(
-                f"'{part}' of the mesh '{text}' is no axis with a size",
+                f"{short(part)} of the mesh {short(text)} is no axis with a size",
                 hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
             )
         mesh[name] = int(size)
@@ -282,18 +291,32 @@ def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answe
 
     Raises:
         UsageError: libtpu is not installed, or the mesh does not fit the slice.
+        ConfigError: a pattern of the rules is none or takes for ever.
         TpuconvError: the compiler failed for another reason than memory.
     """
     if find_spec("libtpu") is None:
         raise UsageError(
             "--topology asks the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
         )
+    _check_rules(question)
     for slices in groups:
         for one in slices:
             answer = _ask_child(question, one)
             yield answer
             if answer.fits:
                 break
+
+
+def _check_rules(question: Question) -> None:
+    """That the rules of a config can be matched, before a child imports jax for them."""
+    from tpuconv.models.registry import find_family
+    from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
+
+    if question.quantize is None or "rules" not in question.quantize or question.checkpoint:
+        return
+    family = find_family(question.config)
+    modules = modules_of(family.table, family.config.from_hf(question.config))
+    check_rules(QuantConfig.from_json(question.quantize), modules)
 
 
 def advice(question: Question, answer: Answer) -> str:
@@ -317,13 +340,31 @@ def advice(question: Question, answer: Answer) -> str:
     )
 
 
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from tpuconv.verify.aot import main
+main(*map(Path, sys.argv[2:]))
+"""
+"""Other than `-m` it does not import from the current folder. This package is found wherever it is here."""
+
+PACKAGES = Path(__file__).parents[2]
+
+
+def _child_environment() -> dict[str, str]:
+    """With what libtpu wants, and without empty entries of PYTHONPATH: they mean the current folder."""
+    own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own)}
+
+
 def _ask_child(question: Question, one: Slice) -> Answer:
     with TemporaryDirectory(prefix="tpuconv-") as folder:
         asked, answered = Path(folder, "question.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps({**vars(question), "topology": one.name}))
-        command = [sys.executable, "-m", "tpuconv.verify.aot", str(asked), str(answered)]
+        command = [sys.executable, "-P", "-c", CHILD, str(PACKAGES), str(asked), str(answered)]
         done = subprocess.run(
-            command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, errors="replace"
+            command, env=_child_environment(), capture_output=True, text=True, check=False, errors="replace"
         )
         facts = json.loads(answered.read_text()) if answered.exists() else {}
     if "error" in facts:

@@ -1,28 +1,49 @@
-"""Does a checkpoint hold what its manifest says? Every array is read once, by TensorStore, as Orbax will, in bounded
-memory."""
+"""Does a checkpoint hold what its manifest says? Every byte of every file is read once, past the page cache, in bounded
+memory, and nothing may be there that the manifest does not know.
+
+Shard files are read by the package's own reader, which checks the crc32c of each chunk as TensorStore does for Orbax;
+what tells Orbax how to read them, zarr.json and the metadata, is compared byte for byte with what was written.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
-import numpy as np
+from tpuconv.convert.checkpoint import read_checksum
+from tpuconv.convert.companions import CARD, SOURCE_CARD, is_companion
+from tpuconv.convert.hashes import hash_file
+from tpuconv.convert.layouts import LAYOUTS
+from tpuconv.convert.manifest import PARAMS, Manifest, StoredArray, element_bytes
+from tpuconv.convert.names import MANIFEST
+from tpuconv.convert.plan import REPORT
+from tpuconv.convert.sealed import Sealed, check_current, extra_entries, reseal
+from tpuconv.convert.source import CONFIG_FILE
+from tpuconv.convert.store import ORBAX_FILES
+from tpuconv.errors import CorruptOutput, UsageError
 
-from tpuconv.convert.manifest import Manifest, StoredArray, add_checksums, chunk_checksum
-from tpuconv.errors import root_cause
+MEANINGS = {
+    CONFIG_FILE: "the model that it describes may be another",
+    CARD: "it only describes the checkpoint",
+    SOURCE_CARD: "it only describes the original",
+    REPORT: "it only reports",
+    LAYOUTS: "weights may be laid out in another way, which changes no value",
+    "generation_config.json": "texts may end or be drawn in another way",
+    **{f"{PARAMS}/{name}": "Orbax may not restore the arrays, or other ones" for name in ORBAX_FILES},
+}
+"""What it means where a file is not what it was."""
 
-READ_BYTES = 32 << 20
-ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+UPDATABLE = (LAYOUTS, CARD, REPORT)
+"""Files beside the arrays, with the companions, whose change may be meant."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One array: `fault` says what is wrong with it, None if it is whole."""
+    """One array or file: `fault` says what is wrong with it, None if it is as it was written."""
 
     name: str
     nbytes: int
@@ -30,57 +51,123 @@ class Checked:
 
 
 def check(manifest: Manifest) -> Iterator[Checked]:
-    """Checks structure and checksum of every array, in the manifest's order."""
-    extra = sorted(p.parent.name for p in manifest.params.glob("*/zarr.json") if p.parent.name not in manifest.arrays)
-    for name in (name for name in ORBAX_FILES if not (manifest.params / name).is_file()):
-        yield Checked(name, 0, "is missing: Orbax does not take the folder for a checkpoint")
-    for name in extra:
-        yield Checked(name, 0, "is not in the manifest")
+    """Checks every file and every array, in the manifest's order, and names what should not be there.
+
+    Raises:
+        SourceError: the checkpoint was replaced meanwhile, so that nothing can be said of it.
+    """
+    faulty = False
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
+        for found in (
+            _extra(manifest),
+            pool.map(partial(_check_file, manifest), _files(manifest)),
+            pool.map(partial(_check_array, manifest), manifest.arrays.values()),
+        ):
+            for checked in found:
+                if checked.fault and not faulty:
+                    manifest.check_current()
+                    faulty = True
+                yield checked
+    manifest.check_current()
+
+
+def check_export(folder: Path, sealed: Sealed) -> Iterator[Checked]:
+    """Checks every file that `export` wrote.
+
+    Raises:
+        SourceError: the folder was replaced meanwhile.
+    """
+    for name in _entries(folder, {*sealed.files, MANIFEST}):
+        yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.map(lambda array: _check_array(manifest, array), manifest.arrays.values())
+        yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
+    check_current(folder, sealed)
+
+
+def _files(manifest: Manifest) -> list[str]:
+    """All files but the shards and the manifest; where it lists none, those that Orbax asks for."""
+    return list(manifest.sealed.files) or [f"{PARAMS}/{name}" for name in ORBAX_FILES]
+
+
+def _check_file(manifest: Manifest, name: str) -> Checked:
+    return _compare_file(manifest.folder, name, manifest.sealed.files.get(name))
+
+
+def _compare_file(folder: Path, name: str, known: Mapping[str, Any] | None) -> Checked:
+    try:
+        found = hash_file(folder / name)
+    except OSError as e:
+        why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
+        return Checked(name, 0, f"{why}: {_meaning(name)}")
+    changed = known is not None and found != known
+    return Checked(name, found["bytes"], f"was changed: {_meaning(name)}" if changed else None)
+
+
+def _meaning(name: str) -> str:
+    if name.startswith("tokenizer") or name.startswith("vocab"):
+        return "texts may be cut into other tokens"
+    return MEANINGS.get(name, "Orbax may not restore the array" if name.startswith(f"{PARAMS}/") else "it was copied")
+
+
+def _extra(manifest: Manifest) -> Iterator[Checked]:
+    """What lies in the folder and is not in the manifest."""
+    top = {name.partition("/")[0] for name in manifest.sealed.files} | {PARAMS, MANIFEST}
+    inside = {*manifest.arrays, *ORBAX_FILES}
+    if manifest.sealed.is_sealed:
+        for name in _entries(manifest.folder, top):
+            yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
+    for name in _entries(manifest.params, inside):
+        yield Checked(f"{PARAMS}/{name}", 0, "is not in the manifest: Orbax may take it for an array")
+    if manifest.sealed.is_sealed:
+        for array in manifest.arrays.values():
+            for name in _entries(manifest.params / array.name, {"zarr.json", *array.cut.shard_sizes()}):
+                yield Checked(f"{PARAMS}/{array.name}/{name}", 0, "is not in the manifest: it is no part of the array")
+
+
+def _entries(folder: Path, known: set[str]) -> list[str]:
+    try:
+        return extra_entries(folder, known)
+    except OSError:
+        return []  # it is named as missing
 
 
 def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
-    nbytes = prod(array.shape) * np.dtype(array.dtype).itemsize
+    nbytes = prod(array.shape) * element_bytes(array.dtype)
     try:
-        stored = _open(manifest.params / array.name)
-        have = (tuple(stored.shape), stored.dtype.name, tuple(stored.chunk_layout.read_chunk.shape or ()))
-        want = (array.shape, array.dtype, array.chunks)
-        if have != want:
-            return Checked(array.name, nbytes, f"is {have}, the manifest says {want}")
-        checksum = add_checksums(_checksums(stored, array))
-    except ValueError as e:
-        return Checked(array.name, nbytes, f"cannot be read: {root_cause(e)}")
-    fault = None if f"{checksum:016x}" == array.xxh3 else "does not have the checksum of the manifest"
-    return Checked(array.name, nbytes, fault)
+        checksum = read_checksum(manifest, array.name)
+    except CorruptOutput as e:
+        return Checked(array.name, nbytes, e.message)
+    return Checked(array.name, nbytes, None if checksum == array.xxh3 else "does not have the checksum of the manifest")
 
 
-def _open(folder: Path) -> Any:
-    """An array as a TensorStore, of which nothing is cached and a missing chunk is an error: a ValueError, as what else
-    is wrong with what is stored."""
-    import tensorstore as ts
+def update(manifest: Manifest) -> list[str]:
+    """Seals the checkpoint again with the files beside the arrays as they are now, after they were changed on purpose:
+    config.json, tokenizer, cards. Gives the names of those that changed, were added or are gone.
 
-    return ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": str(folder.absolute())},
-            "cache_pool": {"total_bytes_limit": 0},
-            "fill_missing_data_reads": False,
-        }
-    ).result()
+    Raises:
+        UsageError: the manifest is of format 1.
+        CorruptOutput: an array, or what Orbax needs to read it, is damaged: that is no change on purpose.
+        SourceError: the checkpoint was replaced meanwhile.
+    """
+    if not manifest.sealed.is_sealed:
+        raise UsageError(
+            f"{manifest.folder} was made by an older tpuconv, whose manifests hold no hashes of files",
+            hint="convert it again to have them checked",
+        )
+    kept = {name: facts for name, facts in manifest.sealed.files.items() if name.startswith(f"{PARAMS}/")}
+    for name, known in kept.items():
+        if (checked := _check_file(manifest, name)).fault and known:
+            manifest.check_current()
+            raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
+    before = {name: facts for name, facts in manifest.sealed.files.items() if name not in kept}
+    names = sorted(entry.name for entry in manifest.folder.iterdir() if entry.is_file() and _may_change(entry.name))
+    now = {name: hash_file(manifest.folder / name) for name in names}
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    manifest.check_current()
+    if changed:
+        reseal(manifest.folder, manifest.sealed, kept | now)
+    return changed
 
 
-def _checksums(stored: Any, array: StoredArray) -> Iterator[int]:
-    """The share of every chunk in the checksum, read in runs of whole chunks along the first axis."""
-    dtype = np.dtype(array.dtype)
-    rows, *others = array.shape or (1,)
-    step = array.chunks[0] if array.shape else 1
-    step *= max(1, READ_BYTES // max(1, step * prod(others) * dtype.itemsize))
-    for first in range(0, rows, step):
-        part = (stored[first : min(first + step, rows)] if array.shape else stored).read().result()
-        for start in product(*(range(0, n, c) for n, c in zip(part.shape, array.chunks, strict=True))):
-            piece = part[tuple(slice(a, a + c) for a, c in zip(start, array.chunks, strict=True))]
-            chunk = np.zeros(array.chunks, dtype)
-            chunk[tuple(map(slice, piece.shape))] = piece
-            at = (first + start[0], *start[1:]) if start else ()
-            yield chunk_checksum(array.shape, array.chunks, at, chunk)
+def _may_change(name: str) -> bool:
+    return is_companion(name) or name in (*UPDATABLE, SOURCE_CARD)

@@ -7,7 +7,7 @@ What differs is the table, the block, the names and the dtype of the scales.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from tpuconv.convert.codecs.schemes import Scheme, decode_scales, schemes
 from tpuconv.convert.names import collapse
 from tpuconv.convert.source import DTYPES, Reader, TensorInfo
+from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
 
 TABLE_BYTES = 1 << 18
@@ -35,6 +36,8 @@ class Tensor:
     extra: tuple[TensorInfo, ...] = ()
     scheme: Scheme | None = None
     tensor_scale: TensorInfo | None = None
+    any_scales: bool = field(default=False, kw_only=True)
+    """Whether scales that no quantizer makes, which are not positive or not finite, are decoded all the same."""
 
     kept = False
     """Whether it stays encoded, so that it is never cast."""
@@ -63,7 +66,11 @@ class Tensor:
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """Fills `out`, flat and of any float dtype, with the values from number `start` on. `raw` is room for their
-        bytes, unless they are stored as they are wanted."""
+        bytes, unless they are stored as they are wanted.
+
+        Raises:
+            SourceError: a scale is zero, negative or not finite, unless `any_scales`; or the source cannot be read.
+        """
         if self.scheme is not None:
             self._decode(reader, start, raw, out)
         elif out.dtype == self.dtype:
@@ -73,16 +80,31 @@ class Tensor:
             reader.read(self.values, start * self.dtype.itemsize, raw.data)
             np.copyto(out, raw.view(self.dtype), casting="unsafe")
 
+    def place(self, at: int) -> list[int]:
+        """The index, in the tensor that is named, of value number `at`."""
+        return place_of(at, self.shape)
+
     def decode_scales(self, reader: Reader, stored: np.ndarray) -> np.ndarray:
         """In float32 what some stored scales stand for, with that of the whole tensor where it has one."""
         assert self.scheme is not None
         scales = decode_scales(stored)
         if self.tensor_scale is None:
             return scales
-        one = np.empty(1, DTYPES[self.tensor_scale.dtype])
-        reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
+        one = self._tensor_scale(reader)
         both: np.ndarray = (np.divide if self.scheme.divided else np.multiply)(scales, one.astype(np.float32))
         return both
+
+    def _tensor_scale(self, reader: Reader) -> np.ndarray:
+        assert self.tensor_scale is not None
+        one = np.empty(1, DTYPES[self.tensor_scale.dtype])
+        reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
+        return one
+
+    def _check_scales(self, reader: Reader, stored: np.ndarray) -> None:
+        assert self.scales is not None
+        check_scales(self.scales.name, decode_scales(stored).reshape(self.scales.shape))
+        if self.tensor_scale is not None:
+            check_scales(self.tensor_scale.name, self._tensor_scale(reader).reshape(self.tensor_scale.shape))
 
     def _decode(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """The product of a code's value and the scale in float32, rounded once to the dtype of `out`: for each block of
@@ -95,6 +117,8 @@ class Tensor:
         reader.read(self.values, self.stored_bytes(start), raw.data)
         stored = np.empty(self.scales.nbytes, np.uint8)
         reader.read(self.scales, 0, stored.data)
+        if not self.any_scales:
+            self._check_scales(reader, stored.view(DTYPES[self.scales.dtype]))
         columns = self.shape[-1] if self.shape else 1
         height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
         rows, width = self.scheme.block(self.shape, self.scales.shape)
@@ -115,11 +139,33 @@ class Tensor:
             done += count
 
 
+def place_of(at: int, shape: Shape) -> list[int]:
+    """The index of element number `at`."""
+    return list(map(int, np.unravel_index(at, shape)))
+
+
+def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, start: int = 0) -> None:
+    """That scales are what a quantizer makes. They may be some of a tensor of this shape, from number `start` on.
+
+    Raises:
+        SourceError: one of them is zero, negative, infinite or not a number; with the index of the first.
+    """
+    scales = scales.astype(np.float32)
+    bad = ~((scales > 0) & (scales < np.inf))  # what is not a number is neither
+    if bad.any():
+        at, count = int(bad.argmax()), int(bad.sum())
+        raise SourceError(
+            f"{name}{place_of(start + at, shape or scales.shape)} is {scales.flat[at]:g}, which is no scale"
+            + (f"; {count} of {scales.size} are none" if count > 1 else ""),
+            hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
+        )
+
+
 def decode_names(
-    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None
+    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None, *, any_scales: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a source as tables see them, and the faults: values without scales, scales without values, scales
-    of another shape than the blocks have.
+    of another shape than the blocks have. With `any_scales` what scales hold is not checked when they are read.
 
     Raises:
         UnsupportedConfig: an encoding that is not implemented.
@@ -149,7 +195,8 @@ def decode_names(
         elif over is not None and prod(over.shape) != 1:
             faults.setdefault("should be one number", []).append(over.name)
         else:
-            out[base + scheme.name] = Tensor(base + scheme.name, shape, info, scales, extra, scheme, over)
+            whole = Tensor(base + scheme.name, shape, info, scales, extra, scheme, over, any_scales=any_scales)
+            out[whole.name] = whole
     for name, info in tensors.items():
         if name in taken:
             continue

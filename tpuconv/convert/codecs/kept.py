@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.codecs import Tensor
+from tpuconv.convert.codecs import Tensor, check_scales, place_of
 from tpuconv.convert.codecs.schemes import Scheme
 from tpuconv.convert.source import DTYPES, Reader
 from tpuconv.errors import SourceError
@@ -100,7 +100,11 @@ class Scales(Tensor):
         return False
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out` with the refined scales from number `start` on; whole rows of stored ones are read."""
+        """Fills `out` with the refined scales from number `start` on; whole rows of stored ones are read.
+
+        Raises:
+            SourceError: a scale is zero or negative, unless `any_scales`; or the source cannot be read.
+        """
         inner, stored_inner = prod(self.shape[1:]), prod(self.grid[1:])
         first = start // inner // self.refine[0]
         last = -(-(start + out.size) // (inner * self.refine[0]))
@@ -109,11 +113,18 @@ class Scales(Tensor):
         raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
         reader.read(self.values, first * stored_inner * itemsize, raw.data)
         decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        if not self.any_scales:  # those that are not finite are found with all other values that are not
+            checked = np.where(np.isfinite(decoded), decoded, 1)
+            check_scales(self.values.name, checked, self.values.shape, first * stored_inner)
         scales = decoded.reshape(-1, *self.grid[1:])
         for axis, n in enumerate(self.refine):
             scales = np.repeat(scales, n, axis=axis) if n > 1 else scales
         scales = scales[:, *map(slice, self.shape[1:])]
         out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
+
+    def place(self, at: int) -> list[int]:
+        own = [i // n for i, n in zip(np.unravel_index(at, self.shape), self.refine, strict=True)]
+        return place_of(int(np.ravel_multi_index(own, self.grid)), self.values.shape)
 
 
 def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:

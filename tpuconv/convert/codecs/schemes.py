@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -18,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.source import TensorInfo
-from tpuconv.errors import UnsupportedConfig
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import Each, Optional, check
 from tpuconv.layout import Shape
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -61,7 +63,8 @@ class Scheme:
     by_row: bool = False
 
     def encodes(self, info: TensorInfo) -> bool:
-        return info.name.endswith(self.values) and info.dtype == self.dtype
+        has_blocks = len(info.shape) > self.groups_apart
+        return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
         """The shape of the values."""
@@ -114,6 +117,9 @@ class Group:
 
     schemes: tuple[Scheme, ...]
     takes: Callable[[str], bool]
+    patterns: tuple[tuple[str, str], ...] = ()
+    """Those of `takes`, as `tpuconv.patterns` wants them, by `match` on a module and those that it is in: to be checked
+    before it is called."""
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
@@ -121,6 +127,7 @@ def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
 
     Raises:
         UnsupportedConfig: a method, format or number of bits that is not implemented.
+        ConfigError: a value of another type than it must be.
     """
     return tuple({scheme.title: scheme for group in groups(quantization) for scheme in group.schemes}.values())
 
@@ -129,20 +136,22 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[Group, ...]:
     """The groups that a `quantization_config` describes: of several that take a weight, its own is the first.
 
     Raises:
-        UnsupportedConfig: as `schemes` does.
+        UnsupportedConfig, ConfigError: as `schemes` does.
     """
     if quantization is None:
         return ()
-    method = quantization.get("quant_method")
+    what = "config.json, quantization_config"
+    method = check(quantization, {"quant_method": Optional((str, None))}, what, ConfigError).get("quant_method")
+    what = "hf_quant_config.json" if "quantization" in quantization else what
+    check(quantization, SCHEMAS.get(method, dict), what, ConfigError)
     if method == "fp8":
-        return (Group(_fp8(quantization), _unless_named(quantization)),)
+        return (_unless_named(quantization, _fp8(quantization)),)
     if method == "fbgemm_fp8":
-        scheme = _fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True)
-        return (Group((scheme,), _unless_named(quantization)),)
+        return (_unless_named(quantization, (_fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
     if method in ("modelopt", "modelopt_fp4"):
         return _modelopt(quantization)
     if method == "mxfp4":
-        return (Group((MXFP4,), _unless_named(quantization)),)
+        return (_unless_named(quantization, (MXFP4,)),)
     if method == "compressed-tensors":
         return _compressed(quantization)
     raise UnsupportedConfig(
@@ -151,23 +160,86 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[Group, ...]:
     )
 
 
-def _unless_named(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+NAMES = Optional(([str], None))
+ALGORITHM = {"quant_algo": Optional((str, None)), "group_size": Optional((int, None))}
+MODELOPT_MODEL = {
+    **ALGORITHM,
+    "exclude_modules": NAMES,
+    "ignore": NAMES,
+    "quantized_layers": Optional((Each(ALGORITHM), None)),
+}
+MODELOPT = {**MODELOPT_MODEL, "quantization": Optional((MODELOPT_MODEL, str))}
+
+SCHEMAS: Mapping[Any, Any] = {
+    "fp8": {"modules_to_not_convert": NAMES},
+    "fbgemm_fp8": {"modules_to_not_convert": NAMES},
+    "mxfp4": {"modules_to_not_convert": NAMES},
+    "modelopt": MODELOPT,
+    "modelopt_fp4": MODELOPT,
+    "compressed-tensors": {
+        "format": Optional((str, None)),
+        "ignore": NAMES,
+        "transform_config": Optional((dict, None)),
+        "sparsity_config": Optional((dict, None)),
+        "config_groups": Optional(
+            Each(
+                {
+                    "format": Optional((str, None)),
+                    "targets": NAMES,
+                    "weights": Optional(
+                        (
+                            {
+                                "type": Optional((str, None)),
+                                "num_bits": Optional((int, None)),
+                                "strategy": Optional((str, None)),
+                                "group_size": Optional((int, None)),
+                                "actorder": Optional((str, bool, None)),
+                                "symmetric": Optional((bool, None)),
+                                "block_structure": Optional((str, [int], None)),
+                            },
+                            None,
+                        )
+                    ),
+                }
+            )
+        ),
+    },
+}
+"""By method: what is read of a description, and of which types. What values are implemented is said where they are."""
+
+NAME = re.compile(r"[\w./-]*")
+"""What is a name and no pattern: it is matched in no time."""
+
+
+def _pattern(where: str, text: str, pattern: str) -> tuple[tuple[str, str], ...]:
+    """A pattern to be checked, of a text that may be a mere name."""
+    return () if NAME.fullmatch(text) else ((f"config.json, {where}", pattern),)
+
+
+def _unless_named(quantization: Mapping[str, Any], own: tuple[Scheme, ...]) -> Group:
     """As transformers chooses: all but the head and the modules that are named, by a pattern of what their name begins
     with, up to a dot, or by how it ends."""
-    names = [str(name) for name in quantization.get("modules_to_not_convert") or ()]
+    names = quantization.get("modules_to_not_convert") or ()
+    patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
 
     def takes(module: str) -> bool:
         return not module.endswith(("lm_head", *names)) and not any(
-            re.match(rf"(?:{name})(?:\.|$)", module) for name in names
+            _compiled(pattern).match(module) for pattern in patterns.values()
         )
 
-    return takes
+    checked = (_pattern("modules_to_not_convert", name, pattern) for name, pattern in patterns.items())
+    return Group(own, takes, tuple(chain.from_iterable(checked)))
+
+
+_compiled = cache(re.compile)
+"""`re` itself remembers 512 patterns, fewer than some releases have."""
 
 
 def decode_scales(scales: np.ndarray) -> np.ndarray:
     """In float32. Bytes are exponents of two (E8M0)."""
     if scales.dtype == np.uint8:
-        return np.exp2(scales.astype(np.float32) - 127)
+        with np.errstate(over="ignore"):  # 255 is no number: infinity says so here
+            return np.exp2(scales.astype(np.float32) - 127)
     return scales.astype(np.float32)
 
 
@@ -241,9 +313,13 @@ def _modelopt(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
     if not isinstance(own, Mapping):
         raise UnsupportedConfig(f"modelopt with quantization={own!r} is not implemented")
     if str(own.get("quant_algo")).upper() != MIXED:
-        left_out = own.get("exclude_modules", own.get("ignore")) or ()
-        pattern = re.compile("|".join(map(translate, map(str, left_out))) or "(?!)")
-        return (Group(_modelopt_schemes(own), lambda module: not any(map(pattern.match, _within(module)))),)
+        left_out = {name: translate(name) for name in own.get("exclude_modules", own.get("ignore")) or ()}
+
+        def takes(module: str) -> bool:
+            return not any(_compiled(p).match(outer) for p in left_out.values() for outer in within(module))
+
+        checked = (_pattern("exclude_modules", name, pattern) for name, pattern in left_out.items())
+        return (Group(_modelopt_schemes(own), takes, tuple(chain.from_iterable(checked))),)
     layers = own.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         raise UnsupportedConfig(
@@ -257,13 +333,13 @@ def _modelopt(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
     )
 
 
-def _within(module: str) -> list[str]:
+def within(module: str) -> list[str]:
     """A module and those that it is in: of experts the parent alone may be named."""
     return [module, *(module[:i] for i, letter in enumerate(module) if letter == ".")]
 
 
 def _is_within(names: Collection[str], module: str) -> bool:
-    return any(name in names for name in _within(module))
+    return any(name in names for name in within(module))
 
 
 def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -372,7 +448,15 @@ def _compressed(quantization: Mapping[str, Any]) -> tuple[Group, ...]:
         formats = {group.get("format"), quantization.get("format")}
         if formats & {PACKED_FORMAT, *BYTES_FORMATS}:
             own.sort(key=lambda scheme: bool(scheme.extra) != (PACKED_FORMAT in formats))
-        out.append(Group(tuple(own), partial(_is_target, group.get("targets") or (LINEAR,), ignored)))
+        targets = group.get("targets") or (LINEAR,)
+        checked = (
+            _pattern(where, name, name.removeprefix("re:"))
+            for where, names in (("targets", targets), ("ignore", ignored))
+            for name in names
+            if name.startswith("re:")
+        )
+        takes = partial(_is_target, targets, ignored)
+        out.append(Group(tuple(own), takes, tuple(chain.from_iterable(checked))))
     return tuple(out)
 
 
@@ -388,7 +472,7 @@ def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> b
     """As compressed-tensors chooses: by a name, a pattern from the left, or the class of a module."""
 
     def matches(target: str) -> bool:
-        return bool(re.match(target[3:], module)) if target.startswith("re:") else target in (module, LINEAR)
+        return bool(_compiled(target[3:]).match(module)) if target.startswith("re:") else target in (module, LINEAR)
 
     return any(map(matches, targets)) and not any(map(matches, ignored))
 
@@ -397,7 +481,7 @@ def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
     """In words and in numbers; None where there are no such."""
     strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if isinstance(block, str):  # as older ones have it: "128x128"
-        block = [int(n) if n.isdecimal() else 0 for n in block.split("x")]
+        block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]
     if strategy in ("tensor", "channel"):
         return f"by {strategy}", BY_SCALES
     if strategy in ("group", TENSOR_GROUP) and type(size) is int and size > 0:

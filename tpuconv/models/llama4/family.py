@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.convert.source import encoding_of
 from tpuconv.convert.table import Map, MappingTable, under
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
+from tpuconv.jsonfile import short
 from tpuconv.models.config import NO_EFFECT, DecoderConfig
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import Rope
+from tpuconv.models.rope import Rope, check_rope_keys
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
 """What a config.json without rope keys means here."""
@@ -59,7 +60,7 @@ class Config(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         text = raw.get("text_config") or {}
         if not isinstance(text, Mapping):
-            raise ConfigError(f"config.json: text_config={text!r} is no object")
+            raise ConfigError(f"config.json: text_config={short(text)} is no object")
         beside = {key: value for key, value in raw.items() if key not in OUTSIDE and key != "text_config"}
         tied = text.get("tie_word_embeddings", False)
         if beside.pop("tie_word_embeddings", tied) != tied:
@@ -67,13 +68,14 @@ class Config(DecoderConfig):
         if beside:
             raise UnsupportedConfig(
                 "config.json asks for what llama4 does not know",
-                details=[f"{key}={value!r}" for key, value in beside.items()],
+                details=shorten([f"{key[:100]}={short(value)}" for key, value in beside.items()]),
             )
         return cls.from_text(text, encoding_of(raw))
 
     @classmethod
     def from_text(cls, text: Mapping[str, Any], quantization: Any) -> Self:
         """The config that a `text_config` describes, of weights that are stored as `quantization_config` says."""
+        check_rope_keys(text)
         inside = [text.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not any("rope_theta" in rope for rope in (text, *inside)):
             text = {**text, "rope_theta": LLAMA4_ROPE.theta}
@@ -91,7 +93,7 @@ class Config(DecoderConfig):
         if self.num_experts_per_tok > self.num_local_experts:
             yield f"num_experts_per_tok={self.num_experts_per_tok} is more than {self.num_local_experts} experts"
         if self.no_rope_layers and (len(self.no_rope_layers) < layers or set(self.no_rope_layers) - {0, 1}):
-            yield f"no_rope_layers={self.no_rope_layers} is not 0 or 1 for each of {layers} layers"
+            yield f"no_rope_layers={self.no_rope_layers[:80]} is not 0 or 1 for each of {layers} layers"
         if self.layer_types is not None and len(self.layer_types) != layers:
             yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={layers}"
         elif unknown := set(self.layer_types or ()) - {"full_attention", "chunked_attention"}:
@@ -104,7 +106,8 @@ class Config(DecoderConfig):
     @property
     def axes(self) -> dict[str, Any]:
         step = self.interleave_moe_layer_step
-        sparse = range(step - 1, self.num_hidden_layers, step) if self.moe_layers is None else self.moe_layers
+        every = range(step - 1, self.num_hidden_layers, step)
+        sparse = set(every if self.moe_layers is None else self.moe_layers)
         layers = range(self.num_hidden_layers)
         return super().axes | {
             "F": self.intermediate_size_mlp,

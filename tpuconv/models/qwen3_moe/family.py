@@ -59,13 +59,13 @@ class Config(DecoderConfig):
     def axes(self) -> dict[str, Any]:
         dense = set(self.mlp_only_layers or ())
         layers = range(self.num_hidden_layers)
-        sparse = tuple(i for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0)
+        sparse = {i: None for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0}
         return {
             **super().axes,
             "E": self.num_experts,
             "M": self.moe_intermediate_size,
             "I": tuple(i for i in layers if i not in sparse),
-            "J": sparse,
+            "J": tuple(sparse),
         }
 
     @property

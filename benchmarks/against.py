@@ -1,0 +1,81 @@
+"""How fast is this checkout beside another one, and how much memory does it take?
+
+    python benchmarks/against.py OTHER [--folder DIR] [--pairs N]
+
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16) and runs in turn, the page cache emptied before each
+(as root), of OTHER and of this checkout: `convert`, `quantize --config int8_weight_only`, `verify` of the converted
+checkpoint, and for the last one also reading all bytes of the checkpoint past the page cache, one file after the other,
+which is the rate of the disk. Ratios are this / other, of each pair.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from convert import Run, empty_page_cache, make_checkpoint, measure, spread
+
+READ = """
+import mmap, os, sys
+buffer = mmap.mmap(-1, 4 << 20)
+for root, _, names in os.walk(sys.argv[1]):
+    for name in names:
+        fd = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECT)
+        while os.readv(fd, [buffer]) == len(buffer):
+            pass
+        os.close(fd)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--folder", type=Path, help="where to work; four times the checkpoint must fit")
+    parser.add_argument("--pairs", type=int, default=4)
+    args = parser.parse_args()
+    checkouts = {"other": args.other.resolve(), "this": Path(__file__).resolve().parent.parent}
+    work = Path(tempfile.mkdtemp(dir=args.folder))
+    runs: dict[tuple[str, str], list[Run]] = {}
+
+    def timed(what: str, name: str, command: list[str]) -> None:
+        empty_page_cache()
+        os.environ["PYTHONPATH"] = str(checkouts.get(name, ""))
+        runs.setdefault((what, name), []).append(measure(command))
+        print(f"  {what}, {name}: {runs[what, name][-1].wall:.2f} s", file=sys.stderr)
+
+    tpuconv = [sys.executable, "-m", "tpuconv"]
+    try:
+        total = make_checkpoint(work / "hf")
+        for _ in range(args.pairs):
+            for name in checkouts:
+                ckpt, out = work / f"{name}-orbax", work / "out"
+                shutil.rmtree(ckpt, ignore_errors=True)
+                timed("convert", name, [*tpuconv, "convert", str(work / "hf"), str(ckpt)])
+                timed("quantize", name, [*tpuconv, "quantize", str(ckpt), str(out), "--config", "int8_weight_only"])
+                shutil.rmtree(out)
+                timed("verify", name, [*tpuconv, "verify", str(ckpt)])
+            timed("verify", "disk", [sys.executable, "-c", READ, str(work / "this-orbax")])
+    finally:
+        shutil.rmtree(work)
+    print(f"{total / 1e9:.2f} GB, {args.pairs} pairs, this checkout beside {checkouts['other'].name}")
+    print()
+    print("| what | other s | this s | wall, this / other | cpu, this / other | private MB, other and this |")
+    print("|---|---|---|---|---|---|")
+    for what in ("convert", "quantize", "verify"):
+        other, this = runs[what, "other"], runs[what, "this"]
+        pairs = list(zip(this, other, strict=True))
+        walls = spread([a.wall / b.wall for a, b in pairs])
+        cpus = spread([a.cpu / b.cpu for a, b in pairs])
+        memory = " and ".join(f"{max(run.private for run in own) / 1e6:.0f}" for own in (other, this))
+        seconds = " | ".join(spread([run.wall for run in own]) for own in (other, this))
+        print(f"| {what} | {seconds} | {walls} | {cpus} | {memory} |")
+    disk = [run.wall for run in runs["verify", "disk"]]
+    rate = statistics.median(a.wall / b for a, b in zip(runs["verify", "this"], disk, strict=True))
+    print(f"\nReading the same bytes past the page cache: {spread(disk)} s; verify takes {rate:.2f} of that.")
+
+
+if __name__ == "__main__":
+    main()

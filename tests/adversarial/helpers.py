@@ -1,0 +1,155 @@
+"""The command as a child process, and the faults that are injected into it."""
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import pytest
+from limits import limited
+
+COMMAND = [sys.executable, "-m", "tpuconv"]
+LISTED = {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 130, 143}
+"""The exit codes that are documented, but for that of a bug."""
+
+
+SERVER = """
+import atexit, json, os, sys, traceback
+import numba, rich.console, rich.progress, rich.table
+import tpuconv.convert.export, tpuconv.convert.kernels, tpuconv.convert.run, tpuconv.models.registry
+import tpuconv.verify.weights
+from tpuconv.cli import main
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in enumerate((os.devnull, job["out"], job["err"])):
+            os.dup2(os.open(path, os.O_RDWR), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.argv = ["tpuconv", *job["args"]]
+        code = 1
+        try:
+            exec(job["patch"], {})
+            main()
+        except SystemExit as e:
+            code = e.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Forks a child for each command, after the imports, which take longer than most commands of the tests."""
+
+
+@cache
+def _server() -> "subprocess.Popen[str]":
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _forked(args: Sequence[str], patch: str) -> "subprocess.CompletedProcess[str]":
+    with NamedTemporaryFile("r", encoding="utf-8") as out, NamedTemporaryFile("r", encoding="utf-8") as err:
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps({"args": args, "patch": patch, "out": out.name, "err": err.name}) + "\n")
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(list(args), code, out.read(), err.read())
+
+
+def tpuconv(
+    *args: object,
+    code: int | None = 0,
+    patch: str = "",
+    fresh: bool = False,
+    command: Sequence[str] | None = None,
+    limit: tuple[int, int] | None = None,
+    **options: Any,
+) -> "subprocess.CompletedProcess[str]":
+    """Runs the command in a process of its own, after the code `patch`, which replaces what a test is to control. With
+    `fresh`, another command in front, a limit of the system (resource, value) or options of `subprocess.run` it is a
+    new interpreter. The exit code must be `code`, or any listed one where None, and no traceback is shown and nothing
+    is called a bug."""
+    words = list(map(str, args))
+    if fresh or command or limit or options:
+        own = [*COMMAND[:1], "-c", f"{patch}\nfrom tpuconv.cli import main\nmain()"] if patch else COMMAND
+        done = subprocess.run(
+            [*(limited(*limit) if limit else []), *(command or own), *words],
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, **options,
+        )  # fmt: skip
+    else:
+        done = _forked(words, patch)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "bug of tpuconv" not in done.stderr, done.stderr
+    assert done.returncode in ({code} if code is not None else LISTED), (done.returncode, done.stdout + done.stderr)
+    return done
+
+
+MEASURED = """
+import atexit, sys, time
+def tell():
+    peak = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]
+    print("used", time.process_time(), int(peak) * 1024, file=sys.stderr)
+atexit.register(tell)
+"""
+
+
+def used(done: "subprocess.CompletedProcess[str]") -> tuple[float, int]:
+    """Seconds of processor time and bytes of memory that a command took which failed, after the code MEASURED."""
+    _, seconds, memory = done.stderr.splitlines()[-1].split()
+    return float(seconds), int(memory)
+
+
+def strace(what: str) -> list[str]:
+    """The command under strace, which injects a fault: `fsync:error=EIO:when=3`."""
+    return ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={what.partition(':')[0]}", "-e", f"inject={what}",
+            *COMMAND]  # fmt: skip
+
+
+def _why_no_strace() -> str | None:
+    if shutil.which("strace") is None:
+        return "strace is missing"
+    done = subprocess.run(["strace", "-f", "-e", "inject=fsync:error=EIO", "true"], capture_output=True, check=False)
+    return None if done.returncode == 0 else "strace cannot trace here"
+
+
+needs_strace = pytest.mark.skipif(bool(_why_no_strace()), reason=_why_no_strace() or "")
+
+
+@contextmanager
+def small_disk(folder: Path, options: str = "size=20m") -> Iterator[Path]:
+    """A disk in memory, mounted on a new folder; the test is skipped where one may not mount."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
+    ) if shutil.which("mount") and os.geteuid() == 0 else None  # fmt: skip
+    if mounted is None or mounted.returncode:
+        pytest.skip("a disk can only be mounted by root" if mounted is None else mounted.stderr.strip())
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

@@ -1,0 +1,130 @@
+"""The commands, killed or interrupted: an output is complete or absent, and a rerun ends as if nothing was."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from adversarial_counts import count
+from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from simulated import contents
+
+from tpuconv.convert.manifest import read_manifest
+from tpuconv.verify.weights import check
+
+TPUCONV = [sys.executable, "-m", "tpuconv"]
+
+
+def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*TPUCONV, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
+    """SIGINT and SIGTERM give 130 and 143, leave no output, and the rerun finds what was done."""
+    config = qwen3_config(vocab_size=64_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24)
+    folder = hollow_checkpoint(tmp_path / "hf", config)
+    command = [*TPUCONV, "convert", str(folder), str(tmp_path / "out")]
+    done = 0
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob(".out.tpuconv/u*.done"))) <= done and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, error = process.communicate()
+        assert process.returncode == code, error
+        assert "goes on from there" in error
+        assert "Traceback" not in error
+        assert not (tmp_path / "out").exists()
+        done = len(list(tmp_path.glob(".out.tpuconv/u*.done")))
+    rerun = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(rerun.stdout)["resumed_bytes"] > 0
+    assert not [array.name for array in check(read_manifest(tmp_path / "out")) if array.fault]
+
+
+def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int, seed: int, name: str) -> None:
+    """Kills a command that writes tmp_path/out at random times, as often as it takes, until it was killed `times` times
+    after its work had begun; after each end by itself the output is compared and taken away or put back."""
+    out, rng, killed = tmp_path / "out", random.Random(seed), 0
+    before = contents(old) if old else None
+
+    def restore() -> None:
+        subprocess.run(["rm", "-rf", out], check=True)
+        if old:
+            subprocess.run(["cp", "-r", old, out], check=True)
+
+    restore()
+    began = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds, after = time.monotonic() - began, contents(out)
+    restore()
+    while killed < times:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.05 * seconds, 1.05 * seconds))
+        is_at_work = process.poll() is None and (tmp_path / ".out.tpuconv").exists()
+        process.kill()
+        process.wait()
+        killed += is_at_work
+        left = contents(out) if out.exists() else None
+        if left:
+            left.pop(".tpuconv-staged", None)
+        assert left in (before, after)
+        if process.returncode == 0:
+            assert left == after
+        if left == after:
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            assert contents(out) == after
+            restore()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert contents(out) == after
+    assert not os.path.lexists(tmp_path / ".out.tpuconv")
+    count("killed at random times", name, killed)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    """Sources of 25 MB, and outputs of an older conversion and an older export."""
+    base = tmp_path_factory.mktemp("made")
+    config = qwen3_config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
+    for name, eps in (("new", 1e-6), ("other", 1e-5)):
+        random_checkpoint(base / name, config | {"rms_norm_eps": eps}, shards=2)
+        assert run("convert", base / name, base / f"{name}-orbax").returncode == 0
+    assert run("export", base / "other-orbax", base / "other-export").returncode == 0
+    return {path.name: path for path in base.iterdir()}
+
+
+KILLS = {
+    "convert": (("convert", "new"), None, 200),
+    "convert --overwrite": (("convert", "new"), "other-orbax", 200),
+    "export": (("export", "new-orbax"), None, 150),
+    "export --overwrite": (("export", "new-orbax"), "other-export", 150),
+    "quantize": (("quantize", "new-orbax"), None, 75),
+    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 75),
+    "convert --quantize": (("convert", "new"), None, 75),
+    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 75),
+}
+
+
+def command_for(name: str, made: dict[str, Path], out: Path) -> list[str]:
+    (verb, source), _, _ = KILLS[name]
+    options = ["--overwrite"] * name.endswith("--overwrite") + ["--quantize", "int8_weight_only"] * ("--q" in name)
+    options += ["--config", "int8_weight_only"] * (verb == "quantize")
+    places = [str(made[source]), str(out)]
+    return [*TPUCONV, verb, *places, *options]
+
+
+def test_killed_at_random_times_a_few(made, tmp_path):
+    command = command_for("convert --overwrite", made, tmp_path / "out")
+    kill_often(command, tmp_path, made["other-orbax"], 4, 0, "convert --overwrite")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_at_random_times(name, made, tmp_path):
+    _, old, times = KILLS[name]
+    kill_often(command_for(name, made, tmp_path / "out"), tmp_path, old and made[old], times, 1, name)

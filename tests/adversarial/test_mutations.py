@@ -1,0 +1,85 @@
+"""Whatever an input holds, it is read or refused: with an exit code that is meant, in little time and memory.
+
+The inputs are those of `mutations`; the same seed makes the same one again:
+
+    cd tests/adversarial && PYTHONPATH=.. python mutations.py FOLDER KIND SEED 1
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import made
+import mutations
+import pytest
+from adversarial_counts import count
+from simulated import simulated
+
+from tpuconv.convert.plan import Options
+
+TRIALS = {
+    "config.json": (150, 15_000),
+    "index": (150, 13_000),
+    "header": (200, 20_000),
+    "quantization_config": (150, 8_000),
+    "end tokens": (200, 15_000),
+    "tpuconv.json": (150, 8_000),
+    "tpuconv.json, loaded": (0, 1_000),
+    "zarr.json and layouts.json": (150, 7_000),
+    "YAML": (200, 9_000),
+    "journal": (150, 5_000),
+}
+"""Fast, and at full size: 101,000."""
+FAST_SEED, BATCH = 10**9, 2500
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """What the kinds of inputs are mutations of."""
+    base = tmp_path_factory.mktemp("prepared")
+    made.source(base / "source")
+    made.source(base / "two-shards", shards=2)
+    made.convert(base / "source", base / "checkpoint")
+    made.with_layouts(base / "checkpoint")
+    made.quantize(base / "checkpoint", base / "quantized")
+    made.convert(made.encoded_source(base / "encoded"), base / "kept", Options(encoding="keep"))
+    with simulated() as whole:
+        made.convert(base / "two-shards", base / "result")
+    published = next(i for i, (name, path) in enumerate(whole.calls) if name == "rename" and path.endswith("/out"))
+    half = next(i for i, (_, path) in enumerate(whole.calls) if "sha256-00000.done" in path) + 5
+    for name, at in (("begun", half), ("ready", published)):
+        with simulated(at) as it:
+            made.convert(base / "two-shards", base / name / "out")
+        assert it.is_dead
+        assert not (base / name / "out").exists()
+    assert (base / "ready/.out.tpuconv/complete.done").exists()
+    return base
+
+
+def attack(prepared: Path, name: str, first: int, trials: int) -> None:
+    here = Path(mutations.__file__).parent
+    path = os.pathsep.join(map(str, (here, here.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    # Threads would each reserve addresses for memory of their own, which count as used.
+    env = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
+    for start in range(first, first + trials, BATCH):
+        n = min(BATCH, first + trials - start)
+        command = [sys.executable, mutations.__file__, prepared, name, start, n]
+        done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False, timeout=1200)
+        assert done.returncode == 0, f"{name}, one of {n} seeds from {start}: {done.stderr[-2000:]}"
+        result = json.loads(done.stdout.splitlines()[-1])
+        for end, number in result["ends"].items():
+            count(f"mutated {name}", end, number)
+        assert not result["failures"], f"{len(result['failures'])} of {n}:\n" + "\n".join(result["failures"][:20])
+
+
+@pytest.mark.parametrize("name", [name for name, (few, _) in TRIALS.items() if few])
+def test_a_few_mutations(name, prepared):
+    attack(prepared, name, FAST_SEED, TRIALS[name][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIALS)
+def test_mutations(name, prepared):
+    attack(prepared, name, 0, TRIALS[name][1])

@@ -1,0 +1,300 @@
+"""Numbers in config.json that no model has are refused at once, and a value of another type is never a bug."""
+
+import json
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tpuconv.convert.codecs import decode_names
+from tpuconv.convert.codecs.schemes import SCHEMAS
+from tpuconv.convert.plan import Options, make_plan
+from tpuconv.convert.released import released
+from tpuconv.convert.source import Source, read_config
+from tpuconv.errors import ConfigError, MappingError, TpuconvError, UnsupportedConfig
+from tpuconv.models.config import _hints
+from tpuconv.models.registry import all_families, find_family
+from tpuconv.models.rope import OPTIONAL
+from tpuconv.models.tokenizer import end_tokens
+
+SECONDS, BYTES = 10, 300_000_000
+"""Of the processor; a second on a machine that does nothing else."""
+
+NAMES = [name for family in all_families() for name in family.architectures.values()]
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "first_k_dense_replace": 1,
+    "vocab_size": 64,
+}
+
+
+def config_json(name: str, **changes: Any) -> dict[str, Any]:
+    """A small config.json of a model_type with some keys changed."""
+    known = {field.name for field, _ in _hints(find_family({"model_type": name}).config)}
+    text = {key: value for key, value in SMALL.items() if key in known} | changes
+    return {"model_type": name, "text_config": text} if name == "llama4" else {"model_type": name, **text}
+
+
+def plan_of(raw: dict[str, Any]) -> None:
+    """All that is made of a config.json alone, and of one beside the headers of another model."""
+    family = find_family(raw)
+    config = family.config.from_hf(raw)
+    assert len(config.windows) == config.num_hidden_layers
+    source = released("x", raw, family.table, config)
+    few = dict(list(source.tensors.items())[:10])
+    make_plan(Source(source.folder, raw, few, source.shards), family.name, family.table, config, Options())
+    if source.nbytes < 100 << 30:  # larger ones there are, in pieces that take some microseconds each
+        make_plan(source, family.name, family.table, config, Options())
+
+
+def refused(raw: dict[str, Any]) -> Exception | None:
+    """The error that a config.json is refused with, in bounded time."""
+    began, error = time.process_time(), None
+    try:
+        plan_of(raw)
+    except TpuconvError as e:
+        error = e
+    assert time.process_time() - began < SECONDS, raw
+    return error
+
+
+def integers() -> Iterator[tuple[str, str]]:
+    """Every key of every model_type that is an integer."""
+    for name in NAMES:
+        for field, hint in _hints(find_family({"model_type": name}).config):
+            if int in (hint, *get_args(hint)):
+                yield name, field.name
+
+
+@pytest.mark.parametrize(("name", "key"), list(integers()))
+def test_a_number_that_no_model_has_is_refused_at_once(name, key):
+    for value in (10**6, 10**8):
+        refused(config_json(name, **{key: value}))
+    for value in (10**10, 10**30):
+        error = refused(config_json(name, **{key: value}))
+        assert isinstance(error, ConfigError | UnsupportedConfig)
+        assert f"{key}={value} is" in str(error)  # more than, or not implemented
+
+
+WORST = {
+    "llama": {"num_hidden_layers": 4096, "vocab_size": 10**8},
+    "qwen3_moe": {"num_hidden_layers": 4096, "num_experts": 40},
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 1 << 16},
+    "gpt_oss": {"num_hidden_layers": 4096, "num_local_experts": 1 << 16},
+    "deepseek_v3": {"num_nextn_predict_layers": 4096, "num_hidden_layers": 4096, "first_k_dense_replace": 4096},
+    "llama4": {"num_hidden_layers": 4096, "moe_layers": list(range(4096)), "no_rope_layers": [1] * 4096},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORST)
+def test_the_largest_numbers_that_are_read_take_bounded_memory(name):
+    raw = config_json(name, **WORST[name])
+    tracemalloc.start()
+    try:
+        plan_of(raw)
+    except TpuconvError:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 2 * BYTES
+
+
+def test_experts_times_layers_are_counted_before_they_are_listed():
+    raw = config_json("qwen3_moe", num_hidden_layers=4096, num_experts=1 << 16)
+    assert "asks for 805343235 tensors, with 4096 layers of 65536 experts" in str(refused(raw))
+    family = find_family(raw)
+    config = family.config.from_hf(raw)
+    with pytest.raises(MappingError, match="asks for 805343235 tensors, and x has 0"):
+        make_plan(Source(Path("x"), raw, {}, ()), family.name, family.table, config, Options())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_count_what_they_list(name):
+    raw = config_json(name)
+    family = find_family(raw)
+    config = family.config.from_hf(raw)
+    for mtp in (False, True) if "U" in config.axes else (False,):
+        for table in (family.table, family.table.stack_layers()):
+            names = [name for binding in table.bind(config, mtp) for name in binding.src_shapes()]
+            assert table.count(config, mtp) == len(names)
+
+
+ODD = (1.5, -1, 0, True, "x", "", [], [1], ["x"], [{}], [[]], {}, {"a": 1}, {"factor": {}}, float("nan"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_of_another_type_is_an_error_that_is_meant(name):
+    fields = [field.name for field, _ in _hints(find_family({"model_type": name}).config) if field.name != "rope"]
+    nested = [{"rope_type": kind, key: value} for kind in OPTIONAL for key in OPTIONAL[kind] for value in ODD]
+    cases = [(key, value) for key in (*fields, "rope_theta", "hidden_act", "pruned_heads") for value in ODD]
+    cases += [(key, value) for key in ("rope_parameters", "rope_scaling") for value in (*ODD, *nested)]
+    for key, value in cases:
+        refused(config_json(name, **{key: value}))
+    for key in ("rope_parameters", "rope_scaling"):
+        error = refused(config_json(name, **{key: 1.5}))
+        assert f"{key}=1.5 is no object" in str(error)
+    error = refused(config_json(name, **{fields[0]: [0] * 1_000_000}))
+    assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4"])
+def test_a_million_keys_are_refused_at_once(name):
+    error = refused(config_json(name, **{f"key_{i}": i for i in range(100_000)}, **{"x" * 1_000_000: 1}))
+    assert isinstance(error, UnsupportedConfig)
+    assert len(str(error)) < 5000
+
+
+# -- encodings --------------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
+ENCODINGS = {
+    "fp8": {"modules_to_not_convert": ["lm_head"], "weight_block_size": [128, 128], "fmt": "e4m3"},
+    "fbgemm_fp8": {"modules_to_not_convert": ["lm_head"]},
+    "mxfp4": {"modules_to_not_convert": ["lm_head"]},
+    "modelopt": {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"model.layers.0": {"quant_algo": "FP8_PB_WO", "group_size": 128}},
+    },
+    "modelopt_fp4": {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
+    "compressed-tensors": {
+        "format": "float-quantized",
+        "ignore": ["lm_head", "re:.*router"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": None, "weights": WEIGHTS}},
+        "sparsity_config": {},
+        "transform_config": None,
+    },
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, own in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(own, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    out = dict(value) if isinstance(value, dict) else list(value)
+    out[path[0]] = changed(value[path[0]], path[1:], other)
+    return out
+
+
+@pytest.mark.parametrize("method", ENCODINGS)
+def test_a_description_of_another_type_is_an_error_that_is_meant(method):
+    assert method in SCHEMAS
+    whole = {"quant_method": method, **ENCODINGS[method]}
+    plan_of(config_json("llama", quantization_config=whole))
+    for path in places(whole):
+        for other in (*ODD, 10**30, ["re:("], {"a": {"b": []}}):
+            raw = config_json("llama", quantization_config=changed(whole, path, other))
+            refused(raw)
+            with suppress(ConfigError, UnsupportedConfig):
+                decode_names({}, raw["quantization_config"])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        (5, "config.json, quantization_config: must be an object, not 5"),
+        ([], "config.json, quantization_config: must be an object"),
+        ({"quant_method": ["fp8"]}, "quant_method must be a text or null"),
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert must be a list or null, not 5"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [5]}, r"modules_to_not_convert\[0\] must be a text, not 5"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": 1}},
+            "hf_quant_config.json: quantization.quant_algo must be a text or null, not 1",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": 7}},
+            "config_groups.group_0 must be an object, not 7",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": {"a": 1}}}},
+            "config_groups.group_0.targets must be a list or null",
+        ),
+    ],
+)
+def test_a_key_of_another_type_is_named(encoding, message):
+    with pytest.raises(ConfigError, match=message):
+        decode_names({}, encoding)
+    with pytest.raises(ConfigError, match=message):
+        plan_of(config_json("llama", quantization_config=encoding))
+
+
+REDOS = "([a-z.0-9_]+)+Z"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "where"),
+    [
+        (ENCODINGS["fp8"] | {"quant_method": "fp8", "modules_to_not_convert": [REDOS]}, "modules_to_not_convert"),
+        (ENCODINGS["compressed-tensors"] | {"ignore": ["re:(.*)*(.*)*(.*)*Z"]}, "ignore"),
+        (
+            ENCODINGS["compressed-tensors"]
+            | {"config_groups": {"group_0": {"targets": [f"re:{REDOS}"], "weights": WEIGHTS}}},
+            "targets",
+        ),
+    ],
+)
+def test_a_pattern_that_is_matched_for_ever_is_refused(encoding, where):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"):
+        plan_of(config_json("llama", quantization_config={"quant_method": "compressed-tensors", **encoding}))
+    assert time.monotonic() - began < 20
+
+
+def test_wildcards_are_harmless():
+    encoding = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "exclude_modules": ["*a" * 500, "lm_head", "[a-z]*" * 300],
+    }
+    refused(config_json("llama", quantization_config=encoding))
+
+
+def test_a_file_of_modelopt_of_another_type_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json("llama")))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": {}}}')
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: quantization\.quant_algo must be a text"):
+        plan_of(read_config(tmp_path / "config.json"))
+
+
+# -- end tokens -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": [{"a": 1}]}, r"eos_token_id\[0\] must be an integer"),
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id must be an integer"),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id must be an integer from 0"),
+        ("config.json", {"eos_token_id": True}, "eos_token_id must be an integer"),
+        ("config.json", {"text_config": 5}, "text_config must be an object or null, not 5"),
+        ("config.json", {"text_config": {"eos_token_id": [1.5]}}, r"text_config\.eos_token_id\[0\] must be an integer"),
+        ("generation_config.json", [], "holds no JSON object"),
+    ],
+)
+def test_end_tokens_of_another_type_are_named(name, raw, message, tmp_path):
+    (tmp_path / name).write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=f"{name}.*{message}"):
+        end_tokens(tmp_path)
+
+
+def test_end_tokens_are_those_of_either_file(tmp_path):
+    assert end_tokens(tmp_path) == frozenset()
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [1, 2]}}')
+    assert end_tokens(tmp_path) == {1, 2}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert end_tokens(tmp_path) == {3}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert end_tokens(tmp_path) == {1, 2}

@@ -1,0 +1,78 @@
+"""Patterns from files: what is none, or takes for ever, is an error within a second."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpuconv import patterns
+from tpuconv.errors import ConfigError
+from tpuconv.patterns import check_patterns
+
+NAMES = ["", *(f"model.layers.{i}.self_attn.q_proj" for i in range(50))]
+
+WRONG = {
+    "none": ("(", "is no pattern: error: missing \\)"),
+    "a repetition in a repetition": ("([a-z.0-9_]+)+Z", "takes for ever"),
+    "many repetitions": ("(.*)*(.*)*(.*)*Z", "takes for ever"),
+    "choices that are alike": ("(?:a|e|.|.)*Z", "takes for ever"),
+    "one name alone": (r"model\.layers\.37.*(?:.*.*)*Z", "takes for ever"),
+    "too long": ("a" * 5000, "a pattern of 5000 letters"),
+    "deep": ("(" * 2000 + ")" * 2000, "is no pattern: RecursionError"),
+    "a count that is too large": ("a{99999999999}", "is no pattern: OverflowError"),
+    "what takes for ever to compile": ("(?i)" + "[\0-\U0010ffff]" * 800, "takes for ever"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_pattern_that_cannot_be_used_is_named_with_its_place(case):
+    pattern, message = WRONG[case]
+    began = os.times()
+    with pytest.raises(ConfigError, match=f"^the file, line 3: .*{message}"):
+        check_patterns([("the file, line 2", "model.*"), ("the file, line 3", pattern)], NAMES, ConfigError)
+    ended = os.times()
+    assert ended.children_user - began.children_user + ended.children_system - began.children_system < 1
+
+
+def test_patterns_that_are_used_pass():
+    good = [("x", pattern) for pattern in (".*", r"model\.layers\.(1|2)\..*", "", r"(?!)", "lm_head|embed", "é.*")]
+    check_patterns(good, NAMES, ConfigError)
+    check_patterns(good, [], ConfigError, how="match")
+    check_patterns([], NAMES, ConfigError)
+    check_patterns(
+        [("x", ".*self_attn.*"), ("x", r".*mlp\.(gate|up|down)_proj.*")],
+        (f"model.layers.{i}.mlp.experts.{j}.gate_proj" for i in range(60) for j in range(384)),
+        ConfigError,
+        how="match",
+    )
+
+
+def test_a_child_that_gets_no_processor_is_given_up(monkeypatch):
+    monkeypatch.setattr(patterns, "WALL_SECONDS", 0.5)
+    monkeypatch.setattr(patterns, "_CHILD", "print(0, flush=True); import time; time.sleep(60)")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="takes for ever"):
+        check_patterns([("x", "a")], NAMES, ConfigError)
+    assert time.monotonic() - began < 20
+
+
+CANARIES = ("json", "re", "signal", "numpy", "jax", "sitecustomize", "usercustomize", "encodings", "collections")
+
+
+def canaries(folder: Path) -> Path:
+    """Modules of the current folder that leave a trace where they are imported."""
+    for name in CANARIES:
+        (folder / f"{name}.py").write_text(f"open({str(folder / f'{name}.run')!r}, 'w')\n")
+    return folder
+
+
+def test_the_child_runs_no_code_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(canaries(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    check_patterns([("x", ".*")], NAMES, ConfigError)
+    assert not list(tmp_path.glob("*.run"))
+    subprocess.run([sys.executable, "-c", "import json"], check=False, capture_output=True)
+    assert list(tmp_path.glob("*.run"))  # the canaries sing

@@ -1,0 +1,74 @@
+"""Files of the Hub's cache that are not what the Hub promises."""
+
+import hashlib
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpuconv.errors import SourceError
+from tpuconv.jsonfile import opened
+
+
+class DamagedDownload(SourceError):
+    """A file in the cache that is not what the Hub promises."""
+
+    def __init__(self, path: Path, files: Sequence[Path], *details: str):
+        super().__init__(
+            f"{path} is not the file that the Hub promises",
+            details=details,
+            hint="it was damaged on the way or on the disk; delete it and run again, only it is downloaded anew:\n"
+            f"     rm {' '.join(shlex.quote(str(f)) for f in files)}",
+        )
+        self.files = files
+
+    def remove(self) -> None:
+        """Deletes it from the cache, so that it is downloaded again.
+
+        Raises:
+            DamagedDownload: this error, where nothing is downloaded (HF_HUB_OFFLINE), or it may not be deleted.
+        """
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            raise self
+        try:
+            for file in self.files:
+                file.unlink(missing_ok=True)
+        except OSError:
+            raise self from None
+
+
+def wrong_hash(path: Path, expected: str, actual: str) -> DamagedDownload:
+    """The error for a file whose bytes are not those that the Hub promises, naming what to delete from the cache."""
+    return damaged(path, f"sha256 promised  {expected}", f"sha256 found     {actual}")
+
+
+def damaged(path: Path, *details: str) -> DamagedDownload:
+    # The blob and, where repositories share it, the shared file under it.
+    return DamagedDownload(path, link_targets(path)[-2:], *details)
+
+
+def link_targets(path: Path) -> list[Path]:
+    """Where a symlink leads, link after link; the path itself if it is none."""
+    targets: list[Path] = []
+    while path.is_symlink() and len(targets) < 8:
+        path = Path(os.path.normpath(path.parent / os.readlink(path)))
+        targets.append(path)
+    return targets or [path]
+
+
+def check_promise(path: Path, sha256: str | None) -> None:
+    """Raises DamagedDownload if a file has not the sha256 that the Hub promises; None is no promise."""
+    if sha256 is not None and (found := sha256_of(path)) != sha256:
+        raise wrong_hash(path, sha256, found)
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    with opened(path, SourceError) as (fd, _), open(fd, "rb", closefd=False) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,265 @@
+"""Every change of an output or its work folder: no other module makes, writes, renames or removes a file there.
+
+So a test can see each system call that changes the disk, and lose what was not flushed. Every function raises
+`write_error` of what the system says.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError
+from tpuconv.sizes import format_size
+
+DIRECT_BYTES = 1 << 20
+"""Smaller files are left to the page cache."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
+IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY)
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+HINTS = {
+    errno.EROFS: "the file system is read-only: choose another OUT",
+    errno.EACCES: "you may not write there: choose another OUT",
+    errno.EPERM: "you may not write there: choose another OUT",
+    errno.EIO: "the disk fails: choose an OUT on another one",
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def write_error(path: Path, error: OSError) -> TpuconvError:
+    """The error for what could not be written, made or removed."""
+    if error.errno in FULL:
+        return ResourceError(
+            f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
+        )
+    if error.errno in IN_THE_WAY:
+        return OutputError(f"{path} exists already", hint="choose another OUT")
+    kind = UsageError if error.errno in WRONG_PATH else ResourceError
+    return kind(f"{path} cannot be written: {error.strerror}", hint=HINTS.get(error.errno or 0))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError into the error for `path`."""
+    try:
+        yield
+    except OSError as e:
+        raise write_error(path, e) from e
+
+
+def _translated(function: Function) -> Function:
+    """For functions whose first argument is the path."""
+
+    @wraps(function)
+    def call(path: Path, *args: Any, **kwargs: Any) -> Any:
+        with writing(path):
+            return function(path, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_translated
+def check_room(path: Path, need: int, what: str) -> None:
+    """Raises ResourceError if the disk of a folder has fewer bytes free than `what` needs."""
+    free = shutil.disk_usage(path).free
+    if free < need:
+        raise ResourceError(
+            f"the disk of {path} has {format_size(free)} free, {what} needs {format_size(need)}",
+            hint="free some space, or give an OUT on another disk",
+        )
+
+
+@_translated
+def make_folder(path: Path) -> None:
+    """Makes a folder and its parents, if they are not there."""
+    if not path.is_dir():
+        if not path.parent.is_dir():
+            make_folder(path.parent)
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # of another process, or no folder
+            if not path.is_dir():
+                raise
+
+
+@_translated
+def write_file(path: Path, data: bytes | np.ndarray) -> None:
+    """Writes a file and flushes it. An array of DIRECT_BYTES or more must start at a page, with room to the end of its
+    last one: it is written around the page cache where the file system can."""
+    array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+    if not isinstance(data, bytes) and array.nbytes >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+        try:
+            return _write_through(path, _pages_of(array), array.nbytes, os.O_DIRECT)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # the file system has no O_DIRECT, or none for pages: tmpfs, for one
+                raise
+    return _write_through(path, array, array.nbytes, 0)
+
+
+@_translated
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file so that after a crash it is the old one or the new one, complete."""
+    partial = path.with_name(path.name + PARTIAL)
+    write_file(partial, data)
+    rename(partial, path)
+    sync(path.parent)
+
+
+PARTIAL = ".partial"
+"""What the name of a file that `replace_file` writes ends in until it is complete."""
+
+
+class Writer:
+    """A file that is written from its begin to its end, and hashed; flushed when the `with` ends without an error."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._size, self._digest = 0, xxhash.xxh3_128()
+
+    def facts(self) -> dict[str, Any]:
+        """Size and hash of what was written, as a manifest has them."""
+        return {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
+
+    def __enter__(self) -> "Writer":
+        with writing(self.path):
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        return self
+
+    def write(self, data: Any) -> None:
+        """All bytes of a buffer."""
+        view = memoryview(data).cast("B")
+        self._size += len(view)
+        self._digest.update(view)
+        with writing(self.path):
+            _write_all(self._fd, view)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                with writing(self.path):
+                    os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+@_translated
+def rename(path: Path, target: Path) -> None:
+    os.rename(path, target)
+
+
+@_translated
+def exchange(path: Path, other: Path) -> bool:
+    """Swaps two folders in one step; False where the system or the file system cannot (Linux renameat2)."""
+    try:
+        _renameat2(path, other)
+    except OSError as e:
+        if e.errno in NO_EXCHANGE:
+            return False
+        raise
+    return True
+
+
+def _renameat2(path: Path, other: Path) -> None:
+    at_cwd, rename_exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if libc.renameat2(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), rename_exchange):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+
+
+@_translated
+def open_lock(path: Path) -> int:
+    """A file to be locked, made if it is not there; never what a link leads to."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+@_translated
+def remove_empty(path: Path) -> None:
+    """Removes a folder, unless somebody put something in it."""
+    with suppress(FileNotFoundError):
+        try:
+            os.rmdir(path)
+        except OSError as e:
+            if e.errno not in IN_THE_WAY:
+                raise
+
+
+@_translated
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all in it, if it is there. Links are not followed."""
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if not is_folder:
+        os.unlink(path)
+        return
+    for name in entries(path):
+        remove(path / name)
+    os.rmdir(path)
+
+
+@_translated
+def sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_all(folder: Path) -> None:
+    """Flushes everything in a folder."""
+    for name in entries(folder):
+        path = folder / name
+        sync_all(path) if path.is_dir() else sync(path)
+    sync(folder)
+
+
+@_translated
+def entries(path: Path) -> list[str]:
+    """The names in a folder that is written, sorted."""
+    return sorted(os.listdir(path))
+
+
+def page_buffer(nbytes: int) -> np.ndarray:
+    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped."""
+    pages = max(1, -(-nbytes // mmap.PAGESIZE))
+    return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def _write_through(path: Path, data: np.ndarray, size: int, flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o666)
+    try:
+        _write_all(fd, data.data)
+        if data.nbytes != size:
+            os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, rest: memoryview) -> None:
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _pages_of(data: np.ndarray) -> np.ndarray:
+    pages = -(-data.nbytes // mmap.PAGESIZE)
+    return np.lib.stride_tricks.as_strided(data, (pages * mmap.PAGESIZE,), (1,))
