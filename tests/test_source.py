@@ -154,6 +154,8 @@ def test_a_huge_header_is_refused_without_reading_it(tmp_path):
 
 
 EMPTY = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+
+
 class ProcessorTime:
     """The processor time that a block takes, in seconds; compared with another block's, it holds on any machine."""
 
