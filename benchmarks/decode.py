@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.models.generate import Generator
 from tpuconv.restore import load
-from tpuconv.verify.decode import Work, machine
+from tpuconv.verify.benchmark import Work, machine
 
 PROMPT = 32
 

@@ -34,9 +34,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.codecs import Tensor, decode_names
-from tpuconv.convert.source import DTYPES, Reader, open_source
 from tpuconv.convert.strided import copy_strided
+from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.sources.source import DTYPES, Reader, open_source
 
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CONFIG = {

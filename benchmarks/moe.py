@@ -3,7 +3,8 @@
     python benchmarks/moe.py
 
 One layer of experts in the shape of Qwen3-30B-A3B at a quarter of its width, in bfloat16 and compiled, on whatever
-device jax finds: milliseconds for both ways, and which one `tpuconv.models.moe` takes. The ways alternate in one run.
+device jax finds: milliseconds for both ways, and which one `tpuconv.models.common.moe` takes. The ways alternate in one
+run.
 """
 
 import statistics
@@ -14,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpuconv.models import moe
-from tpuconv.models.layers import Keys
+from tpuconv.models.common import moe
+from tpuconv.models.common.layers import Keys
 
 E, X, D, M = 128, 8, 512, 192
 REPEATS = 9

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpuconv.verify.hlo import Schedule
-from tpuconv.verify.tpu import ENVIRONMENT, Slice
+from tpuconv.verify.topology.hlo import Schedule
+from tpuconv.verify.topology.request import ENVIRONMENT, Slice
 
 
 @dataclass(frozen=True)

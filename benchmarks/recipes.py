@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tpuconv.convert.manifest import read_manifest
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.config import config_names, find_config
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare, model_logits, tokenize

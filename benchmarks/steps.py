@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.tpu import Answer, Question, Slice, as_released, ask
+from tpuconv.verify.topology.request import Answer, Question, Slice, as_released, ask
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.tpu import CHIPS, ENVIRONMENT, GIB, Question, Slice
+from tpuconv.verify.topology.request import CHIPS, ENVIRONMENT, GIB, Question, Slice
 
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = ("olmo2-32b", "gpt-oss-120b", "llama-4-scout", "qwen3-235b-a22b", "llama-4-maverick", "kimi-k2")
@@ -42,7 +42,7 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
     """Bytes of a device's weights and cache."""
     from tpuconv.models.registry import find_family
     from tpuconv.sharding import decoding_mesh
-    from tpuconv.verify.aot import _bytes, _Compilation
+    from tpuconv.verify.topology.compile import _bytes, _Compilation
 
     family = find_family(config)
     parsed = family.config.from_hf(config)
@@ -52,7 +52,7 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
 
 def cell(name: str, kind: str) -> dict:
     """The smallest slice of a kind, and what a device of it holds. In a process of its own."""
-    from tpuconv.verify.aot import compile_for
+    from tpuconv.verify.topology.compile import compile_for
 
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     layers = config.get("text_config", config)["num_hidden_layers"]

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.source import DTYPES
+from tpuconv.sources.source import DTYPES
 
 INDEX = "model.safetensors.index.json"
 
@@ -101,7 +101,7 @@ def hollow_checkpoint(folder: Path, config: Mapping[str, Any], shards: int = 1) 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, by the code under test's own header reader but not its transforms."""
-    from tpuconv.convert.source import open_source
+    from tpuconv.sources.source import open_source
 
     source = open_source(folder)
     out = {}

@@ -10,16 +10,17 @@ from typing import Any, get_args
 
 import pytest
 
-from tpuconv.convert.codecs import decode_names
-from tpuconv.convert.codecs.schemes import SCHEMAS
-from tpuconv.convert.plan import Options, make_plan
-from tpuconv.convert.released import released
-from tpuconv.convert.source import Source, read_config
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.source_from_config import released
+from tpuconv.encodings.decode import decode_names
+from tpuconv.encodings.schemes import SCHEMAS
 from tpuconv.errors import ConfigError, MappingError, TpuconvError, UnsupportedConfig
-from tpuconv.models.config import _hints
+from tpuconv.models.common.config import _hints
+from tpuconv.models.common.rope import OPTIONAL
 from tpuconv.models.registry import all_families, find_family
-from tpuconv.models.rope import OPTIONAL
 from tpuconv.models.tokenizer import end_tokens
+from tpuconv.sources.source import Source, read_config
 
 SECONDS, BYTES = 10, 300_000_000
 """Of the processor; a second on a machine that does nothing else."""

@@ -10,7 +10,7 @@ from flax import nnx
 from test_generate import PROMPTS
 
 import tpuconv
-from tpuconv.models.cache import rounded
+from tpuconv.models.common.cache import rounded
 from tpuconv.models.generate import left_padded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

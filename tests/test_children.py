@@ -12,7 +12,7 @@ from test_patterns import canaries
 from tpu_compiler import compiler
 
 from tpuconv.errors import ConfigError
-from tpuconv.verify.tpu import PACKAGES, Question, Slice, ask
+from tpuconv.verify.topology.request import PACKAGES, Question, Slice, ask
 
 INSTALLED = "import sys; from tpuconv.cli import main; sys.exit(main())"
 """As the installed command begins, which other than `python -m tpuconv` does not see the current folder."""

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_convert import assert_same, convert, flatten, plan_for, restore, small_cuts  # noqa: F401
 
-from tpuconv.convert.codecs import check_scales, decode_names
-from tpuconv.convert.codecs.schemes import schemes
-from tpuconv.convert.hub import fetch_config
-from tpuconv.convert.plan import Options
-from tpuconv.convert.source import Reader, open_source
+from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.decode import check_scales, decode_names
+from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.sources.hub import fetch_config
+from tpuconv.sources.source import Reader, open_source
 from tpuconv.verify.logits import reference_logits
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -21,16 +21,15 @@ from families import CASES, save
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tpuconv.convert import plan as plan_module
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import run as run_module
-from tpuconv.convert.checkpoint import open_checkpoint
-from tpuconv.convert.journal import Journal
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options, make_plan
-from tpuconv.convert.run import Limits, all_finite, run
-from tpuconv.convert.source import Shard, Source, TensorInfo, open_source
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.run import all_finite, run
+from tpuconv.convert.sizing import Limits
 from tpuconv.convert.strided import copy_strided
-from tpuconv.convert.table import Map, MappingTable
 from tpuconv.errors import (
     MappingError,
     OutputError,
@@ -39,8 +38,11 @@ from tpuconv.errors import (
     UnsupportedConfig,
     UsageError,
 )
+from tpuconv.mapping.table import Map, MappingTable
 from tpuconv.models.registry import find_family, get_family
-from tpuconv.verify.weights import check
+from tpuconv.sources.source import Shard, Source, TensorInfo, open_source
+from tpuconv.storage.journal import Journal
+from tpuconv.verify.checksums import check
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -104,9 +106,9 @@ def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Non
 @pytest.fixture
 def small_cuts(monkeypatch):
     """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 240)
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 1800)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 12_000)
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 240)
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 1800)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 12_000)
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
@@ -132,8 +134,8 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
     options = Options(scan_layers=scan_layers)
     plan = convert(folder, tmp_path / "out", options)
     assert len(plan.units) > 1
-    for piece in (piece for unit in plan.units for piece in unit.pieces):
-        assert list(piece.names()) == list(dict.fromkeys(name for parts in piece.reads() for name, _, _ in parts))
+    for slab in (slab for unit in plan.units for slab in unit.slabs):
+        assert list(slab.names()) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
     checked = list(check(read_manifest(tmp_path / "out")))
@@ -355,7 +357,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, data):
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes"),
+    ("layout", "lengths"),
     [
         ("V D", {"V": 151_936, "D": 4096}),
         ("V D -> D V", {"V": 50_257, "D": 768}),  # a prime factor that is too large: uneven chunks
@@ -365,22 +367,22 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, data):
         ("((N H) + (K H) + (K H)) D -> D N H, D K H, D K H", {"N": 40, "K": 10, "H": 128, "D": 5120}),
     ],
 )
-def test_full_size_tensors_are_cut_in_pieces_that_cover_them_once(layout, sizes):
+def test_full_size_tensors_are_cut_in_slabs_that_cover_them_once(layout, lengths):
     table = MappingTable((Map("w", tuple("abc"[: layout.count(",") + 1]), layout),))
-    (binding,) = table.bind(SimpleNamespace(axes=sizes))
+    (binding,) = table.bind(SimpleNamespace(axes=lengths))
     (shape,) = binding.src_shapes().values()
     info = TensorInfo("w", "BF16", shape, "shard", 0, 2 * prod(shape))
     source = Source(Path(), {}, {"w": info}, (Shard("shard", 0),))
-    plan = make_plan(source, "test", table, SimpleNamespace(axes=sizes), Options())
+    plan = make_plan(source, "test", table, SimpleNamespace(axes=lengths), Options())
     plan.check()
-    pieces = [piece for unit in plan.units for piece in unit.pieces]
-    assert max(plan.stored_bytes(piece) for piece in pieces) <= plan_module.PIECE_BYTES
+    slabs = [slab for unit in plan.units for slab in unit.slabs]
+    assert max(plan.stored_bytes(slab) for slab in slabs) <= sizes.SLAB_BYTES
     for i, array in enumerate(plan.arrays.values()):
         assert all(s % c == 0 for s, c in zip(array.shards, array.chunks, strict=True))
-        assert prod(array.chunks) * 2 <= plan_module.CHUNK_BYTES
-        shards = [tuple(s.start // n for s, n in zip(piece.boxes()[i], array.shards, strict=True)) for piece in pieces]
+        assert prod(array.chunks) * 2 <= sizes.CHUNK_BYTES
+        shards = [tuple(s.start // n for s, n in zip(slab.boxes()[i], array.shards, strict=True)) for slab in slabs]
         assert sorted(shards) == list(np.ndindex(array.grid))
-        assert sum(prod(s.stop - s.start for s in piece.boxes()[i]) for piece in pieces) == prod(array.shape)
+        assert sum(prod(s.stop - s.start for s in slab.boxes()[i]) for slab in slabs) == prod(array.shape)
 
 
 def test_memory_stays_within_the_budget_for_a_tensor_larger_than_it(tmp_path):
@@ -523,8 +525,8 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(tmp_path, mon
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):
     """Every write fails once in turn, as on a full disk; the rerun after each goes on to the same result."""
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 5000)
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 700)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 5000)
     folder = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=1))
     out, real, calls = tmp_path / "out", os.write, [0]
 
@@ -623,6 +625,6 @@ def test_what_is_read_ahead_is_what_is_read_first(converted, tmp_path, monkeypat
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     run_module.read_ahead(plan)
     assert sum(size for *_, size in asked) == 10_000
-    first = next(plan.units[0].pieces[0].names())
+    first = next(plan.units[0].slabs[0].names())
     path, start, size = plan.source.files(plan.tensors[first].stored[0])[0]
     assert asked[0] == (str(path), start, min(size, 10_000))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpu_compiler import answers_of, compiler
 
-from tpuconv.models.grouped import DEPTH, FEW_ROWS, FP4, KINDS, by_xla, expected_groups, few_rows, product
-from tpuconv.verify.tpu import CHIPS
+from tpuconv.models.kernels.grouped import DEPTH, FEW_ROWS, FP4, KINDS, by_xla, expected_groups, few_rows, product
+from tpuconv.verify.topology.request import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (1440, 720)]
 TILES = [None, ("D", 1), ("D", "M"), (8, 1), (32, 1), (32, 40), (96, 1), (128, 128), (288, 1)]
@@ -81,8 +81,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from tpuconv.models.generate import compiler_options
-from tpuconv.models.grouped import product
-from tpuconv.verify.hlo import Schedule
+from tpuconv.models.kernels.grouped import product
+from tpuconv.verify.topology.hlo import Schedule
 
 for line in sys.stdin:
     topology, kind, tile = json.loads(line)

@@ -18,11 +18,11 @@ from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read
 from limits import limited
 
 from tpuconv import text
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.card import model_card
-from tpuconv.convert.hub import fetch_config, resolve
-from tpuconv.convert.manifest import read_manifest
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.quantize.report import html as report_page
+from tpuconv.sources.hub import fetch_config, resolve
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 COMMAND = [sys.executable, "-m", "tpuconv"]

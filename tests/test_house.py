@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,25 +15,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# What a room may import, beside itself. `layout <- convert <- models <- quantize <- restore <- verify <- cli`.
-LEAVES = {
-    *("tpuconv.errors", "tpuconv.sizes", "tpuconv.text", "tpuconv.jsonfile", "tpuconv.patterns"),
-    *("tpuconv.layout", "tpuconv.sharding"),
-}
-ROOMS = {
-    "tpuconv.errors": set(),
-    "tpuconv.sizes": set(),
-    "tpuconv.text": set(),
-    "tpuconv.jsonfile": {"tpuconv.errors"},
-    "tpuconv.patterns": {"tpuconv.errors"},
-    "tpuconv.layout": {"tpuconv.errors"},
-    "tpuconv.sharding": {"tpuconv.layout"},
-    "tpuconv.convert": LEAVES,
-    "tpuconv.models": LEAVES | {"tpuconv.convert"},
-    "tpuconv.quantize": LEAVES | {"tpuconv.convert", "tpuconv.models"},
-    "tpuconv.restore": LEAVES | {"tpuconv.convert", "tpuconv.models", "tpuconv.quantize"},
-    "tpuconv.verify": LEAVES | {"tpuconv.convert", "tpuconv.models", "tpuconv.quantize", "tpuconv.restore"},
-}
+# From the ground up: a room imports those that stand before it.
+ORDER = (
+    *("errors", "sizes", "text", "names", "jsonfile", "patterns", "layout", "sharding"),
+    *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize", "restore", "verify"),
+    *("cli", "__main__"),
+)
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 
 
@@ -45,19 +33,28 @@ def imports(path: Path, everywhere: bool) -> set[str]:
         if isinstance(node, ast.Import):
             out |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            out.add(node.module or "")
+            module = node.module or ""
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            out |= names & set(MODULES) or {module}
     return out
 
 
-def room(module: str) -> str:
-    return next((name for name in ROOMS if module == name or module.startswith(f"{name}.")), module)
+def room(module: str) -> int:
+    return ORDER.index(module.split(".")[1])
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ROOMS])
+INSIDE = [module for module in MODULES if module != "tpuconv"]
+
+
+@pytest.mark.parametrize("module", INSIDE)
 def test_imports_point_one_way(module):
-    mine = room(module)
-    others = {room(name) for name in imports(MODULES[module], everywhere=True) if name.startswith("tpuconv")}
-    assert others - {mine} <= ROOMS[mine]
+    others = {name for name in imports(MODULES[module], everywhere=True) if name.startswith("tpuconv.")}
+    assert not {name for name in others if room(name) > room(module)}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Not even in functions. TopologicalSorter raises CycleError, which names the files."""
+    TopologicalSorter({m: imports(MODULES[m], everywhere=True) & set(INSIDE) - {m} for m in INSIDE}).prepare()
 
 
 WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore")
@@ -105,7 +102,7 @@ def test_kernels_bring_no_scipy():
     program = """
 import sys
 import numpy as np
-from tpuconv.convert.kernels import transpose
+from tpuconv.encodings.kernels import transpose
 words, at = np.arange(64, dtype=np.uint64), np.zeros(1, np.int64)
 transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 1)
 assert "scipy.linalg" not in sys.modules

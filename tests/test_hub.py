@@ -16,12 +16,12 @@ import pytest
 from hub_server import HubServer, commit_of, is_lfs, sha256_of
 from safetensors.numpy import save_file
 
-from tpuconv.convert import download
-from tpuconv.convert import hub as hub_module
-from tpuconv.convert.damaged import wrong_hash
-from tpuconv.convert.hub import fetch_config, resolve
-from tpuconv.convert.source import open_source
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
+from tpuconv.sources import download
+from tpuconv.sources import hub as hub_module
+from tpuconv.sources.damaged import wrong_hash
+from tpuconv.sources.hub import fetch_config, resolve
+from tpuconv.sources.source import open_source
 
 REPO = "org/tiny"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -203,7 +203,7 @@ def test_token_stays_at_the_hub(hub: HubServer, cache: Path) -> None:
 def test_environment_is_the_clients(hub: HubServer, tmp_path: Path, checkpoint: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN, as a process of its own reads them."""
     home = tmp_path / "elsewhere"
-    code = f"from tpuconv.convert.hub import resolve; print(resolve({REPO!r}).folder)"
+    code = f"from tpuconv.sources.hub import resolve; print(resolve({REPO!r}).folder)"
     env = _environment(hub, home) | {"HF_TOKEN": "hf_other"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert out.stderr == ""
@@ -246,7 +246,7 @@ def test_files_too_large_for_http_go_through_the_client(hub: HubServer, monkeypa
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, tpuconv.convert.hub; print([m for m in ('jax', 'numpy', 'huggingface_hub') if m in sys.modules])"
+        "import sys, tpuconv.sources.hub; print([m for m in ('jax', 'numpy', 'huggingface_hub') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
@@ -322,7 +322,7 @@ def test_the_next_call_goes_on(hub: HubServer, cache: Path, checkpoint: Path, mo
 def spawn(hub: HubServer, cache: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     """Starts a process that resolves REPO with the test's Hub and cache."""
     code = f"""if True:
-        from tpuconv.convert.hub import resolve
+        from tpuconv.sources.hub import resolve
         try:
             resolve({REPO!r})
             print("done")

@@ -25,28 +25,30 @@ from test_convert import assert_same, convert, plan_for, restore, same_bits
 from test_mtp import with_mtp  # noqa: F401
 
 import tpuconv
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert import export as export_module
-from tpuconv.convert import plan as plan_module
-from tpuconv.convert.codecs import Tensor
-from tpuconv.convert.codecs.kept import Codes, Scales
-from tpuconv.convert.codecs.schemes import schemes
 from tpuconv.convert.export import export, file_names, released_config
-from tpuconv.convert.hub import fetch_config
-from tpuconv.convert.keep import keep
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.names import QVALUE, SCALE
-from tpuconv.convert.plan import BASE_MEMORY, PIECE_BYTES, Options
-from tpuconv.convert.released import released
-from tpuconv.convert.sealed import seal
-from tpuconv.convert.source import DTYPES, TensorInfo
-from tpuconv.convert.table import Binding, Map, MappingTable
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.sizes import SLAB_BYTES
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.sizing import BASE_MEMORY, peak_memory
+from tpuconv.convert.source_from_config import released
+from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.passthrough import Codes, Scales
+from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
 from tpuconv.layout import LETTERS
+from tpuconv.mapping.passthrough import keep
+from tpuconv.mapping.table import Binding, Map, MappingTable
 from tpuconv.models.registry import FAMILIES, find_family, get_family
+from tpuconv.names import QVALUE, SCALE
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
-from tpuconv.verify import tpu
-from tpuconv.verify.weights import check
+from tpuconv.sources.hub import fetch_config
+from tpuconv.sources.source import DTYPES, TensorInfo
+from tpuconv.storage.sealed import seal
+from tpuconv.verify.checksums import check
+from tpuconv.verify.topology import request as tpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -375,9 +377,9 @@ def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def small_pieces(case: Case, monkeypatch) -> None:
     """Pieces and chunks so small that most matrices are cut, along rows of codes too, or those of many experts are."""
     experts = max(case.config.get(f"{key}_experts", 1) for key in ("num", "num_local", "n_routed"))
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 300 * max(1, experts // 4))
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 1500 * max(1, experts // 4))
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 300 * max(1, experts // 4))
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 1500 * max(1, experts // 4))
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 20_000)
 
 
 @pytest.mark.parametrize(("case", "encoding"), FORMS)
@@ -753,8 +755,8 @@ def test_real_models_are_planned_whole(model, tmp_path):
     assert time.process_time() - began < 60
     plan.check()
     assert plan.parameters == listing["parameters"]
-    peak = plan.peak_memory(2)  # by its name in an error the whole plan would be written out
-    assert peak < BASE_MEMORY + 2 * 4 * PIECE_BYTES, "values, their bytes and two shards, for each of two jobs"
+    peak = peak_memory(plan, 2)  # by its name in an error the whole plan would be written out
+    assert peak < BASE_MEMORY + 2 * 4 * SLAB_BYTES, "values, their bytes and two shards, for each of two jobs"
     used = {name for array in plan.arrays.values() for name in array.sources}
     codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Codes))
     scales = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Scales))

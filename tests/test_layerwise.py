@@ -13,10 +13,10 @@ from families import CASES, OWN_CACHE, Case, one_fast_of_each, save
 from test_codecs import encode
 from test_convert import convert
 
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UsageError
-from tpuconv.verify.layerwise import Part, compare_layers
+from tpuconv.verify.layerwise import LayerError, compare_layers
 from tpuconv.verify.logits import model_logits, reference_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -27,7 +27,9 @@ BY_ID = {case.id: case for case in CASES}
 WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long
 
 
-def compared(out: Path, source: Path, dtype: str = "float32") -> tuple[list[Part], list[np.ndarray], list[np.ndarray]]:
+def compared(
+    out: Path, source: Path, dtype: str = "float32"
+) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
     return compare_layers(read_manifest(out), source, PROMPTS, dtype)
 
 
@@ -116,7 +118,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from tpuconv.cli import _peak_memory
-from tpuconv.convert.manifest import read_manifest
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.verify.layerwise import compare_layers
 peaks = []
 compare_layers(read_manifest(Path(sys.argv[1])), Path(sys.argv[2]), [[1, 2, 3]], "float32",

@@ -14,14 +14,14 @@ from test_keep import encoded, fp8
 from tpu_compiler import compiler
 
 import tpuconv
-from tpuconv.convert.layouts import LAYOUTS, Layout, read_layouts, write_layouts
-from tpuconv.convert.names import MANIFEST, QVALUE, collapse, expand
-from tpuconv.convert.plan import Options
-from tpuconv.convert.sealed import seal
+from tpuconv.checkpoint.device_layouts import LAYOUTS, DeviceLayout, read_layouts, write_layouts
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.models.generate import Generator
+from tpuconv.names import MANIFEST, QVALUE, collapse, expand
+from tpuconv.storage.sealed import seal
 
-TURNED = Layout("bfloat16", (1, 0), ())
+TURNED = DeviceLayout("bfloat16", (1, 0), ())
 
 
 @given(st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 5), min_size=1))
@@ -138,7 +138,7 @@ def test_codes_that_are_stored_as_bytes_lie_so_too(checkpoint, tmp_path):
     command("quantize", checkpoint, tmp_path / "out", "--config", tmp_path / "nf4.yaml")
     plain = codes(tmp_path / "out")
     assert plain.dtype == "uint4"
-    layouts = {f"layers.{i}.mlp.gate.kernel{QVALUE}": Layout(plain.dtype.name, (1, 0), ()) for i in range(3)}
+    layouts = {f"layers.{i}.mlp.gate.kernel{QVALUE}": DeviceLayout(plain.dtype.name, (1, 0), ()) for i in range(3)}
     write_layouts(tmp_path / "out", "cpu", {}, layouts)
     turned = codes(tmp_path / "out")
     assert turned.format.layout.major_to_minor == (1, 0)

@@ -15,11 +15,11 @@ from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from test_convert import convert
 
 import tpuconv
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options
-from tpuconv.convert.sealed import take_in
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.sharding import partition
+from tpuconv.storage.sealed import take_in
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -28,8 +28,8 @@ ON_A_MESH = """
 import json, sys
 from pathlib import Path
 import jax, numpy as np, tensorstore as ts, tpuconv
-from tpuconv.convert.layouts import Layout, write_layouts
-from tpuconv.convert.manifest import read_manifest
+from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.models.generate import Generator
 
 def bytes_read():
@@ -56,7 +56,7 @@ for shape, axes in (
     facts.append([read, spec, shape, difference, written(model) if len(axes) == 1 else facts[0]])
 
 mesh = jax.make_mesh((2, 4), ("data", "tensor"))
-write_layouts(Path(out), "cpu", dict(mesh.shape), {"layers.0.mlp.gate.kernel": Layout("float32", (1, 0), ())})
+write_layouts(Path(out), "cpu", dict(mesh.shape), {"layers.0.mlp.gate.kernel": DeviceLayout("float32", (1, 0), ())})
 model = tpuconv.load(out, mesh=mesh)
 lies = [layer.mlp.gate.kernel[...].format for layer in model.layers[:2]]
 facts.append([[x.layout.major_to_minor for x in lies], lies[0].sharding == lies[1].sharding, written(model)])

@@ -19,13 +19,13 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tpuconv.convert.table import MappingTable
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.mapping.table import MappingTable
 from tpuconv.models import registry
-from tpuconv.models.config import DecoderConfig
-from tpuconv.models.layers import RMSNorm
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.layers import RMSNorm
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
-from tpuconv.models.rope import Rope
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tpuconv.models.layers import Keys
-from tpuconv.models.moe import Experts
+from tpuconv.models.common.layers import Keys
+from tpuconv.models.common.moe import Experts
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

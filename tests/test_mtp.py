@@ -16,15 +16,16 @@ from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_b
 
 import tpuconv
 from tpuconv import cli
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options, make_plan
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import run
-from tpuconv.convert.sealed import seal
-from tpuconv.convert.source import open_source
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
 from tpuconv.models.registry import find_family
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import find_config
+from tpuconv.sources.source import open_source
+from tpuconv.storage.sealed import seal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

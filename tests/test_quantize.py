@@ -21,12 +21,12 @@ from qwix._src.core import qarray
 from test_convert import LIMITS, convert
 
 import tpuconv
-from tpuconv.convert import plan as plan_module
-from tpuconv.convert.checkpoint import open_checkpoint
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import REPORT, Options, make_plan
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.checkpoint.reader import open_checkpoint
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import REPORT, Options
 from tpuconv.convert.run import run
-from tpuconv.convert.source import open_source
 from tpuconv.errors import (
     ConfigError,
     CorruptOutput,
@@ -36,7 +36,7 @@ from tpuconv.errors import (
     UnsupportedConfig,
     UsageError,
 )
-from tpuconv.models.grouped import product
+from tpuconv.models.kernels.grouped import product
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
@@ -44,8 +44,9 @@ from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import LAYER, How, Provider, abstract, quantized, resolve
+from tpuconv.sources.source import open_source
+from tpuconv.verify.checksums import check
 from tpuconv.verify.logits import forward
-from tpuconv.verify.weights import check
 
 MLA = {
     "kv_lora_rank": 32,
@@ -102,9 +103,9 @@ def pairs():
 @pytest.fixture
 def small_cuts(monkeypatch):
     """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 8000)
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 20_000)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 100_000)
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 8000)
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 20_000)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 100_000)
 
 
 def quantize(ckpt: Path, out: Path, rules: QuantConfig):
@@ -328,7 +329,7 @@ def test_scales_are_stored_in_the_dtype_that_is_asked_for(tmp_path):
 
 
 def test_quantizing_goes_on_where_it_was_stopped(tmp_path, small_cuts, monkeypatch):
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 4000)
     rules = find_config("int8_weight_only")
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
     plan = quantize(tmp_path / "ckpt", tmp_path / "whole", rules)

@@ -23,16 +23,16 @@ from test_convert import Options, convert
 from test_quantize import ONE_OF_EACH, leaves, quantize
 
 import tpuconv
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
-from tpuconv.convert.manifest import read_manifest
 from tpuconv.errors import GateError, OutputError, ResourceError, UnsupportedConfig, UsageError
-from tpuconv.quantize import recipe
 from tpuconv.quantize.config import find_config, parse_config
-from tpuconv.quantize.groups import find_choices
-from tpuconv.quantize.recipe import Group, Model, Option, choose, to_yaml
+from tpuconv.quantize.recipe import search as recipe
+from tpuconv.quantize.recipe.groups import find_choices
+from tpuconv.quantize.recipe.measure import DTYPE, Probe
+from tpuconv.quantize.recipe.search import Group, Model, Option, choose, to_yaml
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare, model_logits, tokenize
-from tpuconv.verify.sensitivity import DTYPE, Probe
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

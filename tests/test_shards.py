@@ -13,15 +13,15 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuconv.convert import checkpoint
-from tpuconv.convert.checkpoint import read_box
-from tpuconv.convert.disk import page_buffer
-from tpuconv.convert.manifest import Manifest, StoredArray
-from tpuconv.convert.plan import Array
-from tpuconv.convert.sealed import Sealed
-from tpuconv.convert.shards import Shard, shard_name
+from tpuconv.checkpoint import reader as checkpoint
+from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.reader import read_box
+from tpuconv.checkpoint.shards import Shard, shard_name
+from tpuconv.convert.plan.types import Array
 from tpuconv.convert.store import Store
 from tpuconv.errors import CorruptOutput
+from tpuconv.storage.disk import page_buffer
+from tpuconv.storage.sealed import Sealed
 
 DTYPES = ["uint8", "int8", "bfloat16", "float8_e4m3fn", "float32", "float64"]
 

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tpuconv.convert.source import ENCODING_FILE, MAX_HEADER_BYTES, Reader, open_source, read_header
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
+from tpuconv.sources.source import ENCODING_FILE, MAX_HEADER_BYTES, Reader, open_source, read_header
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00002.safetensors"

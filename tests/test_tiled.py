@@ -57,8 +57,8 @@ def test_when_it_pays(tokens, tiles, pays):
 ASK = """
 import json, sys
 from tpuconv.quantize.config import parse_config
-from tpuconv.verify.aot import compile_for
-from tpuconv.verify.tpu import Question, Slice
+from tpuconv.verify.topology.compile import compile_for
+from tpuconv.verify.topology.request import Question, Slice
 
 for line in sys.stdin:
     config, tile = json.loads(line)

@@ -16,17 +16,17 @@ from tpuconv import cli
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
-from tpuconv.verify import tpu
-from tpuconv.verify.hlo import Schedule, values
-from tpuconv.verify.tpu import CHIPS, Slice, parse_mesh, parse_topologies
+from tpuconv.verify.topology import request as tpu
+from tpuconv.verify.topology.hlo import Schedule, values
+from tpuconv.verify.topology.request import CHIPS, Slice, parse_mesh, parse_topologies
 
 MANY = """
 import json, sys
 from flax import nnx
 from tpuconv.models import generate
 from tpuconv.models.registry import find_family
-from tpuconv.verify.aot import _Compilation, compile_for
-from tpuconv.verify.tpu import Question, Slice
+from tpuconv.verify.topology.compile import _Compilation, compile_for
+from tpuconv.verify.topology.request import Question, Slice
 
 questions = [Question(json.loads(line), batch=2, context=32) for line in sys.stdin]
 for question in questions:
@@ -292,7 +292,7 @@ def test_what_libtpu_does_not_know_is_a_mistake_too(args, answer):
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
-    from tpuconv.verify import tpu
+    from tpuconv.verify.topology import request as tpu
 
     monkeypatch.setattr(tpu, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"tpuconv\[tpu\]"):

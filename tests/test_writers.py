@@ -19,11 +19,11 @@ from test_keep import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, q
 from test_models import forward
 
 import tpuconv
-from tpuconv.convert.codecs import decode_names
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options
-from tpuconv.convert.source import Reader, open_source
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.decode import decode_names
 from tpuconv.errors import UsageError
+from tpuconv.sources.source import Reader, open_source
 
 BY_ID = {case.id: case for case in CASES}
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))

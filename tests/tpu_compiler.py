@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tpuconv.verify.tpu import ENVIRONMENT
+from tpuconv.verify.topology.request import ENVIRONMENT
 
 compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 

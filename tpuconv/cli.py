@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from tpuconv.convert.plan import Plan
+    from tpuconv.convert.plan.types import Plan
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
 
@@ -602,12 +602,12 @@ def convert(
 
     OUT appears whole or not at all. Interrupted, the same command goes on where it was.
     """
-    from tpuconv.convert.damaged import DamagedDownload
-    from tpuconv.convert.hub import resolve
-    from tpuconv.convert.plan import Options
-    from tpuconv.convert.run import Limits
-    from tpuconv.convert.source import open_source
+    from tpuconv.convert.plan.types import Options
+    from tpuconv.convert.sizing import Limits
     from tpuconv.models.registry import find_family
+    from tpuconv.sources.damaged import DamagedDownload
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import open_source
 
     _either_kept_or_quantized(encoding == "keep", quantize)
     rules = _rules(quantize)
@@ -622,7 +622,7 @@ def convert(
             family = find_family(source.config)
             plan = _plan(source, family, family.table, options, rules, runs=not dry_run)
             if dry_run:
-                _show_plan(plan, limits.jobs, limits.max_memory, as_json)
+                _show_plan(plan, limits, as_json)
                 return
             to = out or Path(f"{plan.source.name}-{rules.name if rules else 'orbax'}")
             _run(plan, to, limits, overwrite, check, as_json, "converting")
@@ -654,7 +654,7 @@ def _rules(config: str | None) -> "QuantConfig | None":
 
 
 def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfig | None", *, runs: bool) -> "Plan":
-    from tpuconv.convert.plan import make_plan
+    from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.run import read_ahead
 
     config = family.config.from_hf(source.config)
@@ -686,8 +686,8 @@ def _uncollected() -> Iterator[None]:
 def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, check: bool, as_json: bool, what: str) -> None:
     """Runs a plan with a bar, and says what came out."""
     from tpuconv.convert.run import run
-    from tpuconv.convert.sealed import read_sealed
-    from tpuconv.convert.source import VERIFIED
+    from tpuconv.sources.source import VERIFIED
+    from tpuconv.storage.sealed import read_sealed
 
     began, resumed = time.monotonic(), 0
     with _kept(), _progress(what, as_json) as show:
@@ -737,11 +737,12 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, check: bool, as_
         _print_report(console, report, out)
 
 
-def _show_plan(plan: "Plan", jobs: int, max_memory: int, as_json: bool) -> None:
+def _show_plan(plan: "Plan", limits: Any, as_json: bool) -> None:
     """Shows a plan, and what is wrong with it after that."""
-    from tpuconv.convert.names import collapse
+    from tpuconv.convert.sizing import jobs, peak_memory
+    from tpuconv.names import collapse
 
-    memory = plan.peak_memory(plan.jobs(jobs, max_memory))
+    memory = peak_memory(plan, jobs(plan, limits))
     if as_json:
         try:
             plan.check()
@@ -847,9 +848,9 @@ def quantize(
     With --sensitivity or --target-bits nothing is quantized: the model runs on prompts, in float32, to find out what
     each group of its parameters in int8 or int4 costs it.
     """
-    from tpuconv.convert.checkpoint import open_checkpoint
-    from tpuconv.convert.plan import Options
-    from tpuconv.convert.run import Limits
+    from tpuconv.checkpoint.reader import open_checkpoint
+    from tpuconv.convert.plan.types import Options
+    from tpuconv.convert.sizing import Limits
     from tpuconv.models.registry import get_family
 
     if as_list:
@@ -884,7 +885,7 @@ def quantize(
     if explain:
         _explain(plan, rules, as_json)
     elif dry_run:
-        _show_plan(plan, limits.jobs, limits.max_memory, as_json)
+        _show_plan(plan, limits, as_json)
     else:
         _run(
             plan,
@@ -935,7 +936,7 @@ def _explain(plan: "Plan", rules: "QuantConfig", as_json: bool) -> None:
     if as_json:
         _print_json({"config": rules.to_json(), "parameters": rows})
         return
-    from tpuconv.convert.names import collapse
+    from tpuconv.names import collapse
 
     by_name = {row["parameter"]: row for row in rows}
     table = _table(
@@ -983,10 +984,10 @@ def _measure(
     from dataclasses import replace
     from importlib.metadata import version
 
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.quantize import recipe
-    from tpuconv.quantize.groups import find_choices
-    from tpuconv.verify.sensitivity import DTYPE, Probe
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.quantize.recipe import search as recipe
+    from tpuconv.quantize.recipe.groups import find_choices
+    from tpuconv.quantize.recipe.measure import DTYPE, Probe
 
     manifest = read_manifest(ckpt)
     choices = find_choices(manifest)
@@ -1060,14 +1061,14 @@ def _sensitivity_table(title: str, groups: Sequence[Any], options: Sequence[Any]
 
 
 def _report(out: Path) -> "Report":
-    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.quantize.report import report
 
     return report(read_manifest(out).raw)
 
 
 def _print_report(console: "Console", report: "Report", out: Path) -> None:
-    from tpuconv.convert.plan import REPORT
+    from tpuconv.convert.plan.types import REPORT
     from tpuconv.quantize.report import kinds
 
     table = _table(
@@ -1104,8 +1105,8 @@ def export(ckpt: Path, out: Path, overwrite: bool, check: bool, as_json: bool) -
     What was neither cast nor dequantized comes back byte for byte; codes and scales do where they were kept. OUT
     appears whole or not at all.
     """
+    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.convert import export as exporter
-    from tpuconv.convert.manifest import read_manifest
     from tpuconv.models.registry import get_family
 
     manifest = read_manifest(ckpt)
@@ -1245,7 +1246,7 @@ def verify(
     folder or a config.json: no weights are read and no TPU is needed. Exit code 3: a gate of the comparison failed, or
     the model does not fit; 10: the checkpoint is damaged.
     """
-    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.checkpoint.manifest import read_manifest
 
     _goes_with("--compare-hf", compare_hf, "layerwise", "source", "prompts")
     _goes_with("--topology", bool(topologies), "context", "write_layouts", "quantize", "encoding")
@@ -1258,7 +1259,7 @@ def verify(
         raise UsageError("--update goes with no other check", hint="run one after the other")
     if layerwise and mesh:
         raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
-    from tpuconv.verify import tpu
+    from tpuconv.verify.topology import request as tpu
 
     sizes = tpu.parse_mesh(mesh) if mesh else None
     if topologies:
@@ -1276,7 +1277,7 @@ def verify(
         return
     wanted: Sequence[Any] = ()
     if benchmark:
-        from tpuconv.verify.decode import shapes
+        from tpuconv.verify.benchmark import shapes
 
         wanted = shapes(batch, prompt_length, new_tokens)
     chosen = _chosen_checkpoint(Path(ckpt) if ckpt else None, "Verifying", quiet=as_json or markdown)
@@ -1307,9 +1308,9 @@ def _chosen_checkpoint(ckpt: Path | None, doing: str, quiet: bool) -> Path:
 
 def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
     """The newest in the current folder; of quantized ones or of the others where it matters."""
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.convert.names import MANIFEST
-    from tpuconv.convert.sealed import CHECKPOINT, kind_of
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.names import MANIFEST
+    from tpuconv.storage.sealed import CHECKPOINT, kind_of
 
     found = [path for path in Path().glob(f"*/{MANIFEST}") if kind_of(path.parent) in (CHECKPOINT, None)]
     found.sort(key=lambda path: path.stat().st_mtime_ns)
@@ -1324,9 +1325,9 @@ def _newest_checkpoint(*, quantized: bool | None = None) -> Path:
 
 def _verify_folder(folder: Path, update: bool, as_json: bool) -> None:
     """Checks all of an output of ours; with `update` takes files into its manifest first."""
-    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.errors import CorruptOutput
-    from tpuconv.verify import weights
+    from tpuconv.verify import checksums as weights
 
     changed = weights.update(read_manifest(folder)) if update else []
     if changed and not as_json:
@@ -1368,9 +1369,9 @@ def _check_all(folder: Path, as_json: bool) -> None:
 
 def _check(folder: Path, as_json: bool) -> tuple[list[Any], int]:
     """What was checked, and how many of it are arrays."""
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.convert.sealed import SAFETENSORS, kind_of, read_sealed
-    from tpuconv.verify import weights
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
+    from tpuconv.verify import checksums as weights
 
     if kind_of(folder) == SAFETENSORS:
         sealed = read_sealed(folder)
@@ -1409,8 +1410,8 @@ def _verify_logits(
 ) -> None:
     from dataclasses import replace
 
-    from tpuconv.convert.hub import resolve
-    from tpuconv.convert.source import changed_shards
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
 
@@ -1538,10 +1539,10 @@ def _comparison_table(result: Any, name: str) -> "Table":
 def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored: bool) -> dict[str, Any]:
     """The config, the quantization and the dtype of a source or a checkpoint, without its weights. `as_stored` asks for
     a whole checkpoint, and for nothing that it does not hold; `keep` for the codes and scales of a source."""
-    from tpuconv.convert.hub import fetch_config
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.convert.names import MANIFEST
-    from tpuconv.verify import tpu
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.names import MANIFEST
+    from tpuconv.sources.hub import fetch_config
+    from tpuconv.verify.topology import request as tpu
 
     quantization: Any = None
     checkpoint, own = None, "bfloat16"
@@ -1574,8 +1575,8 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
 def _verify_topology(
     src: str, question: Any, groups: Sequence[Sequence[Any]], write_layouts: bool, as_json: bool
 ) -> None:
-    from tpuconv.convert import layouts
-    from tpuconv.verify import tpu
+    from tpuconv.checkpoint import device_layouts as layouts
+    from tpuconv.verify.topology import request as tpu
 
     _check_address_space()
     answers = []
@@ -1618,14 +1619,14 @@ def _cache_dtype(chosen: str) -> str | None:
 
 
 def _answer_line(answer: Any) -> "Text":
-    from tpuconv.verify.tpu import format_mesh
+    from tpuconv.verify.topology.request import format_mesh
 
     verdict = (answer.why, "red") if answer.why else ("fits", "green")
     return _styled(f"  {answer.topology} ({format_mesh(answer.mesh)}): ", verdict)
 
 
 def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
-    from tpuconv.verify.tpu import ESTIMATE_ERROR
+    from tpuconv.verify.topology.request import ESTIMATE_ERROR
 
     kind = question.quantize["name"] if question.quantize else question.dtype
     kind += f", cache {question.cache_dtype}" if question.cache_dtype else ""
@@ -1687,7 +1688,7 @@ def _benchmark(
     as_markdown: bool,
 ) -> None:
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
-    from tpuconv.verify import decode
+    from tpuconv.verify import benchmark as decode
 
     own = manifest.dtype if dtype == "auto" else dtype
     with _plain_path(manifest.folder) as path:
@@ -1807,7 +1808,7 @@ def generate(
     as_json: bool,
 ) -> None:
     """Write on from a prompt with the model of CKPT, the newest checkpoint in the current folder by default."""
-    from tpuconv.convert.manifest import read_manifest
+    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
     manifest = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json))
@@ -1866,9 +1867,9 @@ def generate(
 @JSON
 def inspect(path: str, mesh: str | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
-    from tpuconv.convert.names import MANIFEST, collapse
-    from tpuconv.convert.sealed import SAFETENSORS, kind_of
-    from tpuconv.verify.tpu import parse_mesh
+    from tpuconv.names import MANIFEST, collapse
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of
+    from tpuconv.verify.topology.request import parse_mesh
 
     sizes = parse_mesh(mesh) if mesh else {}
     ours = (Path(path) / MANIFEST).is_file() and kind_of(Path(path)) != SAFETENSORS
@@ -1921,7 +1922,7 @@ def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any
     """The arrays of a checkpoint, and which part of each a device of the mesh has."""
     from math import prod
 
-    from tpuconv.convert.manifest import element_bytes, read_manifest
+    from tpuconv.checkpoint.manifest import element_bytes, read_manifest
     from tpuconv.sharding import partition, shard_shape
 
     tensors = {}
@@ -1939,8 +1940,8 @@ def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any
 
 
 def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
-    from tpuconv.convert.hub import resolve
-    from tpuconv.convert.source import open_source, read_header
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import open_source, read_header
 
     if path.endswith(".safetensors") and Path(path).is_file():
         infos = {info.name: info for info in read_header(Path(path))[2]}

@@ -80,15 +80,15 @@ class Axis:
         return "(" + (" " if self.op == "*" else " + ").join(map(str, self.parts)) + ")"
 
 
-Tensor = tuple[Axis, ...]
+Axes = tuple[Axis, ...]
 """The axes of one tensor, outermost first."""
 
 
-def format_axes(tensor: Tensor) -> str:
+def format_axes(tensor: Axes) -> str:
     return " ".join(map(str, tensor))
 
 
-def parse_axes(text: str) -> Tensor:
+def parse_axes(text: str) -> Axes:
     """The inverse of `format_axes`."""
     (tensor,) = _parse_side(text, text)
     return tensor
@@ -98,8 +98,8 @@ def parse_axes(text: str) -> Tensor:
 class Layout:
     """One side's tensors and the other's, with the same letters in both."""
 
-    src: tuple[Tensor, ...]
-    dst: tuple[Tensor, ...]
+    src: tuple[Axes, ...]
+    dst: tuple[Axes, ...]
 
     def __post_init__(self) -> None:
         atoms = [
@@ -143,7 +143,7 @@ class Layout:
         return src if src == dst else f"{src} -> {dst}"
 
 
-def _parse_side(side: str, text: str) -> tuple[Tensor, ...]:
+def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
     tokens = re.findall(r"\S", side)
 
     def axes() -> Axis:
@@ -175,11 +175,11 @@ def _parse_side(side: str, text: str) -> tuple[Tensor, ...]:
     return tuple(t.parts for t in tensors)
 
 
-def _first_composite(axes: Tensor) -> int | None:
+def _first_composite(axes: Axes) -> int | None:
     return next((i for i, axis in enumerate(axes) if axis.op), None)
 
 
-def _atom_letters(axes: Tensor) -> list[tuple[str, ...]]:
+def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
     """The letters of each piece without products and concatenations that `_split` makes of a tensor."""
     i = _first_composite(axes)
     if i is None:
@@ -189,7 +189,7 @@ def _atom_letters(axes: Tensor) -> list[tuple[str, ...]]:
     return [atom for part in axes[i].parts for atom in _atom_letters(axes[:i] + (part,) + axes[i + 1 :])]
 
 
-def _split(array: np.ndarray, axes: Tensor, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
+def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
     """Takes a tensor apart into atoms, its pieces whose axes are plain letters, in reading order. All are views."""
     i = _first_composite(axes)
     if i is None:
@@ -207,7 +207,7 @@ def _split(array: np.ndarray, axes: Tensor, sizes: Sizes) -> list[tuple[str, np.
     return atoms
 
 
-def _join(atoms: list[tuple[str, np.ndarray]], axes: Tensor, sizes: Sizes) -> np.ndarray:
+def _join(atoms: list[tuple[str, np.ndarray]], axes: Axes, sizes: Sizes) -> np.ndarray:
     """The inverse of `_split`: takes the atoms that `axes` needs out of the list and builds the tensor."""
     i = _first_composite(axes)
     if i is None:
@@ -249,7 +249,7 @@ def cut_sizes(sizes: Sizes, ranges: Ranges) -> dict[str, int]:
     return {**sizes, **{letter: stop - start for letter, (start, stop) in ranges.items()}}
 
 
-def runs(tensor: Tensor, sizes: Sizes, ranges: Ranges) -> list[tuple[int, int]]:
+def runs(tensor: Axes, sizes: Sizes, ranges: Ranges) -> list[tuple[int, int]]:
     """The [start, stop) of flat (row-major) element numbers of a tensor that lie in all `ranges`.
 
     Read one after the other they are, row-major, the same tensor with `cut_sizes(sizes, ranges)`, so that the layout

@@ -15,13 +15,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.convert.checkpoint import check_contents, read_config
-from tpuconv.convert.layouts import LAYOUTS, read_layouts
-from tpuconv.convert.manifest import Manifest, StoredArray, read_manifest
-from tpuconv.convert.names import QVALUE, SCALE, collapse
+from tpuconv.checkpoint.device_layouts import LAYOUTS, read_layouts
+from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
+from tpuconv.checkpoint.reader import check_contents, read_config
 from tpuconv.errors import CorruptOutput, UsageError, root_cause
-from tpuconv.models.placement import sharding
+from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
+from tpuconv.names import QVALUE, SCALE, collapse
 from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 
 

@@ -14,7 +14,7 @@ from tpuconv.layout import Shape, lead, parse_axes
 Rules = Mapping[str, tuple[str, ...]]
 """For each letter the mesh axes that may divide it, together. Letters come in the order in which they choose."""
 
-Part = str | tuple[str, ...] | None
+AxisSharding = str | tuple[str, ...] | None
 """What divides one axis of an array: the entry of a `PartitionSpec`."""
 
 ALL = ("tensor", "group", "expert")
@@ -53,14 +53,14 @@ LANES = 128
 """Of a TPU's vector registers: a width that is no multiple of it is padded."""
 
 
-def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[Part, ...]:
+def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[AxisSharding, ...]:
     """For every axis of an array the mesh axes that divide it, or None.
 
     `axes` is the array's letters ("D N H"), `mesh` the size of each mesh axis. A mesh axis divides at most one axis of
     an array, and only where the size is a multiple.
     """
     letters = [lead(letters) for letters in parse_axes(axes)]
-    parts: list[Part] = [None] * len(letters)
+    parts: list[AxisSharding] = [None] * len(letters)
     taken: set[str] = set()
     for letter, names in rules.items():
         for at, size in enumerate(shape):
@@ -75,7 +75,7 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
     return tuple(parts)
 
 
-def shard_shape(shape: Shape, parts: tuple[Part, ...], mesh: Mapping[str, int]) -> Shape:
+def shard_shape(shape: Shape, parts: tuple[AxisSharding, ...], mesh: Mapping[str, int]) -> Shape:
     """The shape of one device's part."""
     names = [(part,) if isinstance(part, str) else part or () for part in parts]
     return tuple(size // prod(mesh[name] for name in own) for size, own in zip(shape, names, strict=True))

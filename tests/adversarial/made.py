@@ -11,14 +11,16 @@ import ml_dtypes
 import numpy as np
 from checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 
+from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import export as exporter
-from tpuconv.convert.checkpoint import open_checkpoint
-from tpuconv.convert.layouts import Layout, write_layouts
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options, Plan, make_plan
-from tpuconv.convert.run import Limits, run
-from tpuconv.convert.source import open_source
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options, Plan
+from tpuconv.convert.run import run
+from tpuconv.convert.sizing import Limits
 from tpuconv.models.registry import find_family, get_family
+from tpuconv.sources.source import open_source
 
 
 @contextmanager
@@ -108,5 +110,7 @@ def export(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:
 def with_layouts(ckpt: Path) -> Path:
     """Written into a checkpoint, as `verify --write-layouts` does it."""
     names = [a.name for a in read_manifest(ckpt).arrays.values() if len(a.shape) == 2]
-    write_layouts(ckpt, "TPU v5 lite", {"tensor": 8}, dict.fromkeys(names, Layout("bfloat16", (1, 0), ((8, 128),))))
+    write_layouts(
+        ckpt, "TPU v5 lite", {"tensor": 8}, dict.fromkeys(names, DeviceLayout("bfloat16", (1, 0), ((8, 128),)))
+    )
     return ckpt

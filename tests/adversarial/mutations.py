@@ -20,8 +20,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from tpuconv.convert.sealed import seal
 from tpuconv.errors import TpuconvError
+from tpuconv.storage.sealed import seal
 
 SECONDS, BYTES = 10, 1 << 30
 """What one input may take: of the processor, and of the clock, on a machine that others use too, six times that."""
@@ -180,9 +180,10 @@ def drain(items: Any) -> None:
 
 def plan_of(folder: Path, encoding: str = "dequantize") -> Any:
     """All that `convert` does before it reads a weight."""
-    from tpuconv.convert.plan import Options, make_plan
-    from tpuconv.convert.source import open_source
+    from tpuconv.convert.plan.coverage import make_plan
+    from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import find_family
+    from tpuconv.sources.source import open_source
 
     source = open_source(folder)
     family = find_family(source.config)
@@ -193,7 +194,8 @@ def plan_of(folder: Path, encoding: str = "dequantize") -> Any:
 
 
 def run_plan(plan: Any, out: Path, overwrite: bool = False) -> None:
-    from tpuconv.convert.run import Limits, run
+    from tpuconv.convert.run import run
+    from tpuconv.convert.sizing import Limits
 
     try:
         drain(run(plan, out, Limits(jobs=1, max_memory=2**30), overwrite=overwrite))
@@ -214,7 +216,7 @@ def config_json(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     from test_bombs import NAMES, config_json
     from test_bombs import plan_of as plan_of_config
 
-    from tpuconv.convert.source import read_config
+    from tpuconv.sources.source import read_config
 
     folder = scratch(base, "config", "source")
     path = folder / "config.json"
@@ -259,7 +261,7 @@ def index_json(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 def header(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     import safetensors
 
-    from tpuconv.convert.source import read_header
+    from tpuconv.sources.source import read_header
 
     folder = scratch(base, "header", "source")
     path = folder / "model.safetensors"
@@ -293,8 +295,8 @@ def quantization_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]
     from test_bombs import ENCODINGS, config_json
     from test_bombs import plan_of as plan_of_config
 
-    from tpuconv.convert.codecs import decode_names
-    from tpuconv.convert.source import read_config
+    from tpuconv.encodings.decode import decode_names
+    from tpuconv.sources.source import read_config
 
     folder = scratch(base, "encoding", "source")
     path, beside = folder / "config.json", folder / "hf_quant_config.json"
@@ -351,15 +353,16 @@ FORMS = ("checkpoint", "quantized", "kept")
 
 def read_all(folder: Path) -> None:
     """What the commands do with a checkpoint before they trace its model or read its weights."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import open_checkpoint
     from tpuconv.cli import _our_tensors
     from tpuconv.convert import export
-    from tpuconv.convert.checkpoint import open_checkpoint
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.convert.plan import Options, make_plan
+    from tpuconv.convert.plan.coverage import make_plan
+    from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import html, report
-    from tpuconv.verify.weights import check
+    from tpuconv.verify.checksums import check
 
     manifest = read_manifest(folder)
     family = get_family(manifest.family)
@@ -429,10 +432,10 @@ def loaded_manifests(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 
 def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """zarr.json, in a checkpoint of the first format, which holds no hash of it, and layouts.json."""
-    from tpuconv.convert.layouts import read_layouts
-    from tpuconv.convert.manifest import read_manifest
-    from tpuconv.convert.sealed import take_in
-    from tpuconv.verify.weights import check
+    from tpuconv.checkpoint.device_layouts import read_layouts
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.storage.sealed import take_in
+    from tpuconv.verify.checksums import check
 
     folder, old = scratch(base, "layouts", "checkpoint"), scratch(base, "zarr", "checkpoint")
     facts = json.loads((old / "tpuconv.json").read_bytes())
@@ -532,7 +535,7 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     it goes on and ends as if nothing was, or is refused."""
     from simulated import contents
 
-    from tpuconv.convert.journal import ENTRY
+    from tpuconv.storage.journal import ENTRY
 
     folders = {state: base / state for state in ("begun", "ready")}
     plan, right = plan_of(base / "two-shards"), contents(base / "result")
@@ -577,7 +580,8 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 
 
 def run_plan_there(plan: Any, out: Path, overwrite: bool) -> None:
-    from tpuconv.convert.run import Limits, run
+    from tpuconv.convert.run import run
+    from tpuconv.convert.sizing import Limits
 
     drain(run(plan, out, Limits(jobs=1, max_memory=2**30), overwrite=overwrite))
 

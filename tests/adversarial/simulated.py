@@ -1,7 +1,7 @@
 """A disk that stops: the package's writes go through it, and end before any chosen one, as a kill or a power failure
 would end them.
 
-`Disk` stands in for the module `os` in `tpuconv.convert.disk`, the only file that changes the disk. It counts the calls
+`Disk` stands in for the module `os` in `tpuconv.storage.disk`, the only file that changes the disk. It counts the calls
 that do, can stop for good before one of them (a kill: what was done stays), or raise an error or an interrupt at one of
 them, and keeps a log, from which `Crash` builds what a power failure may leave: of the changes since the last flush any
 that could have reached the disk.
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tpuconv.convert import disk
+from tpuconv.storage import disk
 
 
 class Killed(BaseException):

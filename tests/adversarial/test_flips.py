@@ -17,14 +17,14 @@ from adversarial_counts import count
 from simulated import contents, copy_tree
 
 import tpuconv
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import _check
 from tpuconv.cli import tpuconv as command
 from tpuconv.convert import export as exporter
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options
-from tpuconv.convert.sealed import read_sealed
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import ConfigError, CorruptOutput, SourceError, TpuconvError, UsageError
-from tpuconv.verify.weights import update
+from tpuconv.storage.sealed import read_sealed
+from tpuconv.verify.checksums import update
 
 KINDS = ("checkpoint", "stacked", "quantized", "kept", "export", "export-of-kept")
 MANIFEST = "tpuconv.json"

@@ -14,8 +14,8 @@ from adversarial_counts import count
 from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from simulated import contents
 
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.verify.weights import check
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.verify.checksums import check
 
 TPUCONV = [sys.executable, "-m", "tpuconv"]
 

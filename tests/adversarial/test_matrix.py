@@ -48,16 +48,18 @@ from helpers import (
 from hub_server import HubServer, sha256_of
 from simulated import contents, copy_tree
 
-from tpuconv.convert import plan as plan_module
-from tpuconv.convert.journal import Journal
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.names import MANIFEST
-from tpuconv.convert.plan import Options, make_plan
-from tpuconv.convert.run import Limits, run
-from tpuconv.convert.sealed import STAGED
-from tpuconv.convert.source import open_source
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.run import run
+from tpuconv.convert.sizing import Limits
 from tpuconv.errors import TpuconvError
 from tpuconv.models.registry import find_family
+from tpuconv.names import MANIFEST
+from tpuconv.sources.source import open_source
+from tpuconv.storage.journal import Journal
+from tpuconv.storage.sealed import STAGED
 
 FIRST, SECOND = (f"model-{i:05d}-of-00002.safetensors" for i in (1, 2))
 ONE = "model.safetensors"
@@ -68,7 +70,7 @@ REPO = "org/tiny"
 SECRET = "hf_" + "Secret" * 5
 MIDDLE = qwen3_config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
 """25 MB."""
-SMALL_UNITS = "from tpuconv.convert import plan; plan.UNIT_BYTES = 2 << 20"
+SMALL_UNITS = "from tpuconv.convert.plan import sizes; sizes.UNIT_BYTES = 2 << 20"
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,7 @@ def test_row_02_killed_at_a_rename(when, made, tmp_path):
 
 KILL_AT_SWAP = """
 import os, signal
-from tpuconv.convert import disk
+from tpuconv.storage import disk
 real = disk.exchange
 def exchange(*paths):
     if {before}:
@@ -424,7 +426,7 @@ def test_row_12_a_file_of_the_source_changes_meanwhile(change, shard, tmp_path, 
     config = qwen3_config(vocab_size=4000, num_hidden_layers=1)
     folder, out = random_checkpoint(tmp_path / "hf", config, shards=2), tmp_path / "out"
     before = contents(folder)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 20_000)
     real = Journal.record
 
     def record(self: Journal, part: str, facts: dict) -> None:
@@ -487,7 +489,7 @@ def test_row_14_a_file_that_is_truncated_while_it_is_read(middle, tmp_path):
     copy_tree(middle, tmp_path / "hf")
     cut = f"""
 import os
-from tpuconv.convert.source import Reader
+from tpuconv.sources.source import Reader
 real = Reader.read
 def read(*args):
     os.truncate({str(tmp_path / "hf" / FIRST)!r}, 100_000)
@@ -620,7 +622,7 @@ def test_row_19_missing_files(made, hf, tmp_path):
     tensors = [name for name, shard in json.loads((hf / INDEX).read_text())["weight_map"].items() if shard == SECOND]
     err = refused(hf, 4, "1 of 2 shards are missing", rf"\n  {SECOND}\n")
     shown = [line.split("  ")[1] for line in err.splitlines() if line.endswith("tensors)")]
-    from tpuconv.convert.names import expand
+    from tpuconv.names import expand
 
     assert {name for pattern in shown for name in expand(pattern)} >= set(tensors)
     assert any("layers.{" in pattern for pattern in shown)
@@ -1143,9 +1145,9 @@ def test_property_what_is_converted_and_exported_is_what_it_was(made, hf, tmp_pa
 
 def test_property_the_output_depends_on_the_tensors_alone(tmp_path, monkeypatch):
     """Not on the number of files, of jobs, on the memory or on where a run was stopped."""
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 2000)
-    monkeypatch.setattr(plan_module, "PIECE_BYTES", 8000)
-    monkeypatch.setattr(plan_module, "UNIT_BYTES", 16_000)
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 8000)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 16_000)
     wanted: dict[str, bytes | None] = {}
     for number, (shards, limits) in enumerate(
         ((1, Limits(1, 2**30)), (2, Limits(1, 2**30)), (5, Limits(4, 2**30)), (2, Limits(4, 250 << 20)))
@@ -1193,7 +1195,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 def mutations(made: Path, tmp_path: Path, trials: int, seed: int) -> None:
     """Whatever is changed in a file of a source or of an output, nothing but an error of ours is raised."""
-    from tpuconv.verify.weights import check
+    from tpuconv.verify.checksums import check
 
     rng, codes = random.Random(seed), set()
     folder, orbax = tmp_path / "hf", tmp_path / "orbax"
@@ -1233,7 +1235,7 @@ def test_property_mutated_files_at_length(made, tmp_path):
 
 def test_a_source_that_changed_since_is_told(hf, tmp_path):
     """By stamps where a file is the same, by hashes where it is another."""
-    from tpuconv.convert.source import changed_shards
+    from tpuconv.sources.source import changed_shards
 
     convert(hf, tmp_path / "out")
     known = read_manifest(tmp_path / "out").raw["source"]["shards"]

@@ -17,7 +17,7 @@ import pytest
 from adversarial_counts import count
 from simulated import simulated
 
-from tpuconv.convert.plan import Options
+from tpuconv.convert.plan.types import Options
 
 TRIALS = {
     "config.json": (150, 15_000),

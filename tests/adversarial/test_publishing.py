@@ -19,17 +19,19 @@ from checkpoints import qwen3_config, random_checkpoint
 from made import folder_in_memory
 from simulated import Crash, Disk, contents, copy_tree, simulated
 
-from tpuconv.convert import disk
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import export as exporter
-from tpuconv.convert import plan as plan_module
-from tpuconv.convert.checkpoint import open_checkpoint
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.plan import Options, make_plan
-from tpuconv.convert.run import Limits, run
-from tpuconv.convert.sealed import STAGED
-from tpuconv.convert.source import open_source
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.run import run
+from tpuconv.convert.sizing import Limits
 from tpuconv.errors import TpuconvError
 from tpuconv.models.registry import find_family, get_family
+from tpuconv.sources.source import open_source
+from tpuconv.storage import disk
+from tpuconv.storage.sealed import STAGED
 
 LIMITS = Limits(jobs=1, max_memory=2**30)
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
@@ -94,9 +96,9 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
 
     base = tmp_path_factory.mktemp("commands")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "CHUNK_BYTES", 1500)
-        patch.setattr(plan_module, "PIECE_BYTES", 6000)
-        patch.setattr(plan_module, "UNIT_BYTES", 12_000)
+        patch.setattr(sizes, "CHUNK_BYTES", 1500)
+        patch.setattr(sizes, "SLAB_BYTES", 6000)
+        patch.setattr(sizes, "UNIT_BYTES", 12_000)
         config = qwen3_config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
         new, other = (random_checkpoint(base / name, config | {"rms_norm_eps": eps}) for name, eps in NEW_AND_OLD)
         (new / "tokenizer.json").write_text("{}")

@@ -20,12 +20,12 @@ from adversarial_counts import count
 from simulated import contents, copy_tree
 
 import tpuconv
+from tpuconv.checkpoint import reader as checkpoint_module
 from tpuconv.cli import _check
-from tpuconv.convert import checkpoint as checkpoint_module
-from tpuconv.convert.journal import Journal
-from tpuconv.convert.sealed import STAGED, identity
 from tpuconv.errors import CorruptOutput, SourceError, TpuconvError
-from tpuconv.verify import weights as weights_module
+from tpuconv.storage.journal import Journal
+from tpuconv.storage.sealed import STAGED, identity
+from tpuconv.verify import checksums as weights_module
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compiler", "collected"),

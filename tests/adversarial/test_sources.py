@@ -14,12 +14,12 @@ import pytest
 from adversarial_counts import count
 from simulated import contents, copy_tree, simulated
 
-from tpuconv.convert import source
-from tpuconv.convert.journal import WORK
-from tpuconv.convert.manifest import read_manifest
-from tpuconv.convert.sealed import STAGED
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import OutputError, TpuconvError, UsageError
-from tpuconv.verify.weights import check
+from tpuconv.sources import source
+from tpuconv.storage.journal import WORK
+from tpuconv.storage.sealed import STAGED
+from tpuconv.verify.checksums import check
 
 TPUCONV = [sys.executable, "-m", "tpuconv"]
 
@@ -285,7 +285,7 @@ def test_two_writers(alike, tmp_path):
 
 
 def test_a_second_writer_is_refused_at_once(alike, tmp_path):
-    from tpuconv.convert.journal import Journal
+    from tpuconv.storage.journal import Journal
 
     with Journal(tmp_path / "out", "x") as journal:
         journal.begin()

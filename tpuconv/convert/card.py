@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.convert.companions import SOURCE_CARD
-from tpuconv.convert.plan import REPORT
+from tpuconv.convert.plan.types import REPORT
 from tpuconv.sizes import format_size
+from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.text import code, markdown
 
 

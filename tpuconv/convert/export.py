@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert import disk
-from tpuconv.convert.checkpoint import CODES, check_contents, companions_of, copy_companion, read_box, read_config
-from tpuconv.convert.codecs.kept import pack, unrefine
-from tpuconv.convert.codecs.schemes import Scheme, schemes
-from tpuconv.convert.companions import CARD, SOURCE_CARD
-from tpuconv.convert.hashes import hash_bytes
-from tpuconv.convert.journal import Journal, State
-from tpuconv.convert.keep import Stored, split
-from tpuconv.convert.manifest import Manifest
-from tpuconv.convert.names import MANIFEST
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import CODES, check_contents, companions_of, copy_companion, read_box, read_config
 from tpuconv.convert.run import Progress
-from tpuconv.convert.sealed import FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
-from tpuconv.convert.source import (
+from tpuconv.convert.strided import copy_strided
+from tpuconv.encodings.passthrough import pack, unrefine
+from tpuconv.encodings.schemes import Scheme, schemes
+from tpuconv.errors import CorruptOutput, OutputError, UsageError
+from tpuconv.layout import Shape
+from tpuconv.mapping.passthrough import Stored, split
+from tpuconv.mapping.table import Binding, HasAxes, MappingTable
+from tpuconv.names import MANIFEST
+from tpuconv.sources.companions import CARD, SOURCE_CARD
+from tpuconv.sources.source import (
     CONFIG_FILE,
     DTYPES,
     ENCODING_FILE,
@@ -37,16 +37,16 @@ from tpuconv.convert.source import (
     encoding_of,
     with_encoding,
 )
-from tpuconv.convert.strided import copy_strided
-from tpuconv.convert.table import Binding, HasAxes, MappingTable
-from tpuconv.errors import CorruptOutput, OutputError, UsageError
-from tpuconv.layout import Shape
+from tpuconv.storage import disk
+from tpuconv.storage.hashes import hash_bytes
+from tpuconv.storage.journal import Journal, State
+from tpuconv.storage.sealed import FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
 
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ExportTensor:
     """A tensor to be written: its dtype as safetensors names it, and how it is made of what the inverse row gives under
     the name `of`."""
 
@@ -124,7 +124,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[tuple[Binding, list[Tensor]]]:
+def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[tuple[Binding, list[ExportTensor]]]:
     """Every inverse row with the tensors that come of it."""
     manifest.check_whole()
     if manifest.quantization is not None and manifest.is_rounded:
@@ -153,7 +153,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
         else:
             _check(manifest, binding)
             dtype = CODES[manifest.arrays[binding.dst[0].names[0]].dtype]
-            tensors = [Tensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
+            tensors = [ExportTensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
             yield binding.inverse, tensors
 
 
@@ -172,7 +172,7 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 def _kept(
     manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored]
-) -> Iterator[tuple[Binding, list[Tensor]]]:
+) -> Iterator[tuple[Binding, list[ExportTensor]]]:
     parts = split(binding, scheme, [each.shape for each in stored])
     _check(manifest, parts.codes)
     _check(manifest, parts.scales)
@@ -183,12 +183,12 @@ def _kept(
     ):
         for name, scale_name in zip(code_stack.names, scale_stack.names, strict=True):
             shape, base = shapes[name], name.removesuffix(scheme.values)
-            codes.append(Tensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x)))
+            codes.append(ExportTensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x)))
             for suffix, dtype in zip(scheme.extra, own.extra, strict=False):
                 value = np.array(shape, DTYPES[dtype])
-                codes.append(Tensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
+                codes.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
             scales.append(
-                Tensor(
+                ExportTensor(
                     scale_name,
                     own.dtype,
                     own.shape,
@@ -200,8 +200,8 @@ def _kept(
     yield parts.scales.inverse, scales
 
 
-def _shards(tensors: list[Tensor]) -> list[list[Tensor]]:
-    shards: list[list[Tensor]] = [[]]
+def _shards(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
+    shards: list[list[ExportTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
@@ -214,8 +214,8 @@ def _shards(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 def _write(
     manifest: Manifest,
-    rows: list[tuple[Binding, list[Tensor]]],
-    shards: list[list[Tensor]],
+    rows: list[tuple[Binding, list[ExportTensor]]],
+    shards: list[list[ExportTensor]],
     folder: Path,
     total: int,
     files: dict[str, Any],
@@ -232,7 +232,9 @@ def _write(
         files[name] = file.facts()
 
 
-def _made(manifest: Manifest, rows: list[tuple[Binding, list[Tensor]]]) -> Iterator[tuple[Tensor, np.ndarray]]:
+def _made(
+    manifest: Manifest, rows: list[tuple[Binding, list[ExportTensor]]]
+) -> Iterator[tuple[ExportTensor, np.ndarray]]:
     for binding, tensors in rows:
         arrays = binding(lambda name: _read(manifest, name))
         for tensor in tensors:
@@ -257,7 +259,7 @@ def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.n
     return out.view(np.dtype(manifest.arrays[binding.src[0].names[0]].dtype))
 
 
-def _header(shard: list[Tensor]) -> bytes:
+def _header(shard: list[ExportTensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     at = 0
     for tensor in shard:
@@ -273,7 +275,7 @@ def _header(shard: list[Tensor]) -> bytes:
 
 
 def _write_rest(
-    manifest: Manifest, shards: list[list[Tensor]], folder: Path, total: int, files: dict[str, Any]
+    manifest: Manifest, shards: list[list[ExportTensor]], folder: Path, total: int, files: dict[str, Any]
 ) -> None:
     """The index and the files that go with the weights; adds them to `files`."""
 

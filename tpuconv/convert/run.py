@@ -1,4 +1,4 @@
-"""The loop: reads pieces of the source, transforms them, writes chunks, and publishes the output when all is there.
+"""The loop: reads slabs of the source, transforms them, writes chunks, and publishes the output when all is there.
 
 Threads do the work, since reading, copying, hashing and writing all release the interpreter's lock. Each holds memory
 that is allocated once: for values, for their bytes where they are stored in another form, and for two shards, of which
@@ -19,24 +19,29 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert import disk, manifest
+from tpuconv.checkpoint import manifest
+from tpuconv.checkpoint.reader import Checkpoint, CheckpointReader
+from tpuconv.checkpoint.shards import Shard
 from tpuconv.convert.card import model_card
-from tpuconv.convert.checkpoint import Checkpoint, CheckpointReader
-from tpuconv.convert.companions import CARD, SOURCE_CARD
-from tpuconv.convert.damaged import wrong_hash
-from tpuconv.convert.disk import page_buffer
-from tpuconv.convert.hashes import hash_bytes
-from tpuconv.convert.journal import Journal, State
-from tpuconv.convert.names import MANIFEST
-from tpuconv.convert.plan import FLOATS, MIB, REPORT, Array, Piece, Plan, Unit
-from tpuconv.convert.sealed import STAGED, raise_damage, seal
-from tpuconv.convert.shards import Shard
-from tpuconv.convert.source import Reader
-from tpuconv.convert.source import Shard as SourceShard
+from tpuconv.convert.describe import describe
+from tpuconv.convert.plan.types import FLOATS, REPORT, Array, Plan, Slab, WorkUnit
+from tpuconv.convert.sizing import Limits, buffers, jobs
 from tpuconv.convert.store import Store
 from tpuconv.convert.strided import copy_strided
 from tpuconv.errors import OutputError, SourceError, UsageError
 from tpuconv.jsonfile import Each, Range
+from tpuconv.names import MANIFEST
+from tpuconv.sources.companions import CARD, SOURCE_CARD
+from tpuconv.sources.damaged import wrong_hash
+from tpuconv.sources.source import Reader
+from tpuconv.sources.source import Shard as SourceShard
+from tpuconv.storage import disk
+from tpuconv.storage.disk import page_buffer
+from tpuconv.storage.hashes import hash_bytes
+from tpuconv.storage.journal import Journal, State
+from tpuconv.storage.sealed import STAGED, raise_damage, seal
+
+MIB = 1 << 20
 
 CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
 """Stored types that have NaN and are searched for it; the other types of codes have none."""
@@ -55,20 +60,6 @@ class Progress:
     stage: str
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the machine gives: neither changes the output."""
-
-    jobs: int
-    max_memory: int
-
-    @classmethod
-    def of_this_machine(cls, jobs: int | None = None, max_memory: int | None = None) -> "Limits":
-        """By default a job for each processor and one that reads meanwhile, and 60% of the memory."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(jobs or len(os.sched_getaffinity(0)) + 1, max_memory or int(0.6 * memory))
-
-
 def read_ahead(plan: Plan) -> None:
     """Begins to check a checkpoint's contents, and then to bring what `run` reads first to the page cache, while other
     work leaves the disk idle."""
@@ -77,7 +68,7 @@ def read_ahead(plan: Plan) -> None:
     def read() -> None:
         wait(checked)
         left = AHEAD_BYTES
-        names = dict.fromkeys(name for unit in plan.units for piece in unit.pieces for name in piece.names())
+        names = dict.fromkeys(name for unit in plan.units for slab in unit.slabs for name in slab.names())
         with suppress(OSError):  # whoever reads it in earnest says what is wrong
             for path, start, size in (at for n in names for i in plan.tensors[n].stored for at in plan.source.files(i)):
                 with path.open("rb", buffering=0) as file:
@@ -100,7 +91,7 @@ def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> It
         OutputError: `out` exists, is locked or belongs to another plan.
     """
     plan.check()
-    jobs = plan.jobs(limits.jobs, limits.max_memory)
+    job_count = jobs(plan, limits)
     inside, target = Path(os.path.realpath(plan.source.folder)), Path(os.path.realpath(out))
     if target == inside or inside in target.parents:
         raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
@@ -111,7 +102,7 @@ def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> It
             yield Progress(plan.source_bytes, plan.source_bytes, plan.source_bytes, "published")
             return
         if _forget_changed(plan, journal) or state is not State.COMPLETE:
-            yield from _work(plan, journal, jobs)
+            yield from _work(plan, journal, job_count)
         yield Progress(plan.source_bytes, plan.source_bytes, 0, "publish")
         journal.publish()
     yield Progress(plan.source_bytes, plan.source_bytes, 0, "published")
@@ -200,7 +191,7 @@ class _Workers:
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
         self.writers = ThreadPoolExecutor(jobs)
 
-    def run(self, units: Sequence[Unit]) -> Iterator[int]:
+    def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
         """Does all that is left; yields the bytes converted so far about ten times a second."""
         tasks = self._tasks(units)
         if units:
@@ -224,7 +215,7 @@ class _Workers:
             self.writers.shutdown(wait=True)
             self.reader.close()
 
-    def _tasks(self, units: Sequence[Unit]) -> list[Callable[[], None]]:
+    def _tasks(self, units: Sequence[WorkUnit]) -> list[Callable[[], None]]:
         """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
         last = {shard: i for i, unit in enumerate(units) for shard in self.plan.shards_of(unit)}
@@ -273,15 +264,15 @@ class _Workers:
                     + (", or leave out --include-mtp" if self.plan.options.include_mtp else ""),
                 )
 
-    def _unit(self, unit: Unit) -> None:
+    def _unit(self, unit: WorkUnit) -> None:
         checksums: Checksums = {}
         figures: dict[str, dict[str, float]] = {}
         memory = self.memories.get()
         try:
-            for piece in unit.pieces:
+            for slab in unit.slabs:
                 self._check_cancelled()
-                self._piece(piece, memory, checksums, figures)
-                self.done.put(self.plan.stored_bytes(piece))
+                self._slab(slab, memory, checksums, figures)
+                self.done.put(self.plan.stored_bytes(slab))
             memory.wait_until_written()
         except SourceError:
             self._check_promises(self.plan.shards_of(unit))
@@ -295,31 +286,31 @@ class _Workers:
         own = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
         self.journal.record(unit.uid, {"checksums": own, "figures": figures})
 
-    def _piece(
-        self, piece: Piece, memory: "_Memory", checksums: "Checksums", figures: dict[str, dict[str, float]]
+    def _slab(
+        self, slab: Slab, memory: "_Memory", checksums: "Checksums", figures: dict[str, dict[str, float]]
     ) -> None:
-        bits = _bits(piece.dtype)  # plain integers move faster than bfloat16 and keep every bit
-        sources = [source.view(bits) for source in memory.read(self.reader, self.plan, piece)]
-        targets = piece.binding.layout(sources, piece.sizes)
-        for stack, box, target in zip(piece.binding.dst, piece.boxes(), targets, strict=True):
+        bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
+        sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
+        targets = slab.binding.layout(sources, slab.sizes)
+        for stack, box, target in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
             try:
                 if encoder is None:
                     self._write(self.plan.arrays[name], box, target, memory, checksums)
                     continue
-                parts, own = encoder(target.view(piece.dtype))
+                parts, own = encoder(target.view(slab.dtype))
             except FloatingPointError:
-                raise self._not_finite(name, piece, memory) from None
+                raise self._not_finite(name, slab, memory) from None
             manifest.add_figures(figures.setdefault(name, {}), own)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
                 self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
 
-    def _not_finite(self, name: str, piece: Piece, memory: "_Memory") -> SourceError:
+    def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
         """The error for values of a parameter that are not finite, naming the first one in the source."""
-        values = memory.values[: piece.nbytes].view(piece.dtype)
+        values = memory.values[: slab.nbytes].view(slab.dtype)
         found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         details = []
         if found.size:
@@ -327,7 +318,7 @@ class _Workers:
             for source, start, count in memory.order:
                 if at < count:
                     place = self.plan.tensors[source].place(start + at)
-                    details.append(f"the first is {source}{place}, which is {values[found[0]]} in {piece.dtype.name}")
+                    details.append(f"the first is {source}{place}, which is {values[found[0]]} in {slab.dtype.name}")
                     break
                 at -= count
         return SourceError(
@@ -391,7 +382,8 @@ class _Memory:
     """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
 
     def __init__(self, plan: Plan, writers: Executor):
-        self.values, self.raw, *shards = map(page_buffer, plan.buffers[:4])
+        need = buffers(plan)
+        self.values, self.raw, *shards = map(page_buffer, (need.values, need.raw, need.shard, need.shard))
         self.shards, self.writers = deque(shards), writers
         self.writes: deque[Future[None]] = deque()
 
@@ -410,19 +402,19 @@ class _Memory:
         while self.writes:
             self.writes.popleft().result()
 
-    def read(self, reader: Reader | CheckpointReader, plan: Plan, piece: Piece) -> list[np.ndarray]:
-        """The piece's source tensors, in the dtype of its values."""
-        dtype = piece.dtype
-        if isinstance(reader, CheckpointReader):  # one array, of which the piece is a box
-            (box,) = piece.boxes()
-            values = self.values[: piece.nbytes].view(dtype).reshape([s.stop - s.start for s in box])
-            name = piece.binding.src[0].names[0]
+    def read(self, reader: Reader | CheckpointReader, plan: Plan, slab: Slab) -> list[np.ndarray]:
+        """The slab's source tensors, in the dtype of its values."""
+        dtype = slab.dtype
+        if isinstance(reader, CheckpointReader):  # one array, of which the slab is a box
+            (box,) = slab.boxes()
+            values = self.values[: slab.nbytes].view(dtype).reshape([s.stop - s.start for s in box])
+            name = slab.binding.src[0].names[0]
             self.order = [(name, 0, values.size)]
             reader.read_box(name, box, values)
             return [values]
         self.order = []
         sources, at = [], 0
-        for parts, shape in zip(piece.reads(), piece.binding.layout.src_shapes(piece.sizes), strict=True):
+        for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
             first = at
             self.order += parts
             for name, start, count in parts:
@@ -452,8 +444,8 @@ def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _check_disk(plan: Plan, folder: Path, todo: Sequence[Unit]) -> None:
-    written = sum(plan.written_bytes(piece) for unit in todo for piece in unit.pieces)
+def _check_disk(plan: Plan, folder: Path, todo: Sequence[WorkUnit]) -> None:
+    written = sum(plan.written_bytes(slab) for unit in todo for slab in unit.slabs)
     need = written + written // 100 + sum(facts["bytes"] for facts in plan.source.companions.values()) + 16 * MIB
     disk.check_room(folder, need, "the conversion")
 
@@ -484,7 +476,7 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, journal.staging / target)
         files[target] = own_facts
-    facts = manifest.build(plan, sha256, checksums, figures)
+    facts = describe(plan, sha256, checksums, figures)
     texts = {CARD: model_card(facts)} | ({REPORT: plan.quantization.report(facts)} if plan.quantization else {})
     for name, text in texts.items():
         disk.write_file(journal.staging / name, text.encode())

@@ -1,6 +1,6 @@
 """The only writer of Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads.
 
-A shard is complete in memory before it is written, written again if in doubt, and no two pieces of work share one, so
+A shard is complete in memory before it is written, written again if in doubt, and no two slabs of work share one, so
 that units need no merging and any process may run them.
 """
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuconv.convert import disk
-from tpuconv.convert.plan import Array
-from tpuconv.convert.sealed import size_faults
-from tpuconv.convert.shards import Shard, shard_name
+from tpuconv.checkpoint.shards import Shard, shard_name
+from tpuconv.convert.plan.types import Array
 from tpuconv.errors import OutputError
+from tpuconv.storage import disk
+from tpuconv.storage.sealed import size_faults
 
 ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 """What makes a folder of arrays an Orbax checkpoint."""

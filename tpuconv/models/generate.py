@@ -18,9 +18,9 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from tpuconv.errors import ResourceError, UsageError
-from tpuconv.models.cache import Cache, cache_shardings
-from tpuconv.models.decoder import Decoder
-from tpuconv.models.layers import HIDDEN
+from tpuconv.models.common.cache import Cache, cache_shardings
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import HIDDEN
 
 CACHE_SHARE = 0.6
 """Of the memory of a machine without other devices, the part that a cache may take beside the weights."""

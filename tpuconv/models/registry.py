@@ -8,10 +8,10 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tpuconv.convert.table import MappingTable
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.models.config import DecoderConfig
+from tpuconv.mapping.table import MappingTable
+from tpuconv.models.common.config import DecoderConfig
 
 FAMILIES: Mapping[str, str] = {
     "llama": "tpuconv.models.llama.family:FAMILY",

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpuconv.convert.codecs import Tensor
-from tpuconv.convert.codecs.kept import POWERS_OF_TWO
-from tpuconv.convert.plan import Plan, Quantization
+from tpuconv.convert.plan.types import Plan, Quantization
+from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.passthrough import POWERS_OF_TWO
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.models.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
 from tpuconv.quantize.report import html

@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
-from tpuconv.convert.names import MANIFEST
-from tpuconv.convert.table import HasAxes, MappingTable
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError
 from tpuconv.jsonfile import read_bytes, short
+from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.names import MANIFEST
 from tpuconv.patterns import check_patterns
 
 MAX_BYTES, MAX_DEPTH = 1 << 20, 20

@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 from qwix._src.core import numerics, qarray
 
-from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT
-from tpuconv.convert.plan import Part
+from tpuconv.convert.plan.types import EncodedComponent
 from tpuconv.errors import GateError, UnsupportedConfig
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.quantize import kernels
 from tpuconv.quantize.config import INTEGERS, QTYPES, TILES
 from tpuconv.quantize.rules import How
@@ -85,12 +85,15 @@ class QwixEncoder:
         return self.how.shape if self.method.startswith("rms") else self.how.tiles
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[EncodedComponent, ...]:
         ones = (1,) * len(self.how.shape)
         codes = stored_dtype(self.how.qtype)
-        parts = [Part(QVALUE[1:], codes, ones, own=True), Part(SCALE[1:], self.scale_dtype, self.how.tiles)]
+        parts = [
+            EncodedComponent(QVALUE[1:], codes, ones, own=True),
+            EncodedComponent(SCALE[1:], self.scale_dtype, self.how.tiles),
+        ]
         if self.is_asymmetric:
-            parts.append(Part(ZERO_POINT[1:], codes, self.how.tiles))
+            parts.append(EncodedComponent(ZERO_POINT[1:], codes, self.how.tiles))
         return tuple(parts)
 
     @property

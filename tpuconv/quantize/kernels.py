@@ -6,7 +6,7 @@ Values are the bits of bfloat16, [R, C]; row r has its scales in row `tile_row[r
 import numba
 import numpy as np
 
-from tpuconv.convert.kernels import compiled
+from tpuconv.encodings.kernels import compiled
 
 summing = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.convert.manifest import element_bytes
-from tpuconv.convert.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.checkpoint.manifest import element_bytes
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sizes import format_size
 from tpuconv.text import html as escape
 

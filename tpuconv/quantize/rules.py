@@ -16,12 +16,12 @@ from qwix._src.core.ragged_dot import ragged_dot
 from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
-from tpuconv.convert.keep import Stored
-from tpuconv.convert.manifest import KEPT
-from tpuconv.convert.names import QVALUE, SCALE
+from tpuconv.checkpoint.manifest import KEPT
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
-from tpuconv.models import grouped
-from tpuconv.models.decoder import Decoder
+from tpuconv.mapping.passthrough import Stored
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.kernels import grouped
+from tpuconv.names import QVALUE, SCALE
 from tpuconv.quantize import tiled
 from tpuconv.quantize.config import QuantConfig, Rule, check_rules
 
@@ -55,7 +55,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
-        return intercepted | {"tpuconv.models.grouped.product": self.grouped_product}
+        return intercepted | {"tpuconv.models.kernels.grouped.product": self.grouped_product}
 
     def grouped_product(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
         """Rows of `lhs` [T, D], group by group, times `rhs` [E, D, M]: scales as for the einsum TD,EDM->TEM."""

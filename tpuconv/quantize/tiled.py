@@ -9,7 +9,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from tpuconv.models.grouped import DEPTH
+from tpuconv.models.kernels.grouped import DEPTH
 
 
 def is_for(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> bool:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.checkpoint import read_box
-from tpuconv.convert.codecs import Tensor, decode_names
-from tpuconv.convert.codecs.schemes import MXFP4
-from tpuconv.convert.manifest import Manifest
-from tpuconv.convert.source import Reader, open_source
-from tpuconv.convert.table import MappingTable
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import read_box
+from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.schemes import MXFP4
 from tpuconv.errors import SourceError, UsageError
+from tpuconv.mapping.table import MappingTable
+from tpuconv.sources.source import Reader, open_source
 from tpuconv.verify.logits import empty_weights, reference_config
 
 GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
@@ -33,7 +33,7 @@ M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerError:
     """One part of the model, and the error of what comes out of it: the norm of the difference by that of the
     reference, over all tokens. `own` is that of our part on the reference's input, `error` that on our own input: all
     that has gathered up to here."""
@@ -56,8 +56,8 @@ def compare_layers(
     source: Path,
     prompts: Sequence[Sequence[int]],
     dtype: str,
-    show: Callable[[Part], None] = lambda part: None,
-) -> tuple[list[Part], list[np.ndarray], list[np.ndarray]]:
+    show: Callable[[LayerError], None] = lambda part: None,
+) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
     """The embedding and every layer, each shown as it is compared, and the logits [T, V] in float32 of transformers'
     model and of ours, a prompt each: those that the models have in one piece.
 
@@ -70,10 +70,10 @@ def compare_layers(
         raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
     _return_freed_memory()
     theirs, ours = _Reference(source, manifest.family, prompts, dtype), _Ours(manifest, prompts, dtype)
-    parts: list[Part] = []
+    parts: list[LayerError] = []
 
     def compared(name: str, reference: Sequence[np.ndarray], own: Any, gathered: Any) -> None:
-        parts.append(Part(name, _error(reference, own), _error(reference, gathered), GATES[dtype]))
+        parts.append(LayerError(name, _error(reference, own), _error(reference, gathered), GATES[dtype]))
         show(parts[-1])
 
     with closing(theirs):
@@ -260,8 +260,8 @@ class _Ours:
         import jax.numpy as jnp
         from flax import nnx
 
-        from tpuconv.models.decoder import EVERYTHING, Step
-        from tpuconv.models.layers import rope_turns
+        from tpuconv.models.common.decoder import EVERYTHING, Step
+        from tpuconv.models.common.layers import rope_turns
         from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx

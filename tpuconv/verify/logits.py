@@ -7,7 +7,7 @@ nats, per predicted token.
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.source import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, open_source, read_config, read_json
 from tpuconv.errors import ConfigError, UsageError
+from tpuconv.models.logits import divergences, forward, log_softmax
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
-from tpuconv.verify.tpu import format_mesh
+from tpuconv.sources.source import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, open_source, read_config, read_json
+from tpuconv.verify.topology.request import format_mesh
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
@@ -200,33 +201,6 @@ def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh:
         return forward(load(ckpt, dtype, mesh), prompts, dtype)()
 
 
-def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
-    """What gives, with the weights that the model has when it is called, its logits [T, V] in float32 of each prompt.
-    Prompts are padded to one length on the right: one compilation."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    length = max(map(len, prompts))
-    graph = nnx.graphdef(model)
-
-    @jax.jit  # nnx.jit would give the weights back, a second time in memory
-    def logits(state: Any, ids_BT: Any, mask_BT: Any) -> Any:
-        return nnx.merge(graph, state)(ids_BT, mask_BT)
-
-    def run() -> list[np.ndarray]:
-        state, out = nnx.state(model), []
-        # A TPU multiplies float32 in bfloat16 unless told otherwise.
-        with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
-            for ids in prompts:
-                ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
-                mask_BT = jnp.arange(length)[None] < len(ids)
-                out.append(np.asarray(logits(state, ids_BT, mask_BT))[0, : len(ids)])
-        return out
-
-    return run
-
-
 def compare(
     prompts: Sequence[Sequence[int]], hf: Sequence[np.ndarray], ours: Sequence[np.ndarray], dtype: str, gates: Gates
 ) -> Comparison:
@@ -261,18 +235,6 @@ def are_tied(logits: np.ndarray, dtype: str) -> np.ndarray:
     exponent = np.frexp(np.abs(first))[1] - 1
     spacing = float(ml_dtypes.finfo(dtype).eps) * np.exp2(exponent)  # type: ignore[no-untyped-call]
     return np.asarray(first - second <= TIE * spacing)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Of logits [..., V], in float64: in float32 it would be wrong by as much as a small divergence."""
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
-
-
-def divergences(logp: Sequence[np.ndarray], logq: Sequence[np.ndarray]) -> np.ndarray:
-    """KL(p || q) in nats of every token of all prompts, from the logarithms [T, V] of each prompt."""
-    return np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)])
 
 
 def _perplexity(prompts: Sequence[Sequence[int]], logp: Sequence[np.ndarray]) -> float:

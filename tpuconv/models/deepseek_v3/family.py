@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.convert.table import Map, MappingTable, under
-from tpuconv.models.config import DecoderConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cache import as_stored, written, zeros
-from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.common.cache import as_stored, written, zeros
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
+from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
-from tpuconv.models.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
-from tpuconv.models.moe import Experts
-from tpuconv.models.placement import placed, rules_for
 
 LATENT_EPS = 1e-6
 """Of the norms of latent vectors, whatever config.json says of the others."""

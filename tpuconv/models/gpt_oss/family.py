@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.convert.table import Map, MappingTable, under
-from tpuconv.models.config import DecoderConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import Rope
 
 ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
 """Without any in config.json."""

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models import layers
-from tpuconv.models.cache import KV, remember
-from tpuconv.models.decoder import Decoder, Step
+from tpuconv.models.common import layers
+from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
+from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.gpt_oss.family import Config
-from tpuconv.models.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
-from tpuconv.models.moe import Expert, Rows, routed
-from tpuconv.models.placement import placed, rules_for
 
 
 class RMSNorm(layers.RMSNorm):

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.convert.source import encoding_of
-from tpuconv.convert.table import Map, MappingTable, under
 from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
 from tpuconv.jsonfile import short
-from tpuconv.models.config import NO_EFFECT, DecoderConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import NO_EFFECT, DecoderConfig
+from tpuconv.models.common.rope import Rope, check_rope_keys
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import Rope, check_rope_keys
+from tpuconv.sources.source import encoding_of
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
 """What a config.json without rope keys means here."""

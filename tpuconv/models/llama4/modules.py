@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cache import KV, remember
-from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
+from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
+from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.placement import placed
 from tpuconv.models.llama4.family import Config
-from tpuconv.models.moe import Experts
-from tpuconv.models.placement import placed
 
 
 class Attention(nnx.Module):

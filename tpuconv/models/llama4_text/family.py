@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from tpuconv.convert.source import encoding_of
-from tpuconv.convert.table import MappingTable
+from tpuconv.mapping.table import MappingTable
 from tpuconv.models.llama4 import family as llama4
 from tpuconv.models.registry import Family
+from tpuconv.sources.source import encoding_of
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.convert.table import Map, MappingTable, under
-from tpuconv.models.config import DecoderConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import Rope
 
 ROPE = Rope(theta=1e6)
 """Without any in config.json."""

@@ -4,10 +4,10 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models import layers
-from tpuconv.models.cache import KV, remember
-from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, Keys, apply_rope, attention, normalize
+from tpuconv.models.common import layers
+from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, normalize
 from tpuconv.models.olmo2.family import Config
 
 

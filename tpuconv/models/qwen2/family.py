@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.convert.table import Map, MappingTable, under
-from tpuconv.models.config import WindowedConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import WindowedConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 
 @dataclass(frozen=True)

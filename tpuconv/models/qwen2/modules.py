@@ -4,9 +4,9 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cache import KV, remember
-from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.qwen2.family import Config
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.convert.table import Map, MappingTable, under
 from tpuconv.errors import ConfigError
-from tpuconv.models.config import DecoderConfig
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.registry import Family
-from tpuconv.models.rope import PLAIN_ROPE, Rope
 
 
 @dataclass(frozen=True)

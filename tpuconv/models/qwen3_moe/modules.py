@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cache import KV, remember
-from tpuconv.models.decoder import Decoder, Step
-from tpuconv.models.layers import Einsum, Keys, RMSNorm, apply_rope, attention
-from tpuconv.models.moe import Experts
-from tpuconv.models.placement import placed
+from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.placement import placed
 from tpuconv.models.qwen3_moe.family import Config
 
 

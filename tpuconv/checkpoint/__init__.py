@@ -1,0 +1,1 @@
+"""The format of our checkpoints: its manifest, its arrays, reading them."""

@@ -1,0 +1,118 @@
+"""How the TPU's compiler would have the arrays of a checkpoint lie in memory: `layouts.json`, beside the manifest.
+
+It is a hint: without it arrays are laid out anew when a step starts. The manifest holds its hash.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
+from tpuconv.names import collapse, expand
+from tpuconv.storage.disk import replace_file
+from tpuconv.storage.sealed import take_in
+
+LAYOUTS = "layouts.json"
+FORMAT = 1
+
+MAX_ARRAYS = 100_000
+"""That one file tells of; a checkpoint has a few thousand."""
+
+
+class DeviceLayout(NamedTuple):
+    """Of one array: the axes, the slowest first, and the tiles into which a device cuts its part. It holds for one
+    dtype, since tiles of narrower elements are larger."""
+
+    dtype: str
+    major_to_minor: tuple[int, ...]
+    tiling: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, dtype: str, major_to_minor: Iterable[int], tiling: Iterable[Iterable[int]]) -> "DeviceLayout":
+        """From what JSON has instead of tuples."""
+        return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
+
+
+ENTRY = {
+    "device": str,
+    "mesh": Each(Size),
+    "arrays": Each({"dtype": str, "major_to_minor": [Size], "tiling": [[int]]}),
+}
+
+
+def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
+    """By array, for devices of a kind ("TPU v5 lite") and a mesh, its sizes by axis; empty where none were written.
+
+    Raises:
+        CorruptOutput: the file cannot be understood.
+        UsageError: it was written by a newer tpuconv.
+    """
+    out: dict[str, DeviceLayout] = {}
+    for entry in _entries(folder):
+        if _is_for(entry, device, mesh):
+            for pattern, facts in entry["arrays"].items():
+                out |= dict.fromkeys(expand(pattern), DeviceLayout.of(*(facts[key] for key in DeviceLayout._fields)))
+    return out
+
+
+def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: Mapping[str, DeviceLayout]) -> Path:
+    """Writes the layouts for devices of a kind and a mesh in the place of those that were there; those of others stay.
+    Gives the file.
+
+    Raises:
+        CorruptOutput: the file that is there, or the manifest, cannot be understood.
+        ResourceError: the file cannot be written.
+    """
+    others = [entry for entry in _entries(folder) if not _is_for(entry, device, mesh)]
+    alike: dict[DeviceLayout, list[str]] = {}
+    for name, layout in layouts.items():
+        alike.setdefault(layout, []).append(name)
+    arrays: dict[str, Any] = {}
+    for layout, names in alike.items():
+        for pattern, members in collapse(names).items():
+            whole = set(expand(pattern)) == set(members)
+            arrays |= dict.fromkeys([pattern] if whole else members, layout._asdict())
+    entries = [*others, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
+    path = folder / LAYOUTS
+    replace_file(path, _to_text(entries).encode())
+    take_in(folder, LAYOUTS)
+    return path
+
+
+def _to_text(entries: list[dict[str, Any]]) -> str:
+    """JSON with an array a line."""
+    parts = []
+    for entry in entries:
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(facts)}" for name, facts in entry["arrays"].items())
+        head = f'"device": {json.dumps(entry["device"])}, "mesh": {json.dumps(entry["mesh"])}'
+        parts.append(f'  {{{head}, "arrays": {{\n{lines}\n  }}}}')
+    return f'{{"format": {FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    path = folder / LAYOUTS
+    if not os.path.lexists(path):
+        return []
+    try:
+        raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)
+        if check(raw, {"format": int}, LAYOUTS, CorruptOutput)["format"] > FORMAT:
+            raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
+        entries: list[dict[str, Any]] = check(raw, {"layouts": [ENTRY]}, LAYOUTS, CorruptOutput)["layouts"]
+        left = MAX_ARRAYS
+        for entry in entries:
+            for pattern in entry["arrays"]:
+                left -= sum(1 for _ in expand(pattern, left))
+    except (CorruptOutput, ValueError) as e:
+        raise CorruptOutput(
+            f"{path} is no file of layouts: {e}",
+            hint="delete it, and let `verify --topology --write-layouts` write it",
+        ) from None
+    return entries
+
+
+def _is_for(entry: Mapping[str, Any], device: str, mesh: Mapping[str, int]) -> bool:
+    own, asked = ({name: size for name, size in sizes.items() if size > 1} for sizes in (entry["mesh"], mesh))
+    return bool(entry["device"] == device and own == asked)

@@ -1,0 +1,186 @@
+"""Planning: every tensor of the source is used or skipped exactly once, every parameter of the table is produced once,
+shapes and dtypes fit. Faults are collected and raised together before a weight byte is read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpuconv.convert.plan.cutting import cut_binding, gather
+from tpuconv.convert.plan.types import FLOATS, Array, Options, Plan, Quantization, Skip, WorkUnit
+from tpuconv.encodings.decode import Tensor, decode_names, why_unread
+from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+from tpuconv.layout import Shape
+from tpuconv.mapping.passthrough import Kept, keep
+from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
+from tpuconv.names import collapse
+from tpuconv.sources.source import Source
+
+TENSORS_TO_LIST = 100_000
+"""That may be missing and are listed by name: as many as the largest models have."""
+
+
+def make_plan(
+    source: Source,
+    family: str,
+    table: MappingTable,
+    config: HasAxes,
+    options: Options,
+    quantization: Quantization | None = None,
+) -> Plan:
+    """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
+
+    Raises:
+        UsageError: `options.layers` lies outside the model, it has not the layers of `include_mtp`, or nothing is
+            encoded that could be kept.
+        UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
+        MappingError: the config asks for so many more tensors than there are that they are not listed.
+    """
+    if options.scan_layers:
+        if why := getattr(config, "unscannable", ""):
+            raise UnsupportedConfig(
+                f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
+            )
+        table = table.stack_layers()
+    mtp = options.include_mtp
+    if mtp and not config.axes.get(MTP):
+        raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
+    if mtp and options.layers is not None:
+        raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
+    if (asked := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
+        raise MappingError(
+            f"config.json asks for {asked} tensors, and {source.name} has {len(source.tensors)}",
+            hint="num_hidden_layers and the number of experts are not those of these weights",
+        )
+    bindings = table.bind(_cut_layers(config, options.layers), mtp)
+    expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
+    everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    skipped: dict[str, list[str]] = {}
+    why_ignored, known_copies = table.ignored(config, mtp), table.copies_of(config, mtp)
+    copies, unmapped = {}, []
+    for name, tensor in tensors.items():
+        if name in expected:
+            continue
+        if name in everywhere:
+            assert options.layers is not None
+            reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
+        elif original := _original(name, known_copies, expected):
+            copies[name] = original
+            reason = f"a copy of {original}"
+        elif (why := why_ignored(name) or (why_unread(name) if source.encoding else None)) is not None:
+            reason = why
+        else:
+            unmapped.append(name)
+            continue
+        skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
+
+    faults += [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
+    # What has a fault already is not missing too.
+    missing = [name for name in expected if name not in tensors and name not in source.tensors]
+    faults += [f"{pattern}  is missing ({len(names)} tensors)" for pattern, names in collapse(missing).items()]
+    wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
+    for pattern, names in collapse(wrong).items():
+        faults.append(_describe(tensors, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
+    for copy, original in copies.items():
+        if original in tensors and _kind(tensors[copy]) != _kind(tensors[original]):
+            faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
+    faults += _dtype_faults(tensors, bindings)
+
+    kept: dict[str, Kept] = {}
+    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
+        raise UsageError(
+            f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
+        )
+    wanted = [b for b in bindings if options.encoding == "keep" or _all_kept(b, quantization)]
+    if wanted and not faults:
+        tensors, bindings, kept, faults = keep(tensors, bindings, wanted)
+
+    arrays: dict[str, Array] = {}
+    units: tuple[WorkUnit, ...] = ()
+    if not faults:
+        slabs = []
+        for binding in bindings:
+            own, cut = cut_binding(tensors, binding, options.dtype, quantization.encoders if quantization else {})
+            faults += [f"{array.name}  is made by two rows of the table" for array in own if array.name in arrays]
+            arrays |= {array.name: array for array in own}
+            slabs += cut
+        units = gather(source, tensors, slabs)
+    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
+    return Plan(
+        source=source,
+        tensors=tensors,
+        family=family,
+        table=table,
+        options=options,
+        quantization=quantization,
+        kept=kept,
+        bindings=tuple(bindings),
+        arrays=arrays,
+        units=units,
+        skipped=tuple(skips),
+        copies=copies,
+        unmapped=tuple(unmapped),
+        faults=tuple(faults),
+    )
+
+
+def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
+    """What a tensor is a copy of: perhaps of one that is a copy itself, as the head of a tied model is."""
+    original = copies.get(name)
+    while original is not None and original not in expected:
+        original = copies.get(original)
+    return original
+
+
+def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:
+    return quantization is not None and all(name in quantization.kept for s in binding.dst for name in s.names)
+
+
+@dataclass(frozen=True)
+class _CutConfig:
+    """A config of which only a part of the layers is asked for."""
+
+    config: HasAxes
+    axes: Mapping[str, int | Sequence[int]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
+    if layers is None:
+        return config
+    axes = dict(config.axes)
+    have = _values(axes[LAYERS])
+    if not layers or layers[0] not in have or layers[-1] not in have:
+        wanted = f"{layers.start}-{layers.stop - 1}"
+        raise UsageError(f"--layers {wanted} is no part of the model's layers {have[0]}-{have[-1]}")
+    cut = {x: [i for i in _values(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
+    return _CutConfig(config, axes | cut)
+
+
+def _values(axis: int | Sequence[int]) -> Sequence[int]:
+    return range(axis) if isinstance(axis, int) else axis
+
+
+def _kind(tensor: Tensor) -> tuple[str, Shape, bool]:
+    return tensor.values.dtype, tensor.shape, tensor.scheme is None
+
+
+def _describe(tensors: Mapping[str, Tensor], pattern: str, names: list[str], fault: str) -> str:
+    tensor = tensors[names[0]]
+    count = f"{len(names)} tensors" if len(names) > 1 else "1 tensor"
+    return f"{pattern}  {tensor.values.dtype} {list(tensor.shape)} ({count}) {fault}"
+
+
+def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> list[str]:
+    odd, mixed = [], []
+    for binding in bindings:
+        own = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
+        odd += [tensor.name for tensor in own if tensor.dtype.name not in FLOATS]
+        if len({(tensor.values.dtype, tensor.scheme is None) for tensor in own}) > 1:
+            mixed.append(own[0].name)
+    return [
+        _describe(tensors, pattern, names, "is no plain float, and config.json does not say how it is encoded")
+        for pattern, names in collapse(odd).items()
+    ] + [f"{pattern}  has not the dtype of the tensors it is joined with" for pattern in collapse(mixed)]

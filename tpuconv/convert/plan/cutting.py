@@ -1,0 +1,144 @@
+"""Cutting: arrays into shards and chunks, their sources into slabs, slabs gathered to units of work."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import lcm, prod
+from typing import Any
+
+import numpy as np
+
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.types import FLOATS, Array, EncodedComponent, Encoder, Slab, WorkUnit, stored_bytes
+from tpuconv.encodings.decode import Tensor
+from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
+from tpuconv.mapping.table import EXPERTS, LAYERS, Binding
+from tpuconv.sharding import MESH_AXES
+from tpuconv.sources.source import Source
+
+
+def cut_binding(
+    tensors: Mapping[str, Tensor], binding: Binding, dtype: str, encoders: Mapping[str, Encoder]
+) -> tuple[list[Array], list[Slab]]:
+    """The arrays of a binding, and the slabs in which it is converted: boxes of at most about SLAB_BYTES, cut along the
+    letters that are outermost in the source first, so that reading goes on in long runs. What is encoded together stays
+    together."""
+    layout, lengths = binding.layout, binding.sizes
+    letters = list(
+        dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
+    )
+    first = tensors[binding.src[0].names[0]]
+    values = first.dtype if dtype == "auto" or binding.row.buffer or first.kept else FLOATS[dtype]
+    itemsize = max(values.itemsize, first.dtype.itemsize)
+    targets = [
+        _Target(axes, shape, encoders.get(stack.names[0]), values, letters)
+        for axes, shape, stack in zip(layout.dst, layout.dst_shapes(lengths), binding.dst, strict=True)
+    ]
+    steps: dict[str, int] = {}
+
+    def nbytes() -> int:
+        return sum(map(prod, layout.src_shapes({**lengths, **steps}))) * itemsize
+
+    for letter in letters:
+        if nbytes() <= sizes.SLAB_BYTES:
+            break
+        # The smallest range of the letter that is whole chunks and blocks in every target, and as many as fit.
+        least = lcm(*(target.least(letter, lengths[letter]) for target in targets))
+        if least < lengths[letter]:
+            steps[letter] = least
+            steps[letter] = min(-(-lengths[letter] // least), max(1, sizes.SLAB_BYTES // nbytes())) * least
+
+    sources = tuple(name for stack in binding.src for name in stack.names)
+    arrays = [
+        array
+        for target, stack in zip(targets, binding.dst, strict=True)
+        for array in target.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer)
+    ]
+    ranges = [[(x, (a, min(a + step, lengths[x]))) for a in range(0, lengths[x], step)] for x, step in steps.items()]
+    return arrays, [Slab(binding, dict(box), values) for box in product(*ranges)]
+
+
+class _Target:
+    """One parameter while it is cut: the letters that lead its axes, the shape of its chunks, the blocks in which it
+    is encoded."""
+
+    def __init__(
+        self, axes: Axes, shape: Shape, encoder: Encoder | None, dtype: np.dtype[Any], letters: list[str]
+    ) -> None:
+        self.axes, self.shape = format_axes(axes), shape
+        self.leads = [lead(axis) for axis in axes]
+        ones = (1,) * len(shape)
+        self.parts = encoder.parts if encoder else (EncodedComponent("", dtype, ones, own=True),)
+        self.blocks = encoder.blocks if encoder else ones
+        itemsize = next(part.dtype.itemsize for part in self.parts if part.own)
+        self.chunks = _chunks(shape, self.leads, letters, itemsize)
+
+    def least(self, letter: str, size: int) -> int:
+        """The smallest range of a letter that is whole chunks and blocks."""
+        at = self.leads.index(letter)
+        inner = self.shape[at] // size
+        return lcm(self.chunks[at], self.blocks[at], inner) // inner
+
+    def arrays(
+        self, name: str, lengths: Mapping[str, int], steps: Mapping[str, int], sources: tuple[str, ...], buffer: bool
+    ) -> Iterator[Array]:
+        slabs = tuple(
+            n // lengths[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
+        )
+        for part in self.parts:
+            shape = tuple(n // b for n, b in zip(self.shape, part.blocks, strict=True))
+            slab = tuple(n // b for n, b in zip(slabs, part.blocks, strict=True))
+            chunks = self.chunks if part.own else slab
+            shards = tuple(-(-n // c) * c for n, c in zip(slab, chunks, strict=True))
+            full_name = f"{name}.{part.suffix}" if part.suffix else name
+            is_buffer = buffer or not part.own
+            yield Array(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
+
+
+def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
+    """The shape in which an array is stored and read: stacked axes are cut first, then those that a mesh divides, eight
+    ways where it does not make crumbs, then whatever is left until a chunk is small enough."""
+    ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
+    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
+    counts = [1] * len(shape)
+
+    def nbytes() -> int:
+        return prod(-(-n // c) for n, c in zip(shape, counts, strict=True)) * itemsize
+
+    for goal, enough in (
+        (8, sizes.CHUNK_BYTES // 4),
+        (64, sizes.CHUNK_BYTES),
+        (max(shape, default=1), sizes.CHUNK_BYTES),
+    ):
+        for i in order:
+            limit = shape[i] if leads[i] in (LAYERS, EXPERTS) else min(goal, shape[i])
+            while counts[i] < limit and nbytes() > enough:
+                counts[i] = _divisor(shape[i], 2 * counts[i])
+    return tuple(-(-n // c) for n, c in zip(shape, counts, strict=True))
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """The smallest divisor of `size` from `wanted` to twice that; `wanted` where there is none (uneven chunks)."""
+    return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
+
+
+def gather(source: Source, tensors: Mapping[str, Tensor], slabs: list[Slab]) -> tuple[WorkUnit, ...]:
+    """Gathers slabs to units, in the order in which the source lies on disk."""
+    order = {shard.name: i for i, shard in enumerate(source.shards)}
+
+    def place(slab: Slab) -> tuple[int, int]:
+        name, start = slab.begins()
+        tensor = tensors[name]
+        return order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
+
+    units: list[WorkUnit] = []
+    own: list[Slab] = []
+    size = 0
+    for slab in sorted(slabs, key=place):
+        own.append(slab)
+        size += stored_bytes(tensors, slab)
+        if size >= sizes.UNIT_BYTES:
+            units.append(WorkUnit(f"u{len(units):05d}", tuple(own), size))
+            own, size = [], 0
+    if own:
+        units.append(WorkUnit(f"u{len(units):05d}", tuple(own), size))
+    return tuple(units)

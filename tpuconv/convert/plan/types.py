@@ -1,0 +1,352 @@
+"""A plan as data: what is read, which slabs of it become which boxes of which arrays, and what is skipped."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.checkpoint.shards import ShardedArraySpec
+from tpuconv.convert.plan import sizes
+from tpuconv.encodings.decode import Tensor
+from tpuconv.errors import MappingError, shorten
+from tpuconv.layout import Ranges, Shape, cut_sizes, lead, runs
+from tpuconv.mapping.passthrough import Kept
+from tpuconv.mapping.table import Binding, MappingTable
+from tpuconv.names import collapse
+from tpuconv.sources.source import Source
+from tpuconv.storage.sealed import FORMAT
+
+REPORT = "quantization.html"
+
+ENCODINGS = ("dequantize", "keep")
+
+FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
+    the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
+    `encoding` is one of ENCODINGS: what becomes of encoded tensors; `allow_nonfinite` lets values pass that are NaN or
+    infinite."""
+
+    dtype: str = "auto"
+    scan_layers: bool = False
+    layers: range | None = None
+    include_mtp: bool = False
+    encoding: str = "dequantize"
+    allow_nonfinite: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
+        return {
+            "dtype": self.dtype,
+            "scan_layers": self.scan_layers,
+            "layers": layers,
+            "include_mtp": self.include_mtp,
+            "encoding": self.encoding,
+            **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
+        }
+
+
+@dataclass(frozen=True)
+class EncodedComponent:
+    """One of the arrays that hold an encoded parameter: `blocks` says for each axis how many elements of the parameter
+    an element of it stands for. `own` values are the parameter's; others, scales, count as no parameters."""
+
+    suffix: str
+    dtype: np.dtype[Any]
+    blocks: Shape
+    own: bool = False
+
+
+class Encoder(Protocol):
+    """Makes of a parameter's values the arrays that hold it, such as quantized values and their scales."""
+
+    @property
+    def blocks(self) -> Shape:
+        """For each axis how many elements must be encoded together: 1 where it does not matter."""
+
+    @property
+    def parts(self) -> tuple[EncodedComponent, ...]:
+        """The arrays, named after the parameter by their suffixes."""
+
+    def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
+        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up.
+
+        Raises:
+            FloatingPointError: a value is infinite or not a number.
+        """
+
+    def check(self) -> None:
+        """Raises GateError if what was made is wrong; called before it counts as done."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides about the result."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
+    text of the file `REPORT`. `kept` are the parameters that the source has in the very type that is asked for, with
+    the number of the rule that asks."""
+
+    encoders: Mapping[str, Encoder]
+    config: Mapping[str, Any]
+    report: Callable[[Mapping[str, Any]], str]
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Array(ShardedArraySpec):
+    """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. A
+    `buffer` counts as no parameter."""
+
+    name: str
+    axes: str
+    sources: tuple[str, ...]
+    buffer: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What is read, transformed and written in one go: a box of every target of a binding, whole chunks. `dtype` is
+    that of the values, before a target is encoded."""
+
+    binding: Binding
+    ranges: Ranges
+    dtype: np.dtype[Any]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return cut_sizes(self.binding.sizes, self.ranges)
+
+    @property
+    def elements(self) -> int:
+        return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values."""
+        return self.elements * self.dtype.itemsize
+
+    def reads(self) -> Iterator[list[tuple[str, int, int]]]:
+        """For every source tensor of the layout the parts to read: name, first element, number of elements."""
+        layout, sizes = self.binding.layout, self.binding.sizes
+        for stack, axes, shape in zip(self.binding.src, layout.src, layout.src_shapes(sizes), strict=True):
+            each = prod(shape[stack.depth :])
+            parts = []
+            for at, stop in runs(axes, sizes, self.ranges):
+                while at < stop:
+                    index, first = divmod(at, each)
+                    count = min(stop - at, each - first)
+                    parts.append((stack.names[index], first, count))
+                    at += count
+            yield parts
+
+    def names(self) -> Iterator[str]:
+        """The source tensors of the layout of which something is read."""
+        for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
+            for at, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
+                yield from stack.names[at:stop]
+
+    def begins(self) -> tuple[str, int]:
+        """The source tensor that is read first, and the number of its first element: what `reads` says first."""
+        stack, axes = self.binding.src[0], self.binding.layout.src[0]
+        sizes = self.binding.sizes
+        corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
+        at, _ = runs(axes, sizes, corner)[0]
+        index, first = divmod(at, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
+        return stack.names[index], first
+
+    def boxes(self) -> list[tuple[slice, ...]]:
+        """Where the slab lies in each target of the layout."""
+        layout, sizes = self.binding.layout, self.binding.sizes
+        return [
+            tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
+            for axes, shape in zip(layout.dst, layout.dst_shapes(sizes), strict=True)
+        ]
+
+    def _range(self, letter: str, size: int) -> slice:
+        if letter not in self.ranges:
+            return slice(0, size)
+        start, stop = self.ranges[letter]
+        inner = size // self.binding.sizes[letter]
+        return slice(start * inner, stop * inner)
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """A part of the work that is done or not: any process that sees the output folder could run it."""
+
+    uid: str
+    slabs: tuple[Slab, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Source tensors that are not converted, and why."""
+
+    pattern: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
+    raises them."""
+
+    source: Source
+    tensors: Mapping[str, Tensor]
+    family: str
+    table: MappingTable
+    options: Options
+    quantization: Quantization | None
+    kept: Mapping[str, Kept]
+    bindings: tuple[Binding, ...]
+    arrays: Mapping[str, Array]
+    units: tuple[WorkUnit, ...]
+    skipped: tuple[Skip, ...]
+    copies: Mapping[str, str]
+    unmapped: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def encoders(self) -> Mapping[str, Encoder]:
+        """Of the parameters that are not stored as plain values."""
+        return self.quantization.encoders if self.quantization else {}
+
+    @property
+    def mapped(self) -> int:
+        """Tensors of the source that are used."""
+        used = {name for array in self.arrays.values() for name in array.sources}
+        return sum(len(self.tensors[name].stored) for name in used)
+
+    @property
+    def parameters(self) -> int:
+        """Elements that are trained; tied ones count once."""
+        return sum(prod(array.shape) for array in self.arrays.values() if not array.buffer)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read to be converted."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def hashes_shards(self) -> bool:
+        """Whether whole shards are read, and so hashed. A trial on some layers would read all others for their hash."""
+        return self.source.hashed and self.options.layers is None
+
+    def shards_of(self, unit: WorkUnit) -> set[str]:
+        """The shards of the source from which a unit is made."""
+        return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
+
+    def is_encoded(self, slab: Slab) -> bool:
+        return any(name in self.encoders for stack in slab.binding.dst for name in stack.names)
+
+    def is_stored_as_wanted(self, slab: Slab) -> bool:
+        """Whether the bytes of the source are those of the values."""
+        tensor = self.tensors[slab.binding.src[0].names[0]]
+        return tensor.is_stored_as(slab.dtype)
+
+    def stored_bytes(self, slab: Slab) -> int:
+        """Bytes read for the values of a slab, scales aside."""
+        return stored_bytes(self.tensors, slab)
+
+    def written_bytes(self, slab: Slab) -> int:
+        """About as many as the slab adds to the output."""
+        own = sum(map(prod, slab.binding.layout.src_shapes(slab.binding.sizes)))
+        names = [part for stack in slab.binding.dst for name in stack.names for part in self.stored_names(name)]
+        return sum(self.arrays[name].nbytes for name in names) * slab.elements // max(1, own)
+
+    def stored_names(self, parameter: str) -> tuple[str, ...]:
+        """The names of the arrays that hold a parameter."""
+        encoder = self.encoders.get(parameter)
+        return tuple(f"{parameter}.{part.suffix}" for part in encoder.parts) if encoder else (parameter,)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that decides about what is written. Of a shard for which a sha256 is promised that alone counts, of
+        others its size and digest."""
+        shards = [[s.name, s.sha256 or [s.size, s.digest]] for s in self.source.shards]
+        return {
+            "format": FORMAT,
+            "source": {
+                "repo": self.source.repo,
+                "commit": self.source.commit,
+                "files of weights": _digest(shards),
+                "files beside them": _digest(self.source.companions),
+                "config.json": _digest(self.source.config),
+            },
+            "family": self.family,
+            "table": self.table.fingerprint,
+            "options": self.options.to_json(),
+            "quantization": self.quantization
+            and {"config": self.quantization.config["name"], "rules": _digest(self.quantization.config)},
+            "sizes": [sizes.CHUNK_BYTES, sizes.SLAB_BYTES, sizes.UNIT_BYTES],
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two plans that write the same."""
+        return _digest(self.facts)
+
+    def to_json(self, peak_memory: int) -> dict[str, Any]:
+        """What `convert --dry-run --json` prints."""
+        return {
+            "family": self.family,
+            "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
+            "mapped": self.mapped,
+            "skipped": [vars(skip) for skip in self.skipped],
+            "unmapped": list(self.unmapped),
+            "faults": list(self.faults),
+            "parameters": self.parameters,
+            "output_bytes": self.output_bytes,
+            "peak_memory_bytes": peak_memory,
+            "arrays": {
+                pattern: {
+                    "count": len(names),
+                    "shape": self.arrays[names[0]].shape,
+                    "dtype": self.arrays[names[0]].dtype.name,
+                    "axes": self.arrays[names[0]].axes,
+                }
+                for pattern, names in collapse(self.arrays).items()
+            },
+        }
+
+    def check(self) -> None:
+        """Raises MappingError with every fault if there is one."""
+        if self.faults:
+            count = len(self.faults)
+            raise MappingError(
+                f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
+                f"{self.family} do not fit each other",
+                details=shorten(self.faults),
+                hint=f"see `tpuconv families {self.family} --table`; add a Map(...), or name what is not needed in "
+                "ignore=",
+            )
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
+    """Bytes in which the values of a slab are stored, scales aside."""
+    return tensors[slab.binding.src[0].names[0]].stored_bytes(slab.elements)

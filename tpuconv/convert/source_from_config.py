@@ -1,0 +1,77 @@
+"""A release by its config.json alone: the headers that its tensors must have, before any of it is there.
+
+Which tensors there are says the family's table; which of them are encoded, and how they are stored then, what
+config.json says of the encoding. So what is planned from headers can be planned from this.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tpuconv.encodings.schemes import Group, Scheme, groups, within
+from tpuconv.errors import ConfigError
+from tpuconv.layout import Shape
+from tpuconv.mapping.table import Binding, HasAxes, MappingTable
+from tpuconv.patterns import check_patterns
+from tpuconv.sources.source import DTYPES, Shard, Source, TensorInfo, encoding_of
+
+PLAIN, BUFFER = "BF16", "F32"
+"""The types of what is not encoded: of parameters, and of what is not trained."""
+
+SHARD = "model.safetensors"
+
+MAX_BYTES = 4 << 40
+"""Twice those of the largest model: a plan holds the slabs that it is converted in."""
+
+NEVER_ENCODED = ("embed", "router")
+"""Modules whose matrix is looked up, or whose small differences decide."""
+
+
+def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
+    """The source that a parsed config.json and the family's reading of it describe, with no bytes behind it.
+
+    Raises:
+        UnsupportedConfig: an encoding that is not implemented.
+        ConfigError: a pattern that is none or takes for ever, or a model of more tensors or bytes than there are.
+    """
+    tensors, at = {}, 0
+    for tensor, dtype, shape in _stored(raw, table, config):
+        nbytes = prod(shape) * DTYPES[dtype].itemsize
+        tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, at, nbytes)
+        at += nbytes
+    if at > MAX_BYTES:
+        raise ConfigError(f"config.json describes a model of {at} bytes, more than the {MAX_BYTES} that are planned")
+    return Source(Path(name), raw, tensors, (Shard(SHARD, at),))
+
+
+def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
+    known, bindings = groups(encoding_of(raw)), table.bind(config)
+    modules = (name.removesuffix(".weight") for b in bindings if _is_multiplied(b) for s in b.src for name in s.names)
+    check_patterns(
+        list(dict.fromkeys(pattern for group in known for pattern in group.patterns)),
+        (outer for module in modules for outer in within(module)),
+        ConfigError,
+        how="match",
+    )
+    for binding in bindings:
+        own = known if _is_multiplied(binding) else ()
+        for name, shape in binding.src_shapes().items():
+            scheme = _scheme(own, name, shape)
+            plain = {name: (BUFFER if binding.row.buffer else PLAIN, shape)}
+            stored = scheme.stored(name, shape) if scheme else plain
+            yield from ((part, dtype, own_shape) for part, (dtype, own_shape) in stored.items())
+
+
+def _is_multiplied(binding: Binding) -> bool:
+    return not any(part in NEVER_ENCODED for stack in binding.dst for part in stack.names[0].split("."))
+
+
+def _scheme(known: Sequence[Group], name: str, shape: Shape) -> Scheme | None:
+    """Of a matrix, or of those of all experts; None where it is not encoded."""
+    for group in known:
+        scheme = group.schemes[0]
+        is_one = len(shape) == (3 if scheme.groups_apart else 2) and name.endswith(scheme.name)
+        if is_one and group.takes(name.removesuffix(".weight")):
+            return scheme
+    return None

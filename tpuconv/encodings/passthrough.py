@@ -1,0 +1,169 @@
+"""Encoded tensors that stay encoded: their codes, one a byte, and their scales, each as a tensor of its own.
+
+Both are exact and have an inverse. A scale in powers of two (E8M0) becomes the same number in bfloat16, which holds all
+of them; all others keep their type. Where a block has a scale and the tensor another, their product in float32 is what
+the definition multiplies values by: it is exact too, but the two cannot be had of it again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.encodings.decode import Tensor, check_scales, place_of
+from tpuconv.encodings.schemes import Scheme
+from tpuconv.errors import SourceError
+from tpuconv.layout import Shape
+from tpuconv.sources.source import DTYPES, Reader
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+POWERS_OF_TWO = ("U8", "F8_E8M0")
+E8M0_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Codes(Tensor):
+    """The codes of an encoded tensor, in the shape of its values."""
+
+    scheme: Scheme = field(kw_only=True)
+    kept = True
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.scheme.qtype)
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        return (self.values, *self.extra)
+
+    def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        return self._per_byte == 1
+
+    @property
+    def _per_byte(self) -> int:
+        return self.scheme.per_element // DTYPES[self.scheme.dtype].itemsize
+
+    def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Fills `out` with the codes from number `start` on."""
+        if start == 0:
+            self._check_extra(reader)
+        out = out.view(np.uint8)
+        n = self._per_byte
+        if n == 1:
+            reader.read(self.values, start, out.data)
+            turn(self.scheme, out)
+            return
+        first, last = start // n, -(-(start + out.size) // n)
+        raw = raw[: last - first] if raw.size >= last - first else np.empty(last - first, np.uint8)
+        reader.read(self.values, first, raw.data)
+        if first * n == start and last * n == start + out.size:
+            unpack(self.scheme, raw, out)
+        else:  # a row, or a cut of one, may begin in the middle of a byte
+            codes = np.empty(raw.size * n, np.uint8)
+            unpack(self.scheme, raw, codes)
+            out[...] = codes[start - first * n :][: out.size]
+
+    def _check_extra(self, reader: Reader) -> None:
+        for info in self.extra:
+            stored = np.empty(info.nbytes, np.uint8)
+            reader.read(info, 0, stored.data)
+            shape = stored.view(DTYPES[info.dtype]).tolist()
+            if tuple(shape) != self.shape:
+                raise SourceError(
+                    f"{info.name} says {shape}, but the values are {list(self.shape)}",
+                    hint="--encoding dequantize does without it, and ignores it",
+                )
+
+
+@dataclass(frozen=True)
+class Scales(Tensor):
+    """The scales of an encoded tensor, `values`, each repeated along every axis as `refine` says. `grid` is their shape
+    before that, with the axes of the tensor."""
+
+    scheme: Scheme = field(kw_only=True)
+    grid: Shape = ()
+    refine: Shape = ()
+    kept = True
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return scale_dtype(self.values.dtype, self.tensor_scale is not None)
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        return (self.values, *((self.tensor_scale,) if self.tensor_scale else ()))
+
+    def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        return False
+
+    def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Fills `out` with the refined scales from number `start` on; whole rows of stored ones are read.
+
+        Raises:
+            SourceError: a scale is zero or negative, unless `any_scales`; or the source cannot be read.
+        """
+        inner, stored_inner = prod(self.shape[1:]), prod(self.grid[1:])
+        first = start // inner // self.refine[0]
+        last = -(-(start + out.size) // (inner * self.refine[0]))
+        itemsize = DTYPES[self.values.dtype].itemsize
+        nbytes = (min(last, self.grid[0]) - first) * stored_inner * itemsize
+        raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
+        reader.read(self.values, first * stored_inner * itemsize, raw.data)
+        decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        if not self.any_scales:  # those that are not finite are found with all other values that are not
+            checked = np.where(np.isfinite(decoded), decoded, 1)
+            check_scales(self.values.name, checked, self.values.shape, first * stored_inner)
+        scales = decoded.reshape(-1, *self.grid[1:])
+        for axis, n in enumerate(self.refine):
+            scales = np.repeat(scales, n, axis=axis) if n > 1 else scales
+        scales = scales[:, *map(slice, self.shape[1:])]
+        out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
+
+    def place(self, at: int) -> list[int]:
+        own = [i // n for i, n in zip(np.unravel_index(at, self.shape), self.refine, strict=True)]
+        return place_of(int(np.ravel_multi_index(own, self.grid)), self.values.shape)
+
+
+def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
+    """In which scales are kept, by safetensors' name of the type that they are stored in."""
+    if has_tensor_scale:
+        return np.dtype(np.float32)
+    return BF16 if stored in POWERS_OF_TWO else DTYPES[stored]
+
+
+def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
+    """The codes of bytes that hold two, the low half first."""
+    np.bitwise_and(packed, 15, out=out[0::2])
+    np.right_shift(packed, 4, out=out[1::2])
+    turn(scheme, out)
+
+
+def turn(scheme: Scheme, codes: np.ndarray) -> None:
+    """Integers as they are stored to two's complement, or back: its own inverse."""
+    if scheme.turned:
+        np.bitwise_xor(codes, scheme.turned, out=codes)
+
+
+def pack(scheme: Scheme, codes: np.ndarray) -> np.ndarray:
+    """The tensor of values as it is stored, from its codes: the inverse of `Codes`."""
+    dtype = DTYPES[scheme.dtype]
+    stored: np.ndarray = np.ascontiguousarray(codes).view(np.uint8)
+    if scheme.turned:
+        stored = stored ^ scheme.turned
+    if scheme.per_element > dtype.itemsize:
+        stored = (stored[..., 0::2] & 15) | (stored[..., 1::2] << 4)
+    if scheme.groups_apart:
+        return stored.reshape(scheme.stored_shape(codes.shape))
+    return stored.view(dtype)
+
+
+def unrefine(scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape) -> np.ndarray:
+    """The tensor of scales as it is stored, from refined ones: the inverse of `Scales`."""
+    stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
+    if dtype in POWERS_OF_TWO:  # 2^e is 0.5 * 2^(e + 1) to frexp
+        exponents = np.frexp(stored.astype(np.float32))[1] - 1
+        stored = (exponents + E8M0_BIAS).astype(np.uint8).view(DTYPES[dtype])
+    return stored.reshape(shape)

@@ -1,0 +1,1 @@
+"""The tables of families, and what they mean for tensors and scales."""

@@ -1,0 +1,1 @@
+"""What families share: layers, caches, experts, the decoder."""

@@ -1,0 +1,145 @@
+"""The keys and values of tokens that were seen, so that a step computes those of its own tokens alone.
+
+Every slot knows its token's position: -1 is a slot that is empty or holds padding. Left padding, right padding, prefill
+and decode are thereby one rule (`layers.is_visible`).
+
+In int8 a vector is kept as integers and one scale. Attention multiplies scores and weights by scales, not the cache: it
+is read as it lies.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.placement import placed, rules_for, sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KV:
+    """One layer's keys and values; with a leading axis L those of all layers. `axes` are the letters of each. Scales
+    are there where keys and values are int8."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H", "B S K", "B S K")
+
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    k_scale_BSK: jax.Array | None = None
+    v_scale_BSK: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Zeros; `shape` is [B, S], or [L, B, S]."""
+        keys = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        values = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        return cls(keys[0], values[0], keys[1], values[1])
+
+    def scores(self, q_BTKGH: jax.Array) -> jax.Array:
+        """Products of queries and keys [B, K, G, T, S] in float32, where they are anyway: rounded, they would be the
+        coarsest numbers of attention."""
+        k_BSKH = as_stored(self.k_BSKH, q_BTKGH.dtype)
+        scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+        return scores_BKGTS if self.k_scale_BSK is None else scores_BKGTS * _by_key(self.k_scale_BSK)
+
+    def mixed(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """The sum of values with these weights, which come in float32 and are rounded to `dtype`, [B, T, K, G, H]."""
+        if self.v_scale_BSK is not None:
+            weights_BKGTS = weights_BKGTS * _by_key(self.v_scale_BSK)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), as_stored(self.v_BSKH, dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """A pytree: pass it through `jax.jit` and donate it, then each step writes in place. `used` slots are taken.
+    `layers` has an entry for each layer, or one for all: `KV`, or what the family has instead."""
+
+    layers: Any
+    positions_BS: jax.Array
+    used: jax.Array
+
+    @classmethod
+    def empty(cls, layers: Any, batch: int, length: int) -> Self:
+        """With no slot taken of `length`."""
+        return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
+
+    def take(self, pos_BT: jax.Array) -> "Cache":
+        """The cache whose next slots are those of tokens at these positions. Their keys and values are to come."""
+        slots, tokens = self.positions_BS.shape[1], pos_BT.shape[1]
+        known_used = 0 if isinstance(self.used, jax.core.Tracer) else int(self.used)
+        if known_used + tokens > slots:
+            raise UsageError(f"the cache has {slots} slots, of which {known_used} are used: {tokens} tokens do not fit")
+        positions_BS = jax.lax.dynamic_update_slice(self.positions_BS, pos_BT, (0, self.used))
+        return Cache(self.layers, positions_BS, self.used + tokens)
+
+
+def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Empty vectors, the last axis theirs, and their scales."""
+    scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
+    return jnp.zeros(shape, dtype), scales
+
+
+def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Vectors as int8 and the scale of each, by its largest element."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    return jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None]).astype(jnp.int8), scale
+
+
+def as_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Integers of a cache in the type to multiply in, which holds them all; the product reads them as they lie."""
+    return x.astype(dtype) if x.dtype == jnp.int8 else x
+
+
+def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
+    """A layer's cache with the vectors of new tokens at `slot`, rounded where it holds integers: scales follow all
+    vectors, in the same order."""
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
+
+    leaves, form = jax.tree.flatten(old)
+    vectors = jax.tree.leaves(new)
+    if leaves[0].dtype == jnp.int8:
+        vectors = [part for parts in zip(*map(rounded, vectors), strict=True) for part in parts]
+    return jax.tree.unflatten(form, map(one, leaves, vectors))
+
+
+def _by_key(scale_BSK: jax.Array) -> jax.Array:
+    """[B, K, 1, 1, S]: beside scores."""
+    return jnp.transpose(scale_BSK, (0, 2, 1))[:, :, None, None]
+
+
+def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
+    """All keys and values that this step's tokens may look at: the cache's with these written at `slot`, or these."""
+    k_BTKH, v_BTKH = (placed(new, "B T K H") for new in (k_BTKH, v_BTKH))
+    rules = rules_for(KV(k_BTKH, v_BTKH) if kv is None else kv)
+    k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
+    if kv is None:
+        return KV(k_BTKH, v_BTKH)
+    out: KV = written(kv, KV(k_BTKH, v_BTKH), slot)
+    return out
+
+
+def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
+    """Where each array of a cache lies on a mesh, in its place: positions everywhere, keys and values as attention
+    divides them. Shapes are enough of the cache."""
+
+    def entry(layer: Any) -> Any:
+        leaves, form = jax.tree.flatten(layer)
+        stacked = leaves[0].ndim - len(type(layer).axes[0].split())
+        bare = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+        rules = rules_for(jax.tree.unflatten(form, bare), mesh)
+        axes = (" ".join([*["L"] * stacked, own]) for own in type(layer).axes)
+        places = [sharding(own, x.shape, mesh, rules) for own, x in zip(axes, leaves, strict=False)]
+        return jax.tree.unflatten(form, places)
+
+    everywhere: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    layers = tuple(map(entry, cache.layers)) if isinstance(cache.layers, tuple) else entry(cache.layers)
+    return Cache(layers, everywhere, everywhere)

@@ -1,0 +1,276 @@
+"""config.json read strictly: every key is a field of the family's Config, known to be without effect, or refused.
+
+A key that is skipped in silence may be one that changes the mathematics: the conversion would succeed and the model be
+wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
+from tpuconv.jsonfile import short
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
+
+NO_EFFECT = frozenset(
+    {
+        # what the file describes, and who wrote it
+        *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
+        *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        "auto_map",
+        # how weights are stored, which tpuconv.encodings.decode reads
+        *("quantization_config", "compression_config"),
+        # training
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
+        *("router_aux_loss_coef", "router_jitter_noise"),
+        *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
+        *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
+        # generation, and how a forward pass is run
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
+        *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
+        *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "typical_p"),
+        *("return_dict_in_generate", "remove_invalid_values", "output_router_logits", "tf_legacy_loss"),
+        *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+    }
+)
+"""Keys that do not change the logits of a forward pass."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "use_bfloat16": (False,),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+"""Keys of which these values alone are implemented, in every family; without the key all is well."""
+
+MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group"), 1 << 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 1 << 16),
+}
+"""The largest values of integers, which models are made by: checked before anything is counted out or allocated."""
+
+MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
+"""Those of keys that are not in `MOST`: of `num_*`, and of others."""
+
+MOST_IN_A_LIST = 4096
+"""Entries; lists have one for each layer."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
+    with its defaults, which are those of transformers.
+
+    `only` adds to `ONLY`, `most` to `MOST`; `least` holds the smallest values of integers that may be less than 1.
+    """
+
+    model_type: ClassVar[str]
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    least: ClassVar[Mapping[str, int]] = {}
+    most: ClassVar[Mapping[str, int]] = {}
+    derived: ClassVar[frozenset[str]] = frozenset({"rope"})
+    """Fields that are made of other keys, and are no keys of config.json themselves."""
+    default_rope: ClassVar[Mapping[str, Any]] = {}
+    """`rope_parameters` of a config.json without any; its `rope_theta` holds where that alone is absent, too."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """The config that a parsed config.json describes.
+
+        Raises:
+            UnsupportedConfig: a key or a value that is not implemented.
+            ConfigError: a value of another type, too small or too large, or that contradicts another.
+        """
+        check_rope_keys(raw)
+        hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
+        _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
+        given = {key: hint for key, hint in hints.items() if key in raw}
+        wrong = [f"{k}={short(raw[k])} is no {_spelt(hint)}" for k, hint in given.items() if not _fits(raw[k], hint)]
+        wrong += [
+            f"{k} has {len(raw[k])} entries, more than {MOST_IN_A_LIST}"
+            for k in given
+            if isinstance(raw[k], list) and len(raw[k]) > MOST_IN_A_LIST
+        ]
+        if wrong:
+            raise ConfigError("config.json has values of the wrong type", details=wrong)
+        values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
+        config = cls(**values)
+        raw = _with_default_rope(raw, cls.default_rope)
+        return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
+
+    def __post_init__(self) -> None:
+        faults = []
+        for field, hint in _hints(type(self)):
+            value, least = getattr(self, field.name), self.least.get(field.name, 1)
+            if int not in (hint, *get_args(hint)) or value is None:
+                continue
+            if value < least:
+                faults.append(f"{field.name}={value} is less than {least}")
+            elif value > (most := self._most(field.name)):
+                faults.append(f"{field.name}={value} is more than {most}")
+        if faults := faults or list(self.contradictions()):  # these divide by what was checked first
+            raise ConfigError("config.json contradicts itself", details=faults)
+
+    @classmethod
+    def _most(cls, key: str) -> int:
+        default = MOST_OF_A_NUMBER if key.startswith("num_") else MOST_OF_A_SIZE
+        return cls.most.get(key, MOST.get(key, default))
+
+    def contradictions(self) -> Iterator[str]:
+        """What cannot be true at once, in words."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % kv_heads:
+            yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        if self.head_dim is None and self.hidden_size % heads:
+            yield f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}, without a head_dim"
+        elif self.rope_dim % 2:
+            yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
+        elif self.rope_dim > self._most("head_dim"):
+            yield f"hidden_size={self.hidden_size} makes heads of more than {self._most('head_dim')}"
+        if self.rms_norm_eps < 0:
+            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The size of every letter (`tpuconv.layout.LETTERS`); of I and J the numbers of the layers."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        return {
+            "D": self.hidden_size,
+            "N": heads,
+            "K": kv_heads,
+            "G": heads // kv_heads,
+            "H": self.head_dim or self.hidden_size // heads,
+            "F": self.intermediate_size,
+            "V": self.vocab_size,
+            "L": self.num_hidden_layers,
+        }
+
+    @property
+    def rope_dim(self) -> int:
+        """How many dimensions of a head have a rotary position."""
+        return int(self.axes["H"])
+
+    @property
+    def unscannable(self) -> str:
+        """Why the layers cannot share one loop, as blocks that differ by more than the window cannot; mostly empty."""
+        return ""
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the logits have a matrix of their own; otherwise the embedding is used."""
+        return not self.tie_word_embeddings
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For every layer, how many of the newest tokens a token sees, itself included; None where it sees all."""
+        return (None,) * self.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class WindowedConfig(DecoderConfig):
+    """A decoder of which some layers look through a sliding window: those that `layer_types` names, or without it those
+    from `max_window_layers` on."""
+
+    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
+
+    use_sliding_window: bool
+    sliding_window: int | None
+    max_window_layers: int
+    layer_types: tuple[str, ...] | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.layer_types and self._window is None:
+            yield (
+                f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
+                f"sliding_window={self.sliding_window}"
+            )
+
+    @property
+    def _window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        if self.layer_types is not None:
+            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+
+
+def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")
+    theta = {name: value for name, value in default.items() if name == "rope_theta" and raw.get(name) is None}
+    if not given:
+        return {**raw, **theta, "rope_parameters": {k: v for k, v in default.items() if k != "rope_theta"}}
+    return raw if "rope_theta" in given else {**raw, **theta}
+
+
+def _refuse_unknown(
+    raw: Mapping[str, Any], known: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], model_type: str
+) -> None:
+    faults = []
+    for key, value in raw.items():
+        if key in only:
+            if value not in only[key]:
+                allowed = " or ".join(map(repr, only[key]))
+                faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
+        # A null is an absent key; a False may well mean something.
+        elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
+            # To look for those that are near takes time.
+            near = get_close_matches(key[:100], [*known, *only, *ROPE_KEYS], n=1) if len(faults) < 20 else []
+            faults.append(f"{key[:100]}={short(value)}" + (f" (near: {near[0]})" if near else ""))
+    if faults:
+        raise UnsupportedConfig(
+            f"config.json asks for what {model_type} does not know",
+            details=shorten(faults),
+            hint="a key that does not change the logits belongs in NO_EFFECT of tpuconv/models/common/config.py",
+        )
+
+
+def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:
+    hints = get_type_hints(cls)
+    return ((field, hints[field.name]) for field in fields(cls))
+
+
+def _spelt(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (UnionType, Union):
+        return any(_fits(value, arm) for arm in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(part, get_args(hint)[0]) for part in value)
+    if hint is float:  # 1000000 is a float of JSON too; NaN and infinity compare false
+        return type(value) in (int, float) and -1e300 < value < 1e300
+    return value is None if hint is NoneType else type(value) is hint

@@ -1,0 +1,1 @@
+"""The search for a config that fits a budget of bits."""

@@ -1,0 +1,84 @@
+"""What rounding a group of parameters costs the model: KL(unquantized || that group quantized), on prompts.
+
+One model is loaded, and compiled once; the values that codes and scales stand for take the place of the weights. It
+computes in float32, 4 bytes a weight: what bfloat16 rounds is more than what one group in int8 costs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from tpuconv.errors import GateError
+from tpuconv.models.logits import divergences, forward, log_softmax
+from tpuconv.quantize.recipe.groups import Choices
+from tpuconv.quantize.recipe.search import Group, Option
+
+DTYPE = "float32"
+
+
+class Probe:
+    """Measures on one model, whose weights it changes and puts back.
+
+    Args:
+        model: unquantized, in float32, on one device or several.
+        choices: what there is to measure.
+        prompts: token ids of each.
+
+    Raises:
+        GateError: by what measures, where logits are not all numbers.
+    """
+
+    def __init__(self, model: Any, choices: Choices, prompts: Sequence[Sequence[int]]):
+        from flax import nnx
+
+        self._choices = choices
+        self._run = forward(model, prompts, DTYPE)
+        params = ((path, leaf) for path, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param))
+        self._weights = {".".join(map(str, path)): leaf for path, leaf in params}
+        self._reference = [log_softmax(logits) for logits in self._run()]
+
+    def each(self) -> Iterator[Group]:
+        """The groups with what each option costs."""
+        for group in self._choices.model.groups:
+            yield replace(group, options=tuple(self._alone(group, option) for option in group.options))
+
+    def _alone(self, group: Group, option: Option) -> Option:
+        if option.qtype is None:
+            return option
+        originals = {name: self._weights[name][...] for name in group.names}
+        self._round(group, option)
+        cost = self._divergence()
+        for name, original in originals.items():
+            self._weights[name][...] = original
+        return replace(option, kl=cost)
+
+    def together(self, options: Sequence[Option]) -> float:
+        """What these options of the groups cost the whole model. The last measurement: weights are not put back, so
+        that no second model is in memory."""
+        for group, option in zip(self._choices.model.groups, options, strict=True):
+            if option.qtype is not None:
+                self._round(group, option)
+        return self._divergence()
+
+    def _round(self, group: Group, option: Option) -> None:
+        """Puts what codes and scales stand for in the place of the weights, as the conversion makes them of the stored
+        ones: float32 holds the stored values and the rounded ones exactly."""
+        import jax
+
+        for name in group.names:
+            weight, encoder = self._weights[name], self._choices.encoders[str(option.qtype)][name]
+            values = np.asarray(weight[...]).astype(encoder.dtype)
+            weight[...] = jax.device_put(encoder.rounded(values), weight[...].sharding)
+
+    def _divergence(self) -> float:
+        ours = [log_softmax(logits) for logits in self._run()]
+        mean = float(divergences(self._reference, ours).mean())
+        if not isfinite(mean):
+            raise GateError(
+                "the logits of the model on these prompts are not all numbers: there is nothing to compare",
+                hint="`tpuconv verify --compare-hf` says whether the unquantized model is right",
+            )
+        return mean

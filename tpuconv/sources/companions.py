@@ -1,0 +1,111 @@
+"""The files that go with the weights: configs, tokenizers, templates, licences. They are copied, never read as code."""
+
+import os
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import SourceError
+from tpuconv.jsonfile import opened, stand_in
+from tpuconv.storage.hashes import hash_file
+
+PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*.jinja",
+    "license*",
+    "licence*",
+    "notice*",
+    "use_policy*",
+)
+"""Compared in lower case."""
+
+NEVER = (
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.py",
+    "*.pyc",
+    "*.so",
+    "*.onnx",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.ckpt",
+    "*.pkl",
+    "*.pickle",
+)
+"""Weights in other formats, and files that run code when they are loaded."""
+
+FORMATS = (".json", ".model", ".tiktoken", ".txt", ".jinja")
+"""Of files that a tokenizer or a config is made of: what has their name must be one."""
+
+CARD, SOURCE_CARD = "README.md", "README.source.md"
+"""The model card, and the name under which the source's lies beside ours."""
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name goes with the weights; the model card is none."""
+    lower = name.lower()
+    return any(fnmatchcase(lower, pattern) for pattern in PATTERNS) and not any(
+        fnmatchcase(lower, pattern) for pattern in NEVER
+    )
+
+
+def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) -> dict[str, dict[str, Any]]:
+    """The companions in a folder, the model card `card` among them, with size and hash as a manifest has them. In a
+    `trusted` folder, the cache of the Hub's client, files may be links.
+
+    Raises:
+        SourceError: one cannot be read, is a Git LFS pointer, or a link that leads out of the folder.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if is_companion(name) or name == card)
+    except OSError as e:
+        raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
+    if not trusted:
+        check_inside(folder, names)
+    return {name: _facts(folder / name) for name in names if name.endswith(FORMATS) or not (folder / name).is_dir()}
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with opened(path, SourceError) as (fd, _):
+        start = os.pread(fd, 1024, 0)
+        facts = hash_file(path)
+    # A template or a vocabulary may begin with a tag, and a licence or a card be a page.
+    is_page = path.suffix == ".json" or (path.suffix in FORMATS and _PAGE.match(start))
+    if (what := stand_in(start)) and (is_page or start.startswith(b"version https://git-lfs")):
+        raise SourceError(f"{path} is {what}")
+    return facts
+
+
+_PAGE = re.compile(rb"\s*<(!doctype html|html)", re.I)
+
+
+def check_inside(folder: Path, names: "list[str] | Mapping[str, object]") -> None:
+    """Raises SourceError if a file is a link that leads out of the folder: a checkpoint from elsewhere could name any
+    file of this machine. A snapshot in the Hub's cache, `models--*/snapshots/*`, links to blobs of that cache. What is
+    no regular file has its error when it is read."""
+    inside = Path(os.path.realpath(folder))
+    roots = [inside]
+    if inside.parent.name == "snapshots" and inside.parents[1].name.startswith("models--"):
+        roots += [inside.parents[1] / "blobs", inside.parents[2] / "blobs"]  # the repository's, and those of all
+    for name in names:
+        target = Path(os.path.realpath(folder / name))
+        if target.is_file() and not any(root in target.parents for root in roots):
+            raise SourceError(
+                f"{folder / name} is a link out of its folder, to {target}",
+                hint="copy the file into the folder, if you trust it",
+            )

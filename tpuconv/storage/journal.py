@@ -1,0 +1,321 @@
+"""The journal: what a conversion has done so far, so that a killed one resumes, and the output appears complete or not
+at all.
+
+Beside OUT lies the work folder `.<OUT>.tpuconv`. Every state of the work is a name on the disk:
+
+    tpuconv.work      the lock, and the mark that the folder is ours; nothing is removed from a folder without it
+    plan.done         the work was begun, by the plan that stands in it
+    UNIT.done         a part of the work is done, and on the disk
+    out/              what becomes OUT; it holds the file STAGED, which tells it from any other output
+    complete.done     out/ is complete and on the disk; the entry holds its identity
+    old/              the output that is replaced, where the system cannot swap two folders
+
+An entry is sealed as a manifest is, and names itself: one that was changed is an error, since what it says goes
+into the output.
+
+Publishing goes from one state to the next, each step a single system call, and a run that was killed goes on from the
+state that it finds:
+
+    complete.done, out/ with STAGED     -> out/ becomes OUT, by a rename or by a swap with the old output
+    complete.done, OUT with STAGED      -> the file STAGED in OUT is removed
+    complete.done, STAGED nowhere       -> the work folder is removed, plan.done first and complete.done last
+    no plan.done, or out/ without STAGED  -> nothing here can be resumed: the folder is cleared
+"""
+
+import fcntl
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import OutputError, TpuconvError, UsageError
+from tpuconv.jsonfile import check, parse, read_bytes
+from tpuconv.storage import disk, sealed
+from tpuconv.storage.sealed import STAGED
+
+WORK = "tpuconv.work"
+MARK = b"work folder of tpuconv\n"
+
+MAX_ENTRY_BYTES = 1 << 30
+ENTRY = "entry"
+"""The key under which an entry has its own name."""
+SCHEMAS: Mapping[str, Any] = {
+    "plan": {"fingerprint": str, "facts": dict},
+    "complete": {"fingerprint": str, "identity": str},
+}
+"""Of the entries of the journal itself; those of other parts come from who records them."""
+
+
+class State(Enum):
+    """What a run finds: nothing, a part of its work, all of it, or its output."""
+
+    NEW = "new"
+    BEGUN = "begun"
+    COMPLETE = "complete"
+    PUBLISHED = "published"
+
+
+class Journal:
+    """The work folder of one output. In a `with` it is locked: one writer per output.
+
+    `facts` says what is written, by name: two plans with the same `fingerprint` write the same; of two others the facts
+    tell what differs. OUT may be a link: what it points to is written or replaced.
+    """
+
+    def __init__(self, out: Path, fingerprint: str, facts: Mapping[str, Any] | None = None, *, overwrite: bool = False):
+        try:
+            self.out = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
+            if self.out.is_symlink():
+                raise UsageError(f"{out} is a link that leads to itself", hint="choose another OUT")
+        except OSError as e:
+            raise disk.write_error(out, e) from None
+        self.fingerprint = fingerprint
+        self.facts = json.loads(json.dumps(facts or {}))
+        self.overwrite = overwrite
+        self.folder = self.out.parent / f".{self.out.name}.tpuconv"
+        self.staging = self.folder / "out"
+        self._old = self.folder / "old"
+        self._lock = -1
+
+    def __enter__(self) -> "Journal":
+        while self._lock < 0:
+            self._check_folder()
+            disk.make_folder(self.folder)
+            lock = disk.open_lock(self.folder / WORK)
+            try:
+                self._take(lock)
+            finally:
+                if self._lock != lock:
+                    os.close(lock)
+        return self
+
+    def _check_folder(self) -> None:
+        """Raises OutputError if the work folder is somebody else's."""
+        with disk.writing(self.folder):
+            try:
+                mode = os.lstat(self.folder).st_mode
+            except FileNotFoundError:
+                return
+            names = os.listdir(self.folder) if stat.S_ISDIR(mode) else None
+        if names and WORK not in names:
+            raise self._not_ours(f"it holds {', '.join(sorted(names)[:5])}")
+        if names is None:
+            raise self._not_ours("it is a link" if stat.S_ISLNK(mode) else "it is no folder")
+
+    def _take(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"{self.out} is being written by another process", hint="wait for it, or choose another OUT"
+            ) from None
+        except OSError as e:
+            raise disk.write_error(self.folder, e) from None
+        # Whoever held it may have finished and removed the folder: then this is the lock of nothing.
+        if not _same_file(lock, self.folder / WORK):
+            return
+        with disk.writing(self.folder):
+            mark = os.pread(lock, len(MARK) + 1, 0)
+            if mark != MARK:
+                if not MARK.startswith(mark) or os.listdir(self.folder) != [WORK]:
+                    raise self._not_ours(f"its {WORK} is none of tpuconv's")
+                disk.write_file(self.folder / WORK, MARK)
+                disk.sync(self.folder)
+                disk.sync(self.folder.parent)
+        self._lock = lock
+
+    def _not_ours(self, why: str) -> OutputError:
+        return OutputError(
+            f"{self.folder}, where the work on {self.out.name} would lie, was not made by this version of tpuconv",
+            details=[why],
+            hint="move it away, or choose another OUT",
+        )
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._is_idle():
+                self._clear()
+                disk.remove(self.folder / WORK)
+                disk.remove_empty(self.folder)
+        finally:
+            os.close(self._lock)
+            self._lock = -1
+
+    def begin(self) -> State:
+        """Prepares to work, and says what there is already. Where OUT is this plan's result it is left as it is.
+
+        Raises:
+            OutputError: OUT exists and must not be replaced, or an unfinished conversion with other options lies here.
+        """
+        complete = self.done("complete")
+        if complete is not None and not self._is_staged():
+            ended = self._end_publication(complete)
+            if ended and complete["fingerprint"] == self.fingerprint:
+                return State.PUBLISHED
+            complete = None
+        if complete is not None and complete["fingerprint"] == self.fingerprint:
+            self._check_out()
+            return State.COMPLETE
+        if not self.overwrite and self._is_published():
+            return State.PUBLISHED
+        self._check_out()
+        began = self.done("plan")
+        if began is not None and began["fingerprint"] != self.fingerprint:
+            if not self.overwrite:
+                raise OutputError(
+                    f"an unfinished conversion to {self.out.name} lies in {self.folder}, of another source or with "
+                    "other options",
+                    details=differences(began["facts"], self.facts),
+                    hint="run it with what it began with to finish it, or give --overwrite to begin anew",
+                )
+            began = None
+        if began is not None and self._is_staged():
+            return State.BEGUN
+        self._clear()
+        disk.make_folder(self.staging)
+        disk.write_file(self.staging / STAGED, b"")
+        disk.sync(self.staging)
+        self.record("plan", {"fingerprint": self.fingerprint, "facts": self.facts})
+        return State.NEW
+
+    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
+        """What was recorded of a part of the work, which fits a schema of `jsonfile`; None where it is not done.
+
+        Raises:
+            OutputError: the entry cannot be read, or is not as it was written.
+        """
+        path = self.folder / f"{part}.done"
+        if not os.path.lexists(path):
+            return None
+        try:
+            data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
+            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY: str}, str(path), OutputError)
+            if facts[ENTRY] != part or sealed.seal_of(data) is None:
+                raise OutputError(f"{path} was changed, or is of another version of tpuconv")
+            return dict(check(facts, SCHEMAS.get(part, schema), str(path), OutputError))
+        except OutputError as e:
+            raise OutputError(e.message, hint=f"move {self.folder} away, and run again to begin anew") from None
+
+    def record(self, part: str, facts: Mapping[str, Any]) -> None:
+        """Marks a part as done. Its results must be on the disk."""
+        disk.replace_file(self.folder / f"{part}.done", sealed.seal({ENTRY: part, **facts}))
+
+    def forget(self, parts: list[str]) -> None:
+        """Marks parts as not done."""
+        for part in parts:
+            disk.remove(self.folder / f"{part}.done")
+        disk.sync(self.folder)
+
+    def publish(self) -> None:
+        """Makes the staging folder, which is complete and holds its manifest, the output."""
+        complete = self.done("complete")
+        if complete is None:
+            disk.sync_all(self.staging)
+            complete = {"fingerprint": self.fingerprint, "identity": sealed.read_sealed(self.staging).identity}
+            self.record("complete", complete)
+        if os.path.lexists(self.out):
+            self._check_out()
+            disk.remove(self.out / STAGED)  # of a publication whose work folder somebody removed
+            disk.sync(self.out)
+            if not disk.exchange(self.staging, self.out):
+                disk.rename(self.out, self._old)
+                disk.rename(self.staging, self.out)
+        else:
+            disk.rename(self.staging, self.out)
+        disk.sync(self.folder)
+        disk.sync(self.out.parent)
+        self._end_publication(complete)
+
+    def _end_publication(self, complete: Mapping[str, Any]) -> bool:
+        """After the swap: removes what is left to remove. False if OUT is not what was published, because somebody took
+        it away or replaced it since."""
+        ended: bool = sealed.identity(self.out) == complete["identity"]
+        if ended:
+            disk.remove(self.out / STAGED)
+            disk.sync(self.out)
+        self._clear()
+        return ended
+
+    def _is_staged(self) -> bool:
+        return (self.staging / STAGED).exists()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing lies here that a rerun could resume, as after a refusal."""
+        if not _same_file(self._lock, self.folder / WORK):
+            return False
+        names = disk.entries(self.folder)
+        if "complete.done" in names:
+            return False
+        if "plan.done" not in names or not self._is_staged():
+            return True
+        return disk.entries(self.staging) == [STAGED]
+
+    def _is_published(self) -> bool:
+        try:
+            return bool(sealed.read_sealed(self.out).raw.get("fingerprint") == self.fingerprint)
+        except TpuconvError:
+            return False
+
+    def _check_out(self) -> None:
+        with disk.writing(self.out):
+            if not os.path.lexists(self.out):
+                return
+            if not self.overwrite:
+                raise OutputError(
+                    f"{self.out} exists already", hint="choose another OUT, or give --overwrite to replace it"
+                )
+            if why := sealed.why_not_ours(self.out):
+                raise OutputError(
+                    f"{self.out} exists and was not made by tpuconv alone, so --overwrite leaves it alone",
+                    details=why,
+                    hint="choose another OUT, or move away what is not tpuconv's",
+                )
+
+    def _clear(self) -> None:
+        """Removes the work, in an order in which a rerun takes nothing of it for its own. An old output that was set
+        aside goes back first."""
+        if self._old.exists() and not os.path.lexists(self.out):
+            disk.rename(self._old, self.out)
+            disk.sync(self.out.parent)
+        disk.remove(self.folder / "plan.done")
+        disk.sync(self.folder)
+        for name in sorted(disk.entries(self.folder), key=lambda name: (name == "complete.done", name)):
+            if name != WORK:
+                disk.remove(self.folder / name)
+
+
+def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two mappings, a line for each key: `options.dtype: began with 'auto', now 'float32'`. Of two
+    hashes only that they differ."""
+    lines = []
+    for key in dict.fromkeys([*began, *now]):
+        old, new = began.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif _is_hash(old) and _is_hash(new) and old != new:
+            lines.append(f"{prefix}{key}: not the same as at the beginning")
+        elif old != new:
+            lines.append(f"{prefix}{key}: began with {_shown(old)}, now {_shown(new)}")
+    return lines
+
+
+def _is_hash(value: Any) -> bool:
+    """Whether it says nothing to a reader. A commit does, which has 40 digits."""
+    return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(own)}" for key, own in value.items() if not _is_hash(own))
+    return "nothing" if value is None else repr(value)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except OSError:
+        return False

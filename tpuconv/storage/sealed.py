@@ -1,0 +1,231 @@
+"""A sealed folder: its manifest `tpuconv.json` holds the size and hash of every other file, and its own hash.
+
+Every output of ours is one, so that publishing, replacing and checking an output need to know nothing else of it. The
+last key of a manifest is its seal: XXH3-128 of all bytes before it. The seal also is the identity of what the folder
+holds: two folders with the same seal hold the same.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tpuconv.errors import CorruptOutput, SourceError, TpuconvError, UsageError, shorten
+from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_bytes
+from tpuconv.names import MANIFEST
+from tpuconv.storage.disk import PARTIAL, Writer, replace_file
+from tpuconv.storage.hashes import blocks, hash_file, stamp
+
+FORMAT = 2
+"""Of the manifest; changes when conversions of the same source and table begin to write something else."""
+SEALED_SINCE = 2
+"""The first format whose manifests are sealed and list the files."""
+
+CHECKPOINT, SAFETENSORS = "checkpoint", "safetensors"
+"""Kinds of outputs: Orbax arrays of ours, and what `export` writes."""
+
+STAGED = ".tpuconv-staged"
+"""An empty file in an output that is not published yet, or whose publication was not finished."""
+
+MAX_MANIFEST_BYTES = 1 << 30
+
+SCHEMA = {
+    "format": Range(1),
+    "fingerprint": str,
+    "kind": Optional(str),
+    "files": Optional(Each({"bytes": Size, "xxh3_128": str})),
+}
+"""What the manifests of all kinds have."""
+
+_SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\n')
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A manifest: its parsed JSON, its seal (of an older format the hash of all its bytes), and which file it was."""
+
+    raw: Mapping[str, Any]
+    identity: str
+    stamp: tuple[int, ...] | None
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """`bytes` and `xxh3_128` of files, by their path in the folder; none where the format is older."""
+        files: Mapping[str, Any] = self.raw.get("files", {})
+        return files
+
+    @property
+    def is_sealed(self) -> bool:
+        return int(self.raw["format"]) >= SEALED_SINCE
+
+
+def seal(facts: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest with these facts, which are not empty."""
+    own = {key: value for key, value in facts.items() if key != "seal"}
+    body = json.dumps(own, indent=1).encode()[: -len(b"\n}")]
+    return body + b',\n "seal": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def read_sealed(folder: Path) -> Sealed:
+    """The manifest of a folder.
+
+    Raises:
+        UsageError: the folder has none.
+        CorruptOutput: it cannot be read, or does not hold its seal.
+    """
+    path = folder / MANIFEST
+    own_stamp, data = stamp_of(path), _read_manifest(path)
+    raw = check(parse(data, str(path), CorruptOutput), SCHEMA, str(path), CorruptOutput)
+    if raw["format"] < SEALED_SINCE:
+        return Sealed(raw, xxhash.xxh3_128_hexdigest(data), own_stamp)
+    found = seal_of(data)
+    if found is None:
+        raise CorruptOutput(
+            f"{path} was changed: it does not hold its own hash", hint="convert the checkpoint again, with --overwrite"
+        )
+    return Sealed(raw, found, own_stamp)
+
+
+def seal_of(data: bytes) -> str | None:
+    """The seal that ends the bytes of `seal`; None where they do not hold it."""
+    found = _SEAL.fullmatch(data, max(0, data.rfind(b",\n")))
+    if found is None or found[1].decode() != xxhash.xxh3_128_hexdigest(data[: found.start()]):
+        return None
+    return found[1].decode()
+
+
+def _read_manifest(path: Path) -> bytes:
+    with suppress(OSError, ValueError):
+        if not os.path.lexists(path):
+            raise UsageError(
+                f"{path.parent} is no checkpoint made by tpuconv: it has no {MANIFEST}",
+                hint="make one with `tpuconv convert SRC`",
+            )
+    return read_bytes(path, MAX_MANIFEST_BYTES, CorruptOutput)
+
+
+def kind_of(folder: Path) -> str | None:
+    """The kind of an output of ours; None where its manifest cannot be understood."""
+    try:
+        return str(read_sealed(folder).raw.get("kind", CHECKPOINT))
+    except TpuconvError:
+        return None
+
+
+def check_current(folder: Path, sealed: Sealed) -> None:
+    """Raises SourceError if a folder holds another output by now than when its manifest was read."""
+    if stamp_of(folder / MANIFEST) == sealed.stamp is not None:
+        return
+    if identity(folder) != sealed.identity:
+        raise SourceError(f"{folder} was replaced or changed while it was read", hint="run again")
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """The stamp of a file; None where there is none."""
+    try:
+        return stamp(os.stat(path))
+    except (OSError, ValueError):
+        return None
+
+
+def identity(folder: Path) -> str | None:
+    """The identity of what a folder holds; None where it has no manifest that holds its seal."""
+    try:
+        return read_sealed(folder).identity
+    except TpuconvError:
+        return None
+
+
+def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
+    """Copies a file that must have the expected size and hash.
+
+    Raises:
+        SourceError: it cannot be read, or was changed.
+        ResourceError: the copy cannot be written.
+    """
+    try:
+        with Writer(target) as out:
+            for block in blocks(path):
+                out.write(block)
+    except OSError as e:
+        raise SourceError(f"{path} cannot be read: {e.strerror}", hint="check the file, or remove it") from None
+    if out.facts() != expected:
+        raise SourceError(
+            f"{path} was changed",
+            hint="wait until nothing writes to it, then run again; in a checkpoint of ours `tpuconv verify --update` "
+            "takes a change that was meant into the manifest",
+        )
+
+
+def take_in(folder: Path, name: str) -> None:
+    """Seals a folder again with a file as it is now, after it was written into the published output.
+
+    Raises:
+        CorruptOutput: the manifest cannot be understood.
+        ResourceError: it cannot be written.
+    """
+    sealed = read_sealed(folder)
+    if sealed.is_sealed:
+        reseal(folder, sealed, {**sealed.files, name: hash_file(folder / name)})
+
+
+def reseal(folder: Path, sealed: Sealed, files: Mapping[str, Any]) -> None:
+    """Writes a manifest with other facts of the files."""
+    replace_file(folder / MANIFEST, seal({**sealed.raw, "files": dict(files)}))
+
+
+def size_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Files, by their path in the folder, that are missing or not of their size, and what is wrong."""
+    for name, size in sizes.items():
+        try:
+            status = os.stat(folder / name)
+        except OSError as e:
+            yield name, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            yield name, "is no regular file"
+        elif status.st_size != size:
+            yield name, f"has {status.st_size} bytes instead of {size}"
+
+
+def raise_damage(folder: Path, faults: Iterable[tuple[str, str]]) -> None:
+    """Raises CorruptOutput if an output that is there already has faults, files and what is wrong with them."""
+    if lines := [f"{name} {fault}" for name, fault in faults]:
+        raise CorruptOutput(
+            f"{folder} is damaged: {len(lines)} of its files are not as they were written",
+            details=shorten(lines),
+            hint="give --overwrite to make it again",
+        )
+
+
+def extra_entries(folder: Path, expected: Iterable[str]) -> list[str]:
+    """What lies in a folder, not deeper, beside the expected names and those of files of ours that are being
+    written."""
+    known = {STAGED, *expected}
+    return sorted(e.name for e in folder.iterdir() if e.name not in known and e.name.removesuffix(PARTIAL) not in known)
+
+
+def why_not_ours(folder: Path) -> list[str]:
+    """Why a folder must not be replaced: nothing but outputs of ours may be. Empty where it may."""
+    if not folder.is_dir():
+        return ["it is no folder"]
+    names = sorted(entry.name for entry in folder.iterdir())
+    if not names or STAGED in names:
+        return []
+    try:
+        raw = parse(_read_manifest(folder / MANIFEST), MANIFEST, CorruptOutput)
+        check(raw, SCHEMA, MANIFEST, CorruptOutput)
+    except TpuconvError:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return [f"it holds {', '.join(names[:5])}{more}, and no manifest of tpuconv"]
+    if raw["format"] < SEALED_SINCE:
+        return []
+    foreign = extra_entries(folder, [MANIFEST, *(name.partition("/")[0] for name in raw.get("files", {}))])
+    return [f"it holds {name}, which tpuconv did not write" for name in foreign]

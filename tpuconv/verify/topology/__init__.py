@@ -1,0 +1,1 @@
+"""What the TPU compiler says of a model, without a TPU."""

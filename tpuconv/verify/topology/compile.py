@@ -1,0 +1,236 @@
+"""The child of `tpuconv.verify.topology.request`: compiles one model for one slice, and writes what it found.
+
+`main` runs in a process of its own, with the environment that libtpu wants.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tpuconv.checkpoint.device_layouts import DeviceLayout
+from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.sharding import MESH_AXES, decoding_mesh
+from tpuconv.verify.topology.hlo import Schedule
+from tpuconv.verify.topology.request import Memory, Program, Question, Slice, format_mesh
+
+PREFILL_TOKENS = 2048
+"""Tokens of all sequences in one call of prefill: a prompt goes through in chunks, as its scores would not fit."""
+
+
+def main(asked: Path, answered: Path) -> None:
+    """Reads a `Question` and the name of a slice, and writes an `Answer` or an error, as JSON."""
+    question = json.loads(asked.read_text())
+    topology = Slice(question.pop("topology"))
+    try:
+        facts: Mapping[str, Any] = compile_for(Question(**question), topology)
+    except TpuconvError as e:
+        facts = {
+            "error": {"type": type(e).__name__, "message": e.message, "details": list(e.details), "hint": e.hint},
+        }
+    answered.write_text(json.dumps(facts))
+
+
+def compile_for(question: Question, topology: Slice) -> dict[str, Any]:
+    """The facts of an `Answer`."""
+    from tpuconv.models.registry import find_family
+
+    family = find_family(question.config)
+    config = family.config.from_hf(question.config)
+    mesh = dict(question.mesh or decoding_mesh(config.axes, topology.devices))
+    if prod(mesh.values()) != topology.devices:
+        raise UsageError(
+            f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
+            hint="leave --mesh out for one that fits",
+        )
+    return _Compilation(question, topology, family, config, mesh).answer()
+
+
+class _Compilation:
+    """One model on one mesh. Imports jax."""
+
+    def __init__(self, question: Question, topology: Slice, family: Any, config: Any, mesh: Mapping[str, int]):
+        import jax
+        from flax import nnx
+
+        from tpuconv.models.common.cache import cache_shardings
+
+        self.question, self.topology, self.sizes = question, topology, mesh
+        self.model = model_of(question, family, config)
+        self.graph, self.state = nnx.split(self.model)
+        self.mesh = _mesh(topology, mesh)
+        self.formats: Any = None
+        table = family.table.stack_layers() if self.model.scan_layers else family.table
+        self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
+        cache = jax.eval_shape(lambda: self.model.init_cache(question.batch, question.context, question.cache_dtype))
+        self.params = nnx.from_flat_state(
+            [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(self.state)]
+        )
+        self.cache = jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh))
+
+    def _param(self, path: tuple[Any, ...], value: Any) -> Any:
+        """The parameter's place. What Qwix keeps of it, values and scales, have its axes."""
+        from tpuconv.models.common.placement import sharding
+
+        names = list(map(str, path))
+        prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
+        axes = next(self.axes[name] for name in prefixes if name in self.axes)
+        return _placed(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
+
+    def answer(self) -> dict[str, Any]:
+        question, available = self.question, self.topology.chip.hbm
+        weights, cache = _bytes(self.params), _bytes(self.cache)
+        facts: dict[str, Any] = {"topology": self.topology.name, "devices": self.topology.devices, "mesh": self.sizes}
+        programs: list[Program] = []
+        why = ""
+        if weights + cache > available:
+            why = f"weights and cache alone take {_gib(weights + cache)} of {_gib(available)}"
+        chunk = max(1, min(question.context, PREFILL_TOKENS // question.batch))
+        tokens = {"decode": 1, "prefill": chunk}
+        for name in question.programs:
+            if not why:
+                try:
+                    programs.append(self._compile(name, tokens[name]))
+                except Exception as e:  # jax has no error of its own for what does not fit
+                    if "RESOURCE_EXHAUSTED" not in str(e):
+                        raise TpuconvError(
+                            f"{name} does not compile for {self.topology.name}: {str(e)[:300]}",
+                            hint="this is a limit of the compiler or a bug of tpuconv: please report it",
+                        ) from e
+                    why = f"{name} does not fit: {_reason(str(e))}"
+        temporaries = max((program.temporaries for program in programs), default=0)
+        code = sum(program.code for program in programs)
+        memory = Memory(available, weights, cache, temporaries, code)
+        if not why and memory.headroom < 0:
+            why = f"prefill and decode together take {_gib(memory.peak)} of {_gib(available)}"
+        facts |= {"memory": vars(memory), "programs": [vars(program) for program in programs], "why": why}
+        return facts | {"layouts": {} if why else self._layouts()}
+
+    def _layouts(self) -> dict[str, DeviceLayout]:
+        """How decoding would have each parameter lie."""
+        from flax import nnx
+
+        out = {}
+        shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, self.formats[0]))
+        for path, value in shapes.items():
+            layout = formats[path].get_value().layout
+            out[".".join(map(str, path))] = DeviceLayout(value.dtype.name, layout.major_to_minor, layout.tiling)
+        return out
+
+    def _compile(self, name: str, tokens: int) -> Program:
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+        from jax.experimental import layout
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from tpuconv.models.generate import compiler_options
+
+        def step(params: Any, cache: Any, ids_BT: Any) -> Any:
+            """The most likely next token of every sequence, and the cache."""
+            logits_BTV, cache = nnx.merge(self.graph, params)(ids_BT, cache=cache)
+            return jnp.argmax(logits_BTV[:, -1], axis=-1), cache
+
+        everywhere = NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        ids = jax.ShapeDtypeStruct((self.question.batch, tokens), jnp.int32, sharding=everywhere)  # type: ignore[no-untyped-call]
+        formats = self.formats
+        if formats is None:  # decode comes first, and says how the cache and the weights should lie
+            formats = jax.tree.map(lambda x: layout.Format(layout.Layout.AUTO, x.sharding), (self.params, self.cache))
+        jitted = jax.jit(
+            step, donate_argnums=1, in_shardings=(*formats, everywhere), out_shardings=(everywhere, formats[1])
+        )
+        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.cache, ids))  # type: ignore[no-untyped-call]
+        with jax.sharding.set_mesh(self.mesh):
+            began = time.monotonic()
+            compiled = jitted.lower(*bare).compile(compiler_options("tpu"))
+            seconds = time.monotonic() - began
+        self.formats = self.formats or compiled.input_formats[0][:2]
+        memory: Any = compiled.memory_analysis()
+        schedule = Schedule(str(compiled.as_text()))
+        read, written = schedule.hbm
+        chip = self.topology.chip
+        return Program(
+            name=name,
+            tokens=tokens,
+            compile_seconds=round(seconds, 1),
+            temporaries=memory.temp_size_in_bytes,
+            code=memory.generated_code_size_in_bytes,
+            peak=memory.peak_memory_in_bytes,
+            hbm_read=read,
+            hbm_written=written,
+            floor=(read + written) / chip.bandwidth,
+            expected_floor=schedule.hbm_expected / chip.bandwidth,
+            estimate=schedule.estimate(chip.bandwidth, chip.ici, chip.clock),
+            collectives=schedule.collectives(),
+            products=schedule.products(),
+            copies=schedule.copies(),
+            custom_calls=schedule.custom_calls(),
+        )
+
+
+def model_of(question: Question, family: Any, config: Any) -> Any:
+    """The model with shapes instead of arrays."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    dtype = jnp.dtype(question.dtype)
+    if question.checkpoint:
+        from tpuconv.checkpoint.manifest import read_manifest
+        from tpuconv.restore import abstract_model
+
+        return abstract_model(read_manifest(Path(question.checkpoint)), dtype)
+
+    def build() -> Any:
+        return family.model_class(config, dtype=dtype)
+
+    if question.quantize is None:
+        return nnx.eval_shape(build)
+    from tpuconv.quantize.rules import abstract
+
+    return abstract(build, question.quantize)
+
+
+def _placed(x: Any, where: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
+
+
+def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
+    from jax.experimental import mesh_utils, topologies
+    from jax.sharding import Mesh
+
+    bounds = {"chips_per_host_bounds": topology.bounds} if topology.bounds else {}
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **bounds)
+    except Exception as e:  # a RuntimeError of jax's own kind
+        raise UsageError(
+            f"there is no slice {topology.name}: {str(e)[:200]}",
+            hint=f"of {topology.kind} there are {', '.join(topology.chip.slices)}",
+        ) from e
+    shape = tuple(sizes.values()) or (1,)
+    devices = mesh_utils.create_device_mesh(shape, described.devices, allow_split_physical_axes=True)
+    return Mesh(devices, tuple(sizes) or ("tensor",))
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's part of every array."""
+    import jax
+
+    return sum(
+        -(-prod(x.sharding.shard_shape(x.shape)) * jax.dtypes.itemsize_bits(x.dtype) // 8)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _reason(text: str) -> str:
+    """The compiler's own sentence."""
+    found = re.search(r"RESOURCE_EXHAUSTED:\s*(.*)", text)
+    return (found[1] if found else text)[:300]
