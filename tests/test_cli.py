@@ -20,7 +20,7 @@ from tpuconv import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 SAMPLE = EXAMPLE.parent / "sample.txt"
-COMMANDS = ("convert", "quantize", "export", "verify", "generate", "inspect", "families")
+COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families")
 
 
 def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -61,19 +61,19 @@ def converted(tmp_path_factory) -> Path:
 
 def test_the_commands_work_one_after_the_other_as_they_stand(converted):
     assert sorted(os.listdir(converted)) == ["tiny-qwen3-orbax"]
-    assert "tiny-qwen3-orbax, the newest checkpoint here" in tpuconv("verify", cwd=converted).stdout
+    assert "tiny-qwen3-orbax, the newest checkpoint in this folder" in tpuconv("verify", cwd=converted).stdout
     compared = tpuconv("verify", "--compare-hf", cwd=converted).stdout
-    assert "tiny-qwen3-orbax, the newest checkpoint here" in compared
+    assert "tiny-qwen3-orbax, the newest checkpoint in this folder" in compared
     assert "failed" not in compared
 
 
 def test_converted_quantized_and_verified_in_three_commands(tmp_path):
     tpuconv("convert", EXAMPLE, cwd=tmp_path)
     said = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
-    assert "tiny-qwen3-orbax, the newest checkpoint here" in said
+    assert "tiny-qwen3-orbax, the newest checkpoint in this folder" in said
     assert "8.30 bits a weight" in said
     compared = tpuconv("verify", "--compare-hf", cwd=tmp_path).stdout
-    assert "tiny-qwen3-orbax-int8_default, the newest checkpoint here" in compared
+    assert "tiny-qwen3-orbax-int8_default, the newest checkpoint in this folder" in compared
     assert compared.count("holds") == 2
     again = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
     assert "tiny-qwen3-orbax-int8_default is already there" in again
@@ -134,8 +134,8 @@ def test_layer_by_layer_the_first_that_departs_is_named(tmp_path, few_prompts):
     tpuconv("convert", write_checkpoint(tmp_path / "wrong", config, tensors), cwd=tmp_path)
     args = ("verify", "--compare-hf", "--layerwise", "--source", EXAMPLE, "--prompts", few_prompts)
     done = tpuconv(*args, cwd=tmp_path, code=3)
-    assert "layer 2 is the first to depart" in done.stderr
-    assert re.search(r"layer 2 .* departs: the gate is 0\.05\n +layer 3 (?!.*departs)", done.stdout)
+    assert "layer 2 is the first to diverge" in done.stderr
+    assert re.search(r"layer 2 .* diverges: the gate is 0\.05\n +layer 3 (?!.*diverges)", done.stdout)
     facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
     assert facts["first_departing"] == "layer 2"
     assert [part["departs"] for part in facts["layers"]] == [False, False, False, True, False, False]
@@ -175,7 +175,7 @@ def test_the_example_writes_on(converted):
     args = ("generate", "--prompt", "The king said", "--max-new-tokens", "40")
     shown = tpuconv(*args, cwd=converted).stdout
     first, text = shown.split("\n", 1)
-    assert first == "Generating with tiny-qwen3-orbax, the newest checkpoint here."
+    assert first == "Generating with tiny-qwen3-orbax, the newest checkpoint in this folder."
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -191,7 +191,7 @@ def test_the_example_writes_on(converted):
 
 
 def test_a_benchmark_tells_what_was_reached_and_on_what(converted):
-    args = ("verify", "--benchmark", "--batch", "1,2", "--prompt-length", "9", "--new-tokens", "5", "--repeats", "1")
+    args = ("benchmark", "--batch", "1,2", "--prompt-length", "9", "--new-tokens", "5", "--repeats", "1")
     facts = json.loads(tpuconv(*args, "--json", cwd=converted).stdout)
     assert {"device", "versions", "commit", "dtype", "limits"} <= set(facts)
     assert facts["text"].startswith("Once upon a time, there was a little")
@@ -202,7 +202,7 @@ def test_a_benchmark_tells_what_was_reached_and_on_what(converted):
         assert 0 < timing["bandwidth_share"] < 1
         assert 0 < timing["peak_share"] < 1
         assert timing["memory_bytes"] > timing["step_bytes"] > facts_bytes(converted)
-    table = tpuconv(*args[:2], *args[4:], "--markdown", cwd=converted).stdout
+    table = tpuconv(*args[:1], *args[3:], "--markdown", cwd=converted).stdout
     assert re.search(r"^\| batch \| prompt \| new \|.*\n\|( --- \|)+\n\| 1 \| 9 \| 5 \|", table, re.MULTILINE)
 
 
@@ -358,14 +358,14 @@ MISTAKES = {
     "an option": (("convert", "x", "--drry-run"), 2, "--dry-run"),
     "a folder": (("convert", "./nowhere"), 2, "nowhere"),
     "a dtype": (("convert", "x", "--dtype", "float3"), 2, "float32"),
-    "a size": (("convert", "x", "--max-memory", "lots"), 2, "is no size"),
-    "no memory": (("convert", "x", "--max-memory", "0"), 2, "is no size"),
-    "layers": (("convert", "x", "--layers", "5-3"), 2, "is no range of layers"),
+    "a size": (("convert", "x", "--max-memory", "lots"), 2, "is not a size"),
+    "no memory": (("convert", "x", "--max-memory", "0"), 2, "is not a size"),
+    "layers": (("convert", "x", "--layers", "5-3"), 2, "is not a range of layers"),
     "an option that does not go alone": (("verify", "--source", "x"), 2, "--source goes with --compare-hf"),
-    "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "--batch goes with --benchmark"),
-    "two ways to verify": (("verify", "--benchmark", "--compare-hf"), 2, "exclude each other"),
-    "a list": (("verify", "--benchmark", "--batch", "1;2"), 2, "is no list of positive numbers"),
-    "one new token": (("verify", EXAMPLE, "--benchmark", "--new-tokens", "1"), 2, "2 or more"),
+    "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "No such option '--batch'"),
+    "two ways to verify": (("verify", "--update", "--compare-hf"), 2, "exclude each other"),
+    "a list": (("benchmark", "--batch", "1;2"), 2, "is not a list of positive integers"),
+    "one new token": (("benchmark", EXAMPLE, "--new-tokens", "1"), 2, "2 or more"),
     "no config": (("quantize",), 2, "--config is missing"),
     "a config": (("quantize", "--config", "int8_defualt"), 2, "the nearest is int8_default"),
     "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),
@@ -391,7 +391,7 @@ def test_prompts_that_cannot_be_read_are_a_mistake(converted, tmp_path):
     prompts = tmp_path / "prompts.txt"
     args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", prompts)
     prompts.write_bytes("Die Würde des Menschen".encode("latin-1"))
-    assert "is no text in UTF-8" in tpuconv(*args, cwd=converted, code=2).stderr
+    assert "is not text in UTF-8" in tpuconv(*args, cwd=converted, code=2).stderr
     prompts.write_text("\n \n")
     assert "holds no prompt" in tpuconv(*args, cwd=converted, code=2).stderr
 

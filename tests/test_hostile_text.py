@@ -154,7 +154,7 @@ def test_a_folder_of_any_name_is_shown(name, converted, tmp_path):
     assert out.startswith(f"{shown}.out: qwen3, ")
     assert f"{shown}.out is already there" in tpuconv("convert", name, f"{name}.out", cwd=tmp_path)[0]
     out, _ = tpuconv("verify", cwd=tmp_path / folder)
-    assert f"Verifying {text.plain(Path(name).name)}.out, the newest checkpoint here." in out
+    assert f"Verifying {text.plain(Path(name).name)}.out, the newest checkpoint in this folder." in out
     assert "every checksum holds" in out
     card = (tmp_path / f"{name}.out" / "README.md").read_bytes().decode()
     assert text.code(Path(name).name) in card
@@ -191,7 +191,7 @@ ARGUMENTS = {
     "a config": ("quantize", "x", "--config", LONG),
     "a checkpoint to export": ("export", LONG, "x"),
     "a checkpoint to verify": ("verify", LONG),
-    "a topology's source": ("verify", LONG, "--topology", "v5e:2x2"),
+    "a topology's source": ("fit", LONG, "--topology", "v5e:2x2"),
     "a comparison's source": ("verify", "x", "--compare-hf", "--source", LONG),
     "a model to generate": ("generate", LONG, "--prompt", "x"),
     "a folder to inspect": ("inspect", LONG),
@@ -217,7 +217,7 @@ def test_bytes_that_are_no_utf8_are_a_mistake_where_nothing_is(tmp_path):
         assert r"\udcff" in tpuconv(*args, cwd=tmp_path, code=2)[1]
     out, _ = tpuconv("convert", b"./\xff", "--json", cwd=tmp_path, code=2)
     assert json.loads(out)["error"]["exit_code"] == 2
-    assert "is no text in UTF-8" in tpuconv("generate", "x", "--prompt", b"\xff", cwd=tmp_path, code=2)[1]
+    assert "is not text in UTF-8" in tpuconv("generate", "x", "--prompt", b"\xff", cwd=tmp_path, code=2)[1]
 
 
 @pytest.mark.parametrize("src", ["a\0b", LONG, "~no-such-user/x", "/" + LONG, "loop"])
@@ -259,15 +259,15 @@ NUMBERS = {
     "layers of other digits": ("convert", "x", "--layers", "²"),
     "memory": ("convert", "x", "--max-memory", "inf"),
     "memory not a number": ("convert", "x", "--max-memory", "nan"),
-    "batch": ("verify", "x", "--benchmark", "--batch", str(10**11)),
-    "batch of many digits": ("verify", "x", "--benchmark", "--batch", "9" * 5000),
-    "prompt length": ("verify", "x", "--benchmark", "--prompt-length", str(10**11)),
-    "new tokens": ("verify", "x", "--benchmark", "--new-tokens", str(10**11)),
-    "context": ("verify", "x", "--topology", "v5e:2x2", "--context", str(10**30)),
+    "batch": ("benchmark", "x", "--batch", str(10**11)),
+    "batch of many digits": ("benchmark", "x", "--batch", "9" * 5000),
+    "prompt length": ("benchmark", "x", "--prompt-length", str(10**11)),
+    "new tokens": ("benchmark", "x", "--new-tokens", str(10**11)),
+    "context": ("fit", "x", "--topology", "v5e:2x2", "--context", str(10**30)),
     "mesh": ("inspect", EXAMPLE, "--mesh", "data=" + "9" * 5000),
     "mesh of other digits": ("inspect", EXAMPLE, "--mesh", "data=²"),
-    "topology": ("verify", EXAMPLE, "--topology", ","),
-    "topology of many digits": ("verify", EXAMPLE, "--topology", "v5e:" + "9" * 5000 + "x2"),
+    "topology": ("fit", EXAMPLE, "--topology", ","),
+    "topology of many digits": ("fit", EXAMPLE, "--topology", "v5e:" + "9" * 5000 + "x2"),
 }
 
 
@@ -385,20 +385,22 @@ def test_a_signal_in_the_middle_of_an_import_has_its_exit_code(number, code, pla
     the interpreter would end with SIGINT by one that was raised within `exec`."""
     program = (
         "import os, sys, builtins\n"
+        "from importlib.machinery import ExtensionFileLoader\n"
         "from tpuconv import cli\n"
+        "from tpuconv.commands import convert\n"
         f"signal = lambda: os.kill(os.getpid(), {int(number)})\n"
         "class Find:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        frame = sys._getframe()\n"
-        "        while frame and not isinstance(frame.f_locals.get('self'), cli.ExtensionFileLoader):\n"
+        "        while frame and not isinstance(frame.f_locals.get('self'), ExtensionFileLoader):\n"
         "            frame = frame.f_back\n"
         "        if frame and name.startswith('numpy.'):\n"
         "            sys.meta_path.remove(self)\n"
         "            signal()\n"
-        "def run():\n"
+        "def run(as_json):\n"
         "    exec('signal()', {'signal': signal})\n"
         "if sys.argv.pop() == 'exec':\n"
-        "    cli._rules = lambda config: run()\n"
+        "    convert.resumable = run\n"
         "else:\n"
         "    sys.meta_path.insert(0, Find())\n"
         "cli.main()\n"
@@ -443,7 +445,7 @@ def test_a_limit_of_addresses_that_jax_cannot_live_with_is_said(args, converted)
     command = [*limited(resource.RLIMIT_AS, 1_500_000_000), *COMMAND, *map(str, args)]
     done = subprocess.run(command, cwd=converted, capture_output=True, text=True, check=False)
     assert done.returncode == 8, done.stderr
-    assert "1.5 GB of addresses" in done.stderr
+    assert "limited to 1.5 GB" in done.stderr
     assert "ulimit -v" in done.stderr
 
 

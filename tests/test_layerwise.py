@@ -117,12 +117,12 @@ def test_what_cannot_be_compared_is_refused(hf: Any, orbax: Any, tmp_path: Path)
 PEAK = """
 import sys
 from pathlib import Path
-from tpuconv.cli import _peak_memory
+from tpuconv.memory import peak_memory
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.verify.layerwise import compare_layers
 peaks = []
 compare_layers(read_manifest(Path(sys.argv[1])), Path(sys.argv[2]), [[1, 2, 3]], "float32",
-               lambda part: peaks.append(_peak_memory()))
+               lambda part: peaks.append(peak_memory()))
 print(*peaks)
 """
 

@@ -152,7 +152,7 @@ def test_the_compiler_writes_them_for_every_slice_that_fits(tmp_path):
     encoded(random_checkpoint(tmp_path / "hf", qwen3_config(**wide)), tmp_path / "fp8", fp8)
     convert(tmp_path / "fp8", tmp_path / "out", Options(encoding="keep"))
     done = command(
-        "verify", tmp_path / "out", "--topology", "v5e:2x2,v5e:1x1", "--write-layouts", "--context", 64, "--json"
+        "fit", tmp_path / "out", "--topology", "v5e:2x2,v5e:1x1", "--write-layouts", "--context", 64, "--json"
     )
     facts = json.loads(done.stdout)
     assert (facts["layouts"], facts["quantization"]) == (str(tmp_path / "out" / LAYOUTS), "as released")
@@ -171,11 +171,11 @@ def test_the_compiler_writes_them_for_every_slice_that_fits(tmp_path):
 def test_layouts_that_cannot_be_written_say_why(checkpoint, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(qwen3_config()))
     for args, answer in (
-        ((checkpoint, "--write-layouts"), "--write-layouts goes with --topology"),
-        ((tmp_path, "--topology", "v5e:1x1", "--write-layouts"), "is none"),
+        ((checkpoint, "--write-layouts"), "Missing option '--topology'"),
+        ((tmp_path, "--topology", "v5e:1x1", "--write-layouts"), "is not a checkpoint of tpuconv"),
         (
             (checkpoint, "--topology", "v5e:1x1", "--write-layouts", "--quantize", "int8_default"),
-            "still to be quantized",
+            "is not quantized yet",
         ),
     ):
-        assert answer in command("verify", *args, code=2).stderr
+        assert answer in command("fit", *args, code=2).stderr

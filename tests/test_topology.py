@@ -12,7 +12,8 @@ from rich.console import Console
 from test_cli import EXAMPLE, tpuconv
 from tpu_compiler import answers_of, compiler
 
-from tpuconv import cli
+from tpuconv.api import Fit
+from tpuconv.commands.fit import tables
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
@@ -84,7 +85,7 @@ def test_generate_compiles_the_same_way(answers):
 
 def ask(folder, config, *args, code=0):
     (folder / "config.json").write_text(json.dumps(config))
-    return tpuconv("verify", folder / "config.json", *args, code=code)
+    return tpuconv("fit", folder / "config.json", *args, code=code)
 
 
 DENSE = qwen3_config(
@@ -269,14 +270,14 @@ MISTAKES = {
         ("--topology", "v5e:2x2", "--encoding", "keep", "--quantize", "int8_default"),
         "exclude each other",
     ),
-    "kept without a slice": (("--encoding", "keep"), "--encoding goes with --topology"),
+    "kept without a slice": (("--encoding", "keep"), "Missing option '--topology'"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_an_answer_that_helps(mistake):
     args, answer = MISTAKES[mistake]
-    assert answer in tpuconv("verify", EXAMPLE, *args, code=2).stderr
+    assert answer in tpuconv("fit", EXAMPLE, *args, code=2).stderr
 
 
 @compiler
@@ -288,7 +289,7 @@ def test_a_mistake_gets_an_answer_that_helps(mistake):
     ],
 )
 def test_what_libtpu_does_not_know_is_a_mistake_too(args, answer):
-    assert answer in tpuconv("verify", EXAMPLE, *args, code=2).stderr
+    assert answer in tpuconv("fit", EXAMPLE, *args, code=2).stderr
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
@@ -308,7 +309,7 @@ def test_the_tables_can_be_read_on_a_narrow_terminal():
     program = tpu.Program("prefill", 2048, 12, 0, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
     answer = tpu.Answer("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
     console = Console(width=80, record=True, file=io.StringIO())
-    for table in cli._answer_tables("model", tpu.Question({}), [answer]):
+    for table in tables(Fit("model", tpu.Question({}), [answer], None)):
         console.print(table)
     text = console.export_text()
     assert "160 all-reduce, 10.2 MB" in text

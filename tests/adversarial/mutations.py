@@ -353,9 +353,9 @@ FORMS = ("checkpoint", "quantized", "kept")
 
 def read_all(folder: Path) -> None:
     """What the commands do with a checkpoint before they trace its model or read its weights."""
+    from tpuconv.api import inspect
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import open_checkpoint
-    from tpuconv.cli import _our_tensors
     from tpuconv.convert import export
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.plan.types import Options
@@ -366,7 +366,7 @@ def read_all(folder: Path) -> None:
 
     manifest = read_manifest(folder)
     family = get_family(manifest.family)
-    _our_tensors(folder, {"tensor": 2})
+    inspect(folder, mesh={"tensor": 2})
     assert isinstance(manifest.dtype, str)
     drain(check(manifest))
     if manifest.is_rounded and manifest.quantization is not None:

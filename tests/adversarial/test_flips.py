@@ -17,8 +17,8 @@ from adversarial_counts import count
 from simulated import contents, copy_tree
 
 import tpuconv
+from tpuconv.api import verify
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.cli import _check
 from tpuconv.cli import tpuconv as command
 from tpuconv.convert import export as exporter
 from tpuconv.convert.plan.types import Options
@@ -66,8 +66,7 @@ def outputs(tmp_path_factory) -> Path:
 
 def faults(folder: Path) -> dict[str, str]:
     """What `verify` finds, by the name of the file or array."""
-    checked, _ = _check(folder, as_json=True)
-    return {each.name: each.fault for each in checked if each.fault}
+    return {each.name: each.fault for each in verify(folder).faults}
 
 
 def flip(rng: random.Random, data: bytearray, _: bytes) -> None:

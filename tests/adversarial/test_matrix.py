@@ -336,7 +336,7 @@ def test_row_08_little_memory(made, middle, tmp_path):
         ("quantize", made / "orbax", tmp_path / "q", "--config", "int8_weight_only"),
         ("generate", made / "orbax", "--prompt", "x"),
     ):
-        assert "1.5 GB of addresses" in tpuconv(*args, limit=limit, code=8).stderr
+        assert "limited to 1.5 GB" in tpuconv(*args, limit=limit, code=8).stderr
     for size in (150_000_000, 400_000_000, 700_000_000):
         done = tpuconv("convert", middle, tmp_path / f"{size}", limit=(resource.RLIMIT_AS, size), code=None)
         assert done.returncode in (0, 8), done.stderr

@@ -20,8 +20,8 @@ from adversarial_counts import count
 from simulated import contents, copy_tree
 
 import tpuconv
+from tpuconv import api
 from tpuconv.checkpoint import reader as checkpoint_module
-from tpuconv.cli import _check
 from tpuconv.errors import CorruptOutput, SourceError, TpuconvError
 from tpuconv.storage.journal import Journal
 from tpuconv.storage.sealed import STAGED, identity
@@ -124,8 +124,7 @@ def load(ckpt: Path, _: Path) -> dict[str, Any]:
 
 
 def verify(ckpt: Path, _: Path) -> dict[str, Any]:
-    checked, _ = _check(ckpt, as_json=True)
-    if faults := [each for each in checked if each.fault]:
+    if faults := api.verify(ckpt).faults:
         raise CorruptOutput(f"a false alarm: {faults}")
     return {}
 

@@ -1,0 +1,52 @@
+"""The Python interface: one function for each command. Functions return dataclasses, never print, and raise children of
+`tpuconv.errors.TpuconvError`. `progress` is called with a `Progress` while long work runs.
+
+    from tpuconv import api
+
+    conversion = api.convert("Qwen/Qwen3-8B", "/data/Qwen3-8B")
+    assert api.verify(conversion.out).passed
+
+Importing this module imports neither jax nor numpy; a function imports what it needs when it is called.
+"""
+
+from tpuconv.api.conversion import (
+    Conversion,
+    ConversionPlan,
+    Export,
+    convert,
+    export,
+    plan,
+    plan_quantization,
+    quantize,
+)
+from tpuconv.api.evaluation import Comparison, Verification, compare, verify
+from tpuconv.api.inspection import Inspection, inspect
+from tpuconv.api.models import load
+from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
+from tpuconv.api.recipes import Sensitivity, sensitivity
+from tpuconv.progress import Progress
+
+__all__ = [
+    "Benchmark",
+    "Comparison",
+    "Conversion",
+    "ConversionPlan",
+    "Export",
+    "Fit",
+    "Inspection",
+    "Progress",
+    "Sensitivity",
+    "Verification",
+    "benchmark",
+    "compare",
+    "convert",
+    "export",
+    "fit",
+    "inspect",
+    "load",
+    "plan",
+    "plan_quantization",
+    "quantize",
+    "sensitivity",
+    "verify",
+]

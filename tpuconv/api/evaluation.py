@@ -1,0 +1,249 @@
+"""Verify and compare."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
+from tpuconv.paths import plain_path
+from tpuconv.progress import Listener, Progress, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.verify.checksums import Checked
+    from tpuconv.verify.layerwise import LayerError
+    from tpuconv.verify.logits import Comparison as Statistics
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+        checkpoint: the folder that was checked.
+        arrays: how many arrays were checked.
+        files: how many other files were checked.
+        bytes: size of what was read.
+        faults: what is missing, damaged, changed or extra.
+        updated: files that were taken into the manifest; None if that was not asked for.
+        seconds: wall-clock time.
+    """
+
+    checkpoint: Path
+    arrays: int
+    files: int
+    bytes: int
+    faults: Sequence["Checked"]
+    updated: Sequence[str] | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    def check(self) -> None:
+        """Raises CorruptOutput if there are faults."""
+        if self.faults:
+            count = len(self.faults)
+            raise CorruptOutput(
+                f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
+                details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
+                hint="convert the checkpoint again, with --overwrite; if a file was changed on purpose, "
+                "`tpuconv verify --update` takes the change into the manifest",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        return {
+            "passed": self.passed,
+            "checkpoint": str(self.checkpoint),
+            "arrays": self.arrays,
+            "files": self.files,
+            "bytes": self.bytes,
+            "faults": [{"name": each.name, "fault": each.fault} for each in self.faults],
+            **({"updated": list(self.updated)} if self.updated is not None else {}),
+        }
+
+
+def verify(ckpt: str | Path, *, update: bool = False, progress: Listener = ignore) -> Verification:
+    """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
+
+    Args:
+        ckpt: the folder.
+        update: first take config.json, tokenizer files and model cards into the manifest as they are now.
+        progress: called while it runs.
+
+    Raises:
+        UsageError: the folder was not written by tpuconv.
+        CorruptOutput: its manifest cannot be understood.
+    """
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
+    from tpuconv.verify import checksums
+
+    folder = Path(ckpt)
+    updated = checksums.update(read_manifest(folder)) if update else None
+    began = time.monotonic()
+    if kind_of(folder) == SAFETENSORS:
+        sealed = read_sealed(folder)
+        checks, arrays = checksums.check_export(folder, sealed), 0
+        total = sum(facts["bytes"] for facts in sealed.files.values())
+    else:
+        manifest = read_manifest(folder)
+        checks, arrays, total = checksums.check(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
+    checked, done = [], 0
+    for each in checks:
+        checked.append(each)
+        done += each.nbytes
+        progress(Progress("checking", min(done, total), total))
+    faults = [each for each in checked if each.fault]
+    return Verification(folder, arrays, len(checked) - arrays, done, faults, updated, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The logits of a converted model beside those of transformers.
+
+    Attributes:
+        checkpoint: the folder of the checkpoint.
+        source: what it was compared with: a Hub id or a folder.
+        source_changed: shards that are others than at the conversion; None if that cannot be told.
+        statistics: differences, divergences and gates.
+        rounded: whether the checkpoint is quantized to fewer bits than its source has.
+        mesh: the mesh that the model ran on, None for one device.
+        layers: errors of each layer; empty without `layerwise`.
+    """
+
+    checkpoint: Path
+    source: str
+    source_changed: Sequence[str] | None
+    statistics: "Statistics"
+    rounded: bool
+    mesh: Mapping[str, int] | None
+    layers: Sequence["LayerError"]
+    layerwise: bool
+
+    @property
+    def first_diverging(self) -> str | None:
+        """The first layer whose error is above its gate."""
+        return next((layer.name for layer in self.layers if layer.departs), None)
+
+    @property
+    def failures(self) -> list[str]:
+        """What failed, a sentence each."""
+        first = self.first_diverging
+        return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures()
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def check(self) -> None:
+        """Raises GateError if a gate failed."""
+        if self.failures:
+            what = "quantized" if self.rounded else "converted"
+            raise GateError(
+                f"the {what} model does not compute what the original does",
+                details=self.failures,
+                hint="the source changed since the conversion: convert it again" if self.source_changed else None,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        facts = {"checkpoint": str(self.checkpoint), "source": self.source, **self.statistics.to_json()}
+        facts["source_changed"] = None if self.source_changed is None else bool(self.source_changed)
+        if self.mesh:
+            facts["mesh"] = dict(self.mesh)
+        if self.layerwise:
+            facts["layers"] = [layer.to_json() for layer in self.layers]
+            facts["first_departing"] = self.first_diverging
+        return facts | {"passed": self.passed, "failures": self.failures}
+
+
+def compare(
+    ckpt: str | Path,
+    *,
+    source: str | Path | None = None,
+    prompts: Sequence[str] = (),
+    dtype: str = "auto",
+    mesh: Mapping[str, int] | None = None,
+    layerwise: bool = False,
+    on_source: Callable[[Sequence[str] | None], None] = lambda changed: None,
+    on_layer: Callable[["LayerError"], None] = lambda layer: None,
+    progress: Listener = ignore,
+) -> Comparison:
+    """Runs the model of a checkpoint and transformers' model of its source on the same prompts.
+
+    Args:
+        ckpt: a checkpoint of ours.
+        source: the source checkpoint, if it is no longer where it was converted from.
+        prompts: texts; a built-in set by default.
+        dtype: to compute in: "auto" (the checkpoint's), "bfloat16" or "float32".
+        mesh: sizes of mesh axes, such as {"tensor": 4}, to run on several devices.
+        layerwise: compare a layer at a time, so that neither model is in memory as a whole.
+        on_source: called with `Comparison.source_changed` once that is known.
+        on_layer: called with each layer's error as soon as it is known.
+        progress: called while it runs.
+
+    Raises:
+        TpuconvError: the source cannot be found or read, the checkpoint is damaged, or transformers lacks the model.
+    """
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import changed_shards
+    from tpuconv.verify import logits
+    from tpuconv.verify.layerwise import compare_layers
+
+    if layerwise and mesh:
+        raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
+    manifest = read_manifest(Path(ckpt))
+    origin = manifest.raw["source"]
+    devices = logits.device_mesh(mesh) if mesh else None
+    layers: Sequence[LayerError] = ()
+    resolved = resolve(
+        str(source or origin["repo"] or origin["folder"]),
+        revision=None if source else origin["commit"],
+        progress=lambda n, of: progress(Progress("downloading", n, of)),
+    )
+    with resolved, plain_path(resolved.folder) as source_folder, plain_path(manifest.folder) as folder:
+        progress(Progress("comparing the source with that of the conversion"))
+        changed = changed_shards(resolved.folder, origin["shards"])
+        on_source(changed)
+        ids = tokenized(manifest, resolved.folder, prompts)
+        compute = manifest.dtype if dtype == "auto" else dtype
+        if layerwise:
+            layers, reference, ours = compare_layers(
+                replace(manifest, folder=folder), source_folder, ids, compute, on_layer
+            )
+        else:
+            progress(Progress("running transformers"))
+            reference = logits.reference_logits(source_folder, ids, compute)
+    if not layerwise:
+        progress(Progress("running the converted model"))
+        with plain_path(manifest.folder) as folder:
+            ours = logits.model_logits(folder, ids, compute, devices)
+    gates = logits.GATES[compute]
+    if manifest.is_rounded and manifest.quantization:
+        gates = manifest.quantization["gates"]
+    statistics = logits.compare(ids, reference, ours, compute, gates)
+    return Comparison(
+        checkpoint=manifest.folder,
+        source=str(source or origin["name"]),
+        source_changed=changed,
+        statistics=statistics,
+        rounded=manifest.is_rounded,
+        mesh=mesh,
+        layers=layers,
+        layerwise=layerwise,
+    )
+
+
+def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of prompts (the built-in ones where there are none), by the tokenizer in a folder."""
+    from tpuconv.verify.logits import tokenize
+
+    vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
+    with plain_path(tokenizer_folder) as path:
+        return tokenize(path, prompts, vocab)

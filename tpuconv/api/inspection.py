@@ -1,0 +1,106 @@
+"""Inspect the tensors of a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The tensors of a checkpoint by pattern of their names.
+
+    Attributes:
+        format: "tpuconv" for a checkpoint of ours, "safetensors" for others.
+        tensors: how many there are.
+        bytes: their size.
+        patterns: for each pattern the keys that docs/json.md lists.
+        mesh: sizes of the mesh axes; None without a mesh.
+        device_bytes: bytes of one device of the mesh; None without a mesh.
+    """
+
+    format: str
+    tensors: int
+    bytes: int
+    patterns: Sequence[Mapping[str, Any]]
+    mesh: Mapping[str, int] | None
+    device_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        sharded = {"mesh": dict(self.mesh), "device_bytes": self.device_bytes} if self.mesh else {}
+        facts = {"format": self.format, "tensors": self.tensors, "bytes": self.bytes}
+        return {**facts, **sharded, "patterns": list(self.patterns)}
+
+
+def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspection:
+    """The tensors of a checkpoint, from headers alone.
+
+    Args:
+        path: a safetensors folder or file, a Hub id, or a checkpoint of ours.
+        mesh: sizes of mesh axes; shows how a checkpoint of ours is sharded over it.
+
+    Raises:
+        TpuconvError: the path is none of these, or `mesh` is given for a checkpoint that is not ours.
+    """
+    from tpuconv.names import MANIFEST, collapse
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of
+
+    ours = (Path(path) / MANIFEST).is_file() and kind_of(Path(path)) != SAFETENSORS
+    if mesh and not ours:
+        raise UsageError(f"{path} is not a checkpoint of tpuconv: --mesh shards by its axes", hint="convert it first")
+    tensors = _our_tensors(Path(path), mesh or {}) if ours else _source_tensors(str(path))
+    patterns = []
+    for pattern, names in collapse(tensors).items():
+        kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
+        (dtype, shape), more = sorted(kinds)[0], len(kinds) - 1
+        facts = {"pattern": pattern, "count": len(names), "dtype": dtype, "shape": list(shape), "other_kinds": more}
+        if ours:
+            facts["axes"] = tensors[names[0]]["axes"]
+        for key in ("bytes", *(["device_bytes"] if mesh else [])):
+            facts[key] = sum(tensors[name][key] for name in names)
+        if mesh:
+            facts["partition"] = tensors[names[0]]["partition"]
+        patterns.append(facts)
+    return Inspection(
+        format="tpuconv" if ours else "safetensors",
+        tensors=len(tensors),
+        bytes=sum(tensor["bytes"] for tensor in tensors.values()),
+        patterns=patterns,
+        mesh=mesh,
+        device_bytes=sum(tensor["device_bytes"] for tensor in tensors.values()) if mesh else None,
+    )
+
+
+def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The arrays of a checkpoint, and the part of each that one device of the mesh holds."""
+    from tpuconv.checkpoint.manifest import element_bytes, read_manifest
+    from tpuconv.sharding import partition, shard_shape
+
+    tensors = {}
+    for name, array in read_manifest(path).arrays.items():
+        parts, itemsize = partition(array.axes, array.shape, mesh), element_bytes(array.dtype)
+        tensors[name] = {
+            "dtype": array.dtype,
+            "shape": array.shape,
+            "axes": array.axes,
+            "bytes": prod(array.shape) * itemsize,
+            "partition": parts,
+            "device_bytes": prod(shard_shape(array.shape, parts, mesh)) * itemsize,
+        }
+    return tensors
+
+
+def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import open_source, read_header
+
+    if path.endswith(".safetensors") and Path(path).is_file():
+        infos = {info.name: info for info in read_header(Path(path))[2]}
+    else:
+        with resolve(path, weights=False) as resolved:
+            infos = dict(open_source(resolved.folder, repo=resolved.repo).tensors)
+    return {name: {"dtype": info.dtype, "shape": info.shape, "bytes": info.nbytes} for name, info in infos.items()}

@@ -1,0 +1,1 @@
+"""The commands: each parses its options, calls `tpuconv.api` and draws the result. Only this package prints."""

@@ -1,0 +1,100 @@
+"""`tpuconv benchmark`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tpuconv import api, text
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, print_json, say, show
+from tpuconv.commands.inputs import chosen_checkpoint
+from tpuconv.commands.progress import shown
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.sizes import format_size
+
+COLUMNS: dict[str, Callable[[Any], str]] = {
+    "batch": lambda t: f"{t.shape.batch}",
+    "prompt": lambda t: f"{t.shape.prompt_length}",
+    "new": lambda t: f"{t.shape.new_tokens}",
+    "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
+    "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
+    "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
+    "tokens/s each": lambda t: f"{t.per_sequence:.4g}",
+    "tokens/s in all": lambda t: f"{t.in_all:.4g}",
+    "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
+    "memory": lambda t: format_size(t.peak_memory_bytes or t.memory_bytes),
+    "compiled in": lambda t: f"{t.compile_seconds:.1f} s",
+}
+
+
+@options.command(
+    "benchmark",
+    "Time prefill and decoding on this machine.",
+    "tpuconv benchmark",
+    "tpuconv benchmark Qwen3-8B-orbax --batch 1,8 --prompt-length 128 --new-tokens 64",
+    "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",
+)
+@options.ckpt
+@options.benchmark_sizes
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs, of which the median is shown."
+)
+@options.dtype
+@options.cache_dtype
+@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
+@options.as_json
+def benchmark(ckpt: Path | None, markdown: bool, as_json: bool, **sizes: Any) -> None:
+    """Time prefill and decoding of CKPT on the devices of this machine.
+
+    CKPT defaults to the newest checkpoint in the current folder.
+    """
+    chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown)
+    check_address_space_for_jax()
+    with shown(as_json or markdown) as progress:
+        found = api.benchmark(chosen, progress=progress, **sizes)
+    if as_json:
+        print_json(found.to_json())
+    elif markdown:
+        _say_markdown(found)
+    else:
+        show_benchmark(found)
+
+
+def show_benchmark(found: api.Benchmark) -> None:
+    """A table of the timings, the limits of the machine, and the text that was generated."""
+    table = Table(
+        _title(found),
+        tuple(COLUMNS),
+        right=tuple(COLUMNS),
+        optional=("compiled in", "memory", "of the peak", "tokens/s each", "new", "prompt"),
+    )
+    for timing in found.timings:
+        table.add_row(*(cell(timing) for cell in COLUMNS.values()))
+    console().print(table)
+    show(_footer(found))
+    if found.text is not None:
+        say("\nGreedy: " + text.plain(found.text, "\n\t"))
+
+
+def _say_markdown(found: api.Benchmark) -> None:
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    rows += [[cell(timing) for cell in COLUMNS.values()] for timing in found.timings]
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    say("\n".join([text.markdown(_title(found)), "", *lines, "", text.markdown(_footer(found))]))
+
+
+def _title(found: api.Benchmark) -> str:
+    types = f"{found.dtype}, cache {found.cache_dtype}" if found.cache_dtype else found.dtype
+    machine = found.machine
+    return f"{found.checkpoint.name}, {types}, {machine.devices} x {machine.device}, median of {found.repeats}"
+
+
+def _footer(found: api.Benchmark) -> str:
+    machine, limits = found.machine, found.machine.limits
+    return (
+        f"limits {'measured here' if limits.measured else 'of the chip'}: {format_size(limits.bandwidth)}/s, "
+        f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
+        f"{found.source} at {found.commit or 'no commit'}"
+    )

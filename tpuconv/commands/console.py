@@ -1,0 +1,159 @@
+"""What a terminal shows: text, JSON, tables. Foreign text (names, paths, messages) is made `plain` here, wherever it
+stands; it never is markup."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpuconv import text as texts
+from tpuconv.text import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
+NAME_WIDTH = 24  # to which names are broken before a column is left out
+
+
+def say(text: str, nl: bool = True, err: bool = False) -> None:
+    """Writes text as it is: foreign text in it must be `plain`."""
+    click.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Writes one JSON object, in ASCII if stdout's encoding is not UTF."""
+    unicode = (sys.stdout.encoding or "").lower().replace("_", "-").startswith("utf")
+    say(texts.json(value, ascii_only=not unicode))
+
+
+def console(err: bool = False) -> "Console":
+    """The console that draws everything. A string has no markup in it and is made `plain`."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            own = {name: options[name] for name in ("style", "justify", "overflow") if name in options}
+            return Text(plain(text), **own)
+
+    if err:
+        return PlainConsole(stderr=True)
+    return PlainConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def show(*parts: str | tuple[str, str]) -> None:
+    """A line on stdout, in parts: a string, or a pair of a string and its style. The terminal breaks it."""
+    console().print(styled(*parts), soft_wrap=True)
+
+
+def styled(*parts: str | tuple[str, str]) -> "Text":
+    """Foreign text with styles: a string, or a pair of a string and its style."""
+    from rich.text import Text
+
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((plain(text), style) for text, style in pairs))
+
+
+def lines(items: Iterable[str]) -> "Text":
+    """Foreign strings, each on a line of its own."""
+    from rich.text import Text
+
+    return Text("\n".join(map(plain, items)))
+
+
+@dataclass
+class Table:
+    """A table that fits its console: names are broken at dots, then columns are left out, those of `optional` in that
+    order, and a line says which.
+
+    Attributes:
+        title: a line above it.
+        columns: their headings.
+        right: the headings of columns with numbers.
+        optional: headings of columns that may be left out, the first one first.
+    """
+
+    title: str
+    columns: Sequence[str]
+    right: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    rows: list[list["Text"]] = field(default_factory=list)
+
+    def add_row(self, *cells: "str | Text") -> None:
+        """Adds a row: for each column a string without markup, or text with styles."""
+        from rich.text import Text
+
+        self.rows.append([Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells])
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        shown, left_out = self._fitting(options.max_width)
+        widths = self._broken_widths(shown, options.max_width)
+        title = plain(self.title)
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            min_width=min(len(title) + 2, 100, options.max_width),  # the title would be broken to the table's width
+        )
+        for name in shown:
+            table.add_column(name, justify="right" if name in self.right else "left", overflow="fold")
+        for row in self.rows:
+            cells = (row[self.columns.index(name)] for name in shown)
+            table.add_row(*(_broken(cell, widths[name]) for name, cell in zip(shown, cells, strict=True)))
+        yield table
+        if left_out:
+            yield Text(f"  not shown at this width: {', '.join(left_out)} (--json has all)", style="dim")
+
+    def _fitting(self, width: int) -> tuple[list[str], list[str]]:
+        """The columns that are shown, and those that are left out."""
+        shown, left_out = list(self.columns), []
+        for name in self.optional:
+            if self._width(shown, NAME_WIDTH) <= width:
+                break
+            shown.remove(name)
+            left_out.append(name)
+        return shown, left_out
+
+    def _width(self, shown: Sequence[str], most: int) -> int:
+        """Columns of the terminal that these take if cells with dots are broken to `most`."""
+        return sum(min(self._natural(name), max(most, len(name))) + 2 for name in shown) + 2
+
+    def _natural(self, name: str) -> int:
+        at = self.columns.index(name)
+        return max([len(name), *(line.cell_len for row in self.rows for line in row[at].split())])
+
+    def _broken_widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
+        """How wide each column may be: the widest ones give way."""
+        widths = {name: self._natural(name) for name in shown}
+        while sum(widths.values()) + 2 * len(shown) + 2 > width:
+            widest = max(widths, key=lambda name: widths[name])
+            if widths[widest] <= 4:
+                break
+            widths[widest] -= 1
+        return widths
+
+
+def _broken(cell: "Text", width: int) -> "Text":
+    """The cell with lines longer than `width` broken after dots, commas and spaces; lines with styles stay."""
+    from rich.text import Text
+
+    if cell.spans or all(line.cell_len <= width for line in cell.split()):
+        return cell
+    return Text("\n".join(piece for line in cell.plain.split("\n") for piece in _pieces(line, width)))
+
+
+def _pieces(line: str, width: int) -> Iterator[str]:
+    while len(line) > width:
+        at = max((line.rfind(mark, 0, width) + 1 for mark in "., _/"), default=0) or width
+        yield line[:at].rstrip()
+        line = line[at:].lstrip(" ")
+    yield line

@@ -1,0 +1,173 @@
+"""`tpuconv convert`, and what a conversion and its plan look like."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpuconv import api
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, lines, print_json, show
+from tpuconv.commands.params import File, Layers, Name
+from tpuconv.commands.process import fail
+from tpuconv.commands.progress import resumable
+from tpuconv.errors import TpuconvError
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpuconv.convert.plan.types import Skip
+    from tpuconv.quantize.report import Report
+
+
+@options.command(
+    "convert",
+    "Convert safetensors to an Orbax checkpoint.",
+    "tpuconv convert Qwen/Qwen3-8B",
+    "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
+    "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
+    "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
+    "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
+)
+@click.argument("src", type=Name())
+@click.argument("out", required=False, type=File())
+@options.dtype
+@options.encoding
+@options.quantize
+@click.option("--scan-layers", is_flag=True, help="Stack the layers into one array each, for jax.lax.scan.")
+@click.option("--layers", type=Layers(), help="Convert only these layers, first and last, as a trial.")
+@click.option("--include-mtp", is_flag=True, help="Convert the multi-token prediction layers (DeepSeek) too.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinite values, and scales of 0.")
+@options.writes_output
+@options.limits
+@click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")
+@options.as_json
+def convert(
+    src: str,
+    out: Path | None,
+    overwrite: bool,
+    check: bool,
+    dry_run: bool,
+    as_json: bool,
+    **conversion: Any,
+) -> None:
+    """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
+
+    OUT appears complete or not at all. Interrupted, the same command continues.
+    """
+    if conversion["quantize"]:
+        check_address_space_for_jax()
+    with resumable(as_json) as progress:
+        if not dry_run:
+            done = api.convert(src, out, overwrite=overwrite, check=check, progress=progress, **conversion)
+        else:
+            plan = api.plan(src, progress=progress, **conversion)
+    if dry_run:
+        show_plan(plan, as_json)
+    else:
+        show_conversion(done, check, as_json)
+
+
+def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
+    """What was written; with `check` it was compared with its checksums if it was there already."""
+    if as_json:
+        print_json(done.to_json())
+        return
+    if done.already_there:
+        show((str(done.out), "bold"), f" is already there, of this source and options: {already_there(check)}.")
+    else:
+        rate = (done.source_bytes - done.resumed_bytes) / done.seconds
+        show(
+            (str(done.out), "bold"),
+            f": {done.family}, {done.parameters:,} parameters in {done.arrays} arrays, "
+            f"{format_size(done.output_bytes)} in {done.seconds:.1f} s ({format_size(rate)}/s), "
+            f"peak memory {format_size(done.peak_memory_bytes)}"
+            + (f", {format_size(done.resumed_bytes)} from an earlier run" if done.resumed_bytes else ""),
+        )
+    _show_skipped(done.skipped)
+    if not done.source_verified:
+        show(f"  source {done.source_state or 'unverified'}")
+    if done.quantization:
+        show_report(done.quantization, done.out)
+
+
+def already_there(check: bool) -> str:
+    """What is known of an output that was there before."""
+    return "every checksum holds" if check else "all file sizes are right (--check reads the files)"
+
+
+def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
+    """The plan, and after it what is wrong with it."""
+    from tpuconv.names import collapse
+
+    if as_json:
+        try:
+            plan.check()
+        except TpuconvError as error:
+            fail(error, as_json, plan.to_json())
+        print_json(plan.to_json())
+        return
+    arrays, source = plan.plan.arrays, plan.plan.source
+    table = Table(
+        f"{source.name}: {plan.plan.family}",
+        ("source", "parameter", "axes", "shape", "dtype", "bytes"),
+        right=("bytes",),
+        optional=("axes", "dtype", "shape"),
+    )
+    for pattern, names in collapse(arrays).items():
+        group = [arrays[name] for name in names]
+        first = group[0]
+        table.add_row(
+            lines(collapse(name for array in group for name in array.sources)),
+            pattern,
+            first.axes,
+            " ".join(map(str, first.shape)),
+            first.dtype.name,
+            format_size(sum(array.nbytes for array in group)),
+        )
+    console().print(table)
+    _show_skipped(plan.plan.skipped)
+    show(
+        f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {len(arrays)} arrays, "
+        f"{format_size(plan.plan.output_bytes)}; {plan.plan.parameters:,} parameters; "
+        f"peak memory {format_size(plan.peak_memory_bytes)}"
+    )
+    plan.check()
+
+
+def _show_skipped(skipped: "Sequence[Skip]") -> None:
+    """A line for each reason, with the first patterns that it covers."""
+    for reason in dict.fromkeys(skip.reason for skip in skipped):
+        group = [skip for skip in skipped if skip.reason == reason]
+        named = ", ".join(skip.pattern for skip in group[:2]) + (f" and {len(group) - 2} more" if group[2:] else "")
+        show(f"  not converted: {sum(skip.count for skip in group)} tensors, {reason}: {named}")
+
+
+def show_report(report: "Report", out: Path) -> None:
+    """What quantizing cost, by pattern and type of the parameters, worst first."""
+    from tpuconv.convert.plan.types import REPORT
+    from tpuconv.quantize.report import kinds
+
+    table = Table(
+        f"{report.config}: {report.weight_bits:.2f} bits a weight",
+        ("parameters", "count", "type", "bits", "worst dB", "mean dB", "clipped"),
+        right=("count", "bits", "worst dB", "mean dB", "clipped"),
+        optional=("clipped", "mean dB", "count"),
+    )
+    for kind in kinds(report.rows):
+        worst = kind.worst
+        source = ", ".join(dict.fromkeys(row.source for row in kind.rows if row.source))
+        table.add_row(
+            kind.pattern,
+            str(len(kind.rows)),
+            f"{worst.qtype}, {source}" if source else worst.qtype,
+            f"{worst.bits:.2f}",
+            f"{worst.snr_db:.1f}",
+            f"{kind.mean_db:.1f}",
+            f"{100 * max(row.clipped for row in kind.rows):.3g}%",
+        )
+    console().print(table)
+    show(f"dB: signal-to-noise ratio, worst first; plots in {out / REPORT}")

@@ -1,0 +1,61 @@
+"""What commands read when the user names nothing, or names a file of prompts."""
+
+from pathlib import Path
+
+from tpuconv.commands.console import show
+from tpuconv.errors import UsageError
+
+
+def chosen_checkpoint(ckpt: Path | None, doing: str, *, quiet: bool, quantized: bool | None = None) -> Path:
+    """The checkpoint that was given, or the newest one in the current folder, which is said unless `quiet`.
+
+    Args:
+        ckpt: what the user gave.
+        doing: the first word of what is said, such as "Verifying".
+        quiet: say nothing.
+        quantized: look at quantized checkpoints only, or at others only.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if ckpt is not None:
+        return ckpt
+    newest = _newest_checkpoint(quantized)
+    if not quiet:
+        show(f"{doing} ", (str(newest), "bold"), ", the newest checkpoint in this folder.")
+    return newest
+
+
+def _newest_checkpoint(quantized: bool | None) -> Path:
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.names import MANIFEST
+    from tpuconv.storage.sealed import CHECKPOINT, kind_of
+
+    found = [path for path in Path().glob(f"*/{MANIFEST}") if kind_of(path.parent) in (CHECKPOINT, None)]
+    found.sort(key=lambda path: path.stat().st_mtime_ns)
+    if quantized is not None:
+        found = [path for path in found if (read_manifest(path.parent).quantization is not None) == quantized]
+    if not found:
+        raise UsageError(
+            "there is no checkpoint in the current folder", hint="make one with `tpuconv convert SRC`, or name it"
+        )
+    return found[-1].parent
+
+
+def read_prompts(file: Path | None) -> list[str]:
+    """The prompts of a text file, one per line; none without a file.
+
+    Raises:
+        UsageError: it is not UTF-8 text, cannot be read, or holds none.
+    """
+    if file is None:
+        return []
+    try:
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{file} is not text in UTF-8: {e.reason} at byte {e.start}", hint="save it as UTF-8") from e
+    except OSError as e:
+        raise UsageError(f"{file} cannot be read: {e.strerror}") from e
+    if not prompts:
+        raise UsageError(f"{file} holds no prompt", hint="write one prompt per line, or leave --prompts out")
+    return prompts

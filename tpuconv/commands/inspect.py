@@ -1,0 +1,58 @@
+"""`tpuconv inspect`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from tpuconv import api
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.params import Name
+from tpuconv.sizes import format_size
+
+
+@options.command(
+    "inspect",
+    "Show the tensors of a checkpoint.",
+    "tpuconv inspect Qwen3-8B-orbax",
+    "tpuconv inspect Qwen3-8B-orbax --mesh data=2,tensor=4",
+    "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
+)
+@click.argument("path", type=Name())
+@options.mesh
+@options.as_json
+def inspect(path: str, mesh: dict[str, int] | None, as_json: bool) -> None:
+    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours. With --mesh
+    show how a checkpoint of ours is sharded over it."""
+    found = api.inspect(path, mesh=mesh)
+    if as_json:
+        print_json(found.to_json())
+        return
+    ours = found.format == "tpuconv"
+    extra = (*(["axes"] if ours else []), "shape", "dtype", "bytes", *(["sharded by", "per device"] if mesh else []))
+    table = Table(
+        path,
+        ("tensor", "count", *extra),
+        right=("count", "bytes", "per device"),
+        optional=("axes", "count", "dtype", "bytes"),
+    )
+    for facts in found.patterns:
+        others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""
+        table.add_row(
+            facts["pattern"],
+            str(facts["count"]),
+            *([facts["axes"]] if ours else []),
+            " ".join(map(str, facts["shape"])) + others,
+            facts["dtype"],
+            format_size(facts["bytes"]),
+            *([_mesh_axes(facts["partition"]), format_size(facts["device_bytes"])] if mesh else []),
+        )
+    console().print(table)
+    per_device = f", {format_size(found.device_bytes)} per device" if found.device_bytes is not None else ""
+    show(f"{found.tensors} tensors, {format_size(found.bytes)}{per_device}")
+
+
+def _mesh_axes(partition: Sequence[Any]) -> str:
+    """The mesh axes that shard each axis of an array; a dot for an axis that is not sharded."""
+    return " ".join("·" if part is None else part if isinstance(part, str) else "*".join(part) for part in partition)

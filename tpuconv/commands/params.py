@@ -1,0 +1,142 @@
+"""The types of arguments and options: a value that cannot be right is refused before the command runs."""
+
+import errno
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tpuconv.text import has_surrogates
+
+
+class Size(click.ParamType[int]):
+    """Bytes: 8GB, 500MB, 16GiB."""
+
+    name = "size"
+    units: Mapping[str, int] = {
+        "": 1,
+        "k": 10**3,
+        "m": 10**6,
+        "g": 10**9,
+        "t": 10**12,
+        "ki": 2**10,
+        "mi": 2**20,
+        "gi": 2**30,
+        "ti": 2**40,
+    }
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().lower().removesuffix("b")
+        number = text.rstrip("kmgti")
+        try:
+            size = int(float(number) * self.units[text[len(number) :]])
+        except (KeyError, ValueError, OverflowError):
+            size = 0
+        if size < 1:
+            self.fail(f"'{value}' is not a size; write 8GB or 500MB", param, ctx)
+        return size
+
+
+class Layers(click.ParamType[range]):
+    """A range of layers, first and last: 0-3."""
+
+    name = "A-B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        first, dash, last = str(value).partition("-")
+        low, high = _integer(first), _integer(last if dash else first)
+        if low is None or high is None or high < low:
+            self.fail(f"'{shortened(value)}' is not a range of layers; write 0-3", param, ctx)
+        return range(low, high + 1)
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Positive integers up to `most`: 1,8,64."""
+
+    name = "N,..."
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers = [number for part in str(value).split(",") if (number := _integer(part.strip()))]
+        if len(numbers) != str(value).count(",") + 1:
+            self.fail(f"'{shortened(value)}' is not a list of positive integers; write 1,8", param, ctx)
+        if max(numbers) > self.most:
+            self.fail(f"{max(numbers)} is more than {self.most}", param, ctx)
+        return tuple(numbers)
+
+
+class Number(click.FloatRange):
+    """A finite number in a range. NaN is neither below nor above a bound, so that click's own range accepts it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number", param, ctx)
+        return float(number)
+
+
+class File(click.Path):
+    """The path of a file or a folder, which need not exist unless `exists` is given."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(path_type=Path, **kwargs)
+
+    def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Name(click.ParamType[str]):
+    """A path, or the name of something else: a Hub id, a config of this package."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
+        return str(value)
+
+
+class Prompt(click.ParamType[str]):
+    """Text for a model."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:  # bytes that the locale's encoding does not have stand in an argument as surrogates
+            return os.fsencode(value).decode() if has_surrogates(value) else str(value)
+        except UnicodeError:
+            self.fail(f"'{shortened(value)}' is not text in UTF-8", param, ctx)
+
+
+def shortened(value: object) -> str:
+    """An argument as a message shows it."""
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:60]}... ({len(text):,} characters)"
+
+
+def _integer(text: str) -> int | None:
+    """None if it is none, or has so many digits that it is a mistake."""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
+def _path_problem(path: "str | os.PathLike[str]") -> str | None:
+    """Why the system can have no file of this name; None if it can."""
+    if not os.fspath(path):
+        return "the path is empty"
+    try:
+        os.lstat(path)
+    except ValueError as e:  # a NUL, or a character that the encoding of names does not have
+        return f"'{shortened(path)}' cannot be a path: {e}"
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            return f"'{shortened(path)}' cannot be a path: {e.strerror}"
+    return None

@@ -1,0 +1,176 @@
+"""What a command does with its process: standard streams, signals, the exit code and the message of an error."""
+
+import errno
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from types import FrameType
+from typing import IO, Any, NoReturn, TextIO, cast
+
+import click
+
+from tpuconv.commands.console import print_json, say
+from tpuconv.commands.params import shortened
+from tpuconv.errors import ResourceError, TpuconvError, UsageError
+from tpuconv.text import plain
+
+EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
+GC_THRESHOLD = 200_000
+"""Objects between two collections of garbage. Imports and tracing make many objects that stay, and the default of 700
+has the collector look through them again and again: 0.5 s of a quantization."""
+
+
+def run(command: Callable[[], Any]) -> None:
+    """Runs a click command (called without arguments) as this process, and exits."""
+    for descriptor in range(3):  # if one is closed, the first file to be opened would be taken for it
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast(TextIO, Stream(sys.stdout, "stdout")), cast(TextIO, Stream(sys.stderr, None))
+    gc.set_threshold(GC_THRESHOLD)
+    _signals.clear()
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
+            signal.signal(number, _interrupt)
+    try:
+        _run(command)
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _run(command: Callable[[], Any]) -> None:
+    as_json, verbose = "--json" in sys.argv, any(a in ("-v", "--verbose") for a in sys.argv)
+    try:
+        code = command()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # All is closed and on the disk. The interpreter would now take apart jax and numba, object by object: 0.4 s.
+        os._exit(code if isinstance(code, int) else 0)
+    except (Exception, KeyboardInterrupt) as e:
+        # Click makes an Abort of a KeyboardInterrupt, and of an EOFError.
+        cause = e.__cause__ if isinstance(e, click.Abort) and e.__cause__ else e
+        if is_interruption(cause):  # work that a signal interrupts may fail in its own way
+            say("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
+            sys.exit(EXIT_CODES[_signals[0] if _signals else signal.SIGINT])
+        if isinstance(e, click.exceptions.NoArgsIsHelpError):
+            e.show(sys.stderr)
+            sys.exit(2)
+        error = _known(cause)
+        if verbose and not isinstance(e, click.ClickException):
+            say(plain("".join(traceback.format_exception(cause)), "\n"), err=True)
+        fail(error, as_json)
+
+
+class Stream:
+    """stdout or stderr that takes any character, escaped if the encoding lacks it. Once nobody reads the output
+    (`| head`, a closed stderr) it is dropped, and the work goes on; `unread` tells. If a stream with a `name` cannot be
+    written for another reason, such as a full disk, that is a ResourceError."""
+
+    def __init__(self, stream: IO[Any] | None, name: str | None):
+        self.stream: IO[Any] = stream or open(os.devnull, "w")  # noqa: SIM115  (it was closed before we began)
+        self.name, self.unread = name, False
+
+    @property
+    def buffer(self) -> "Stream":
+        """What takes bytes: click writes them if the encoding is ASCII."""
+        return Stream(cast(TextIO, self.stream).buffer, self.name)
+
+    def write(self, text: str | bytes) -> int:
+        if not text:  # so click tries whether a stream takes text or bytes
+            return 0 if isinstance(text, str) else self.stream.write(text)
+        if isinstance(text, str):
+            encoding = self.stream.encoding or "utf-8"  # type: ignore[attr-defined]
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        with self._checked():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._checked():
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            self.unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # for what is still in the buffer, too
+            if self.name and not isinstance(e, BrokenPipeError):
+                raise ResourceError(f"{self.name} cannot be written: {e.strerror}") from e
+
+
+_signals: list[int] = []
+"""Signals that arrived."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Of a class of its own: by a plain one that was raised within `exec` the interpreter would end with SIGINT,
+    whatever the exit code."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGINT and SIGTERM: the work stops. While an extension module is imported it cannot: some make an
+    ImportError of an exception then, others end the process. So a timer asks again a little later. If other code makes
+    another exception of this one, that does not matter: `run` looks at the signals that arrived."""
+    if number != signal.SIGALRM:
+        _signals.append(number)
+    while frame is not None:
+        loads = frame.f_code.co_name in ("create_module", "exec_module")
+        if loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
+    raise _Interrupted
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an error comes from a signal that asks this process to stop."""
+    return bool(_signals) or isinstance(error, KeyboardInterrupt)
+
+
+def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> NoReturn:
+    """Ends the process with the error. In JSON it stands beside the facts that are `known` all the same."""
+    if as_json:
+        facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
+        print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
+    name = click.style(type(error).__name__, fg="red", bold=True)
+    hint = error.hint and plain(error.hint, "\n")  # it may end with a line to be copied
+    shown = TpuconvError(plain(error.message), details=[*map(plain, error.details)], hint=hint)
+    say(f"{name}: {shown}", err=True)
+    sys.exit(error.exit_code)
+
+
+def _known(error: BaseException) -> TpuconvError:
+    """The error as one of ours, with an exit code. An error that cannot be one is a bug."""
+    if isinstance(error, TpuconvError):
+        return error
+    if isinstance(error, click.ClickException):
+        return UsageError(error.format_message(), hint=_help_hint(error))
+    first, *others = str(error).splitlines() or [""]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"'{shortened(error.filename)}' cannot be a path: {error.strerror}")
+    exhausted = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in first
+    if isinstance(error, MemoryError) or exhausted or first == "can't start new thread":
+        return ResourceError(
+            f"there is too little memory: {first or 'an allocation failed'}",
+            hint="give --max-memory where the command has it, close other programs, or raise the limit (ulimit -v)",
+        )
+    hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
+    return TpuconvError(f"{type(error).__name__}: {first}", details=others, hint=hint)
+
+
+def _help_hint(error: click.ClickException) -> str:
+    ctx = getattr(error, "ctx", None)
+    return f"see `{ctx.command_path} --help`" if ctx else "see `tpuconv --help`"

@@ -1,0 +1,206 @@
+"""`tpuconv quantize`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpuconv import api
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.convert import show_conversion, show_plan
+from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
+from tpuconv.commands.params import File, Name, Number
+from tpuconv.commands.progress import resumable, shown
+from tpuconv.errors import UsageError
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MEASURING = "--sensitivity or --target-bits"
+
+
+@options.command(
+    "quantize",
+    "Quantize a checkpoint by Qwix rules.",
+    "tpuconv quantize --config int8_default.yaml",
+    "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
+    "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
+    "tpuconv quantize Qwen3-8B-orbax --sensitivity",
+    "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
+    "tpuconv quantize --list",
+)
+@options.ckpt
+@click.argument("out", required=False, type=File())
+@click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list), or a YAML file.")
+@click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
+@click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
+@click.option("--sensitivity", is_flag=True, help="Measure what rounding each group of parameters costs, and stop.")
+@click.option(
+    "--target-bits",
+    type=Number(min=0, min_open=True),
+    help="Write the config with the lowest KL divergence at this many bits a weight, and stop.",
+)
+@click.option(
+    "--out-config", type=File(), default="recipe.yaml", show_default=True, help="The file that --target-bits writes."
+)
+@options.prompts
+@click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
+@options.writes_output
+@options.limits
+@options.as_json
+def quantize(
+    ckpt: Path | None,
+    out: Path | None,
+    config: str | None,
+    as_list: bool,
+    explain: bool,
+    sensitivity: bool,
+    target_bits: float | None,
+    out_config: Path,
+    prompts: Path | None,
+    dry_run: bool,
+    overwrite: bool,
+    check: bool,
+    max_memory: int | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
+
+    CKPT defaults to the newest checkpoint in the current folder that is not quantized. OUT appears complete or not at
+    all; interrupted, the same command continues. It holds the arrays that Qwix makes of the model, bit for bit, and a
+    report, quantization.html.
+
+    With --sensitivity or --target-bits nothing is quantized: the model runs on prompts, in float32, to measure what
+    each group of its parameters costs it in int8 and in int4.
+    """
+    if as_list:
+        _list_configs(as_json)
+        return
+    measuring = sensitivity or target_bits is not None
+    options.require_mode(MEASURING, measuring, "prompts")
+    options.require_mode("--target-bits", target_bits is not None, "out_config")
+    if measuring and (config or out):
+        raise UsageError(
+            f"{MEASURING} measures, and quantizes nothing",
+            hint="leave OUT and --config out; then quantize with `--config recipe.yaml`",
+        )
+    options.require_mode("--config", not measuring, "explain", "dry_run", "check", "max_memory", "jobs")
+    if config is None and not measuring:
+        raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
+    chosen = chosen_checkpoint(ckpt, "Measuring" if measuring else "Quantizing", quiet=as_json, quantized=False)
+    if config is None:
+        with shown(as_json) as progress:
+            found = api.sensitivity(
+                chosen,
+                prompts=read_prompts(prompts),
+                prompts_from=f"those of {prompts}" if prompts else "the default ones",
+                target_bits=target_bits,
+                recipe=out_config,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        _show_sensitivity(found, as_json)
+        return
+    check_address_space_for_jax()
+    limits = {"max_memory": max_memory, "jobs": jobs}
+    if explain or dry_run:
+        plan = api.plan_quantization(chosen, config=config, **limits)
+        if explain:
+            _show_explanation(plan, as_json)
+        else:
+            show_plan(plan, as_json)
+        return
+    with resumable(as_json) as progress:
+        done = api.quantize(chosen, out, config=config, overwrite=overwrite, check=check, progress=progress, **limits)
+    show_conversion(done, check, as_json)
+
+
+def _list_configs(as_json: bool) -> None:
+    from tpuconv.quantize.config import config_names, find_config
+
+    configs = [find_config(name) for name in config_names()]
+    if as_json:
+        print_json({"configs": [config.to_json() | {"bits_per_weight": config.bits} for config in configs]})
+        return
+    table = Table("quantization configs", ("name", "bits a weight", "what"), right=("bits a weight",))
+    for config in configs:
+        table.add_row(config.name, " and ".join(f"{bits:g}" for bits in config.bits), config.summary)
+    console().print(table)
+    show("  bits a weight: of quantized weights, with their share of the scales, in bfloat16")
+
+
+def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
+    """How each parameter would be quantized."""
+    from tpuconv.names import collapse
+    from tpuconv.quantize.explain import explain
+
+    assert plan.rules is not None
+    rows = explain(plan.plan, plan.rules)
+    if as_json:
+        print_json({"config": plan.rules.to_json(), "parameters": rows})
+        return
+    by_name = {row["parameter"]: row for row in rows}
+    table = Table(
+        f"{plan.plan.source.name} by {plan.rules.name}",
+        ("parameter", "line", "type", "axes", "shape", "one scale for", "bits", "before", "after"),
+        right=("line", "bits", "before", "after"),
+        optional=("axes", "shape", "before", "line", "one scale for"),
+    )
+    for pattern, names in collapse(by_name).items():
+        for row, group in _alike([by_name[name] for name in names]):
+            table.add_row(
+                pattern if len(group) == len(names) else next(iter(collapse(group))),
+                str(row["line"] or "-"),
+                row["qtype"] or "unchanged",
+                row["axes"],
+                " ".join(map(str, row["shape"])),
+                " ".join(map(str, row["tiles"])) if row["tiles"] else "",
+                f"{row['bits']:.4g}",
+                format_size(sum(by_name[name]["bytes_before"] for name in group)),
+                format_size(sum(by_name[name]["bytes"] for name in group)),
+            )
+    console().print(table)
+    show(
+        f"{format_size(sum(row['bytes_before'] for row in rows))} -> {format_size(plan.plan.output_bytes)}; "
+        f"line: of the rule in {plan.rules.name}; on disk a 4-bit value takes a byte, on TPU half of one"
+    )
+
+
+def _alike(rows: "Sequence[Mapping[str, Any]]") -> "list[tuple[Mapping[str, Any], list[str]]]":
+    """The rows that differ in nothing but the parameter's name, with the names."""
+    groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for row in rows:
+        key = str({name: value for name, value in row.items() if name != "parameter"})
+        groups.setdefault(key, (row, []))[1].append(row["parameter"])
+    return list(groups.values())
+
+
+def _show_sensitivity(found: api.Sensitivity, as_json: bool) -> None:
+    if as_json:
+        print_json(found.to_json())
+        return
+    recipe = found.recipe
+    columns = ("group", "weights", "int8", "KL", "int4", "KL ", *(["chosen"] if recipe else []))
+    table = Table(
+        f"{found.checkpoint}, {found.prompts} prompts, {found.tokens} tokens",
+        columns,
+        right=("weights", "int8", "KL", "int4", "KL "),
+        optional=("weights", "int8", "int4"),
+    )
+    chosen = recipe.chosen if recipe else [None] * len(found.groups)
+    for group, option in sorted(zip(found.groups, chosen, strict=True), key=lambda pair: -pair[0].worst):
+        cells = [cell for o in group.options[1:] for cell in (f"{o.bits / group.count:.2f} bits", f"{o.kl:.2e}")]
+        table.add_row(group.pattern, f"{group.count:,}", *cells, *([str(option)] if recipe else []))
+    console().print(table)
+    show("  KL(unquantized || this group quantized), nats a token, worst first")
+    if recipe:
+        show(
+            (str(recipe.out), "bold"),
+            f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} measured, "
+            f"{recipe.predicted_kl:.3g} by the sum of its groups. "
+            f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}",
+        )

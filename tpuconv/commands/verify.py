@@ -1,0 +1,171 @@
+"""`tpuconv verify`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tpuconv import api
+from tpuconv.commands import options
+from tpuconv.commands.benchmark import show_benchmark
+from tpuconv.commands.console import Table, console, print_json, show, styled
+from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
+from tpuconv.commands.params import Name
+from tpuconv.commands.progress import resumable, shown
+from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.sizes import format_size
+
+if TYPE_CHECKING:
+    from tpuconv.verify.layerwise import LayerError
+
+
+@options.command(
+    "verify",
+    "Check a checkpoint, or compare it with the original.",
+    "tpuconv verify",
+    "tpuconv verify Qwen3-8B-orbax --compare-hf",
+    "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+    "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
+    "tpuconv verify Qwen3-8B-orbax --benchmark",
+)
+@options.ckpt
+@click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
+@click.option("--layerwise", is_flag=True, help="Compare a layer at a time, in the memory of one layer.")
+@click.option("--source", type=Name(), help="Path or Hub id of the source checkpoint, if it moved.")
+@options.prompts
+@options.dtype
+@options.mesh
+@click.option("--benchmark", is_flag=True, help="After the checks, run `tpuconv benchmark` with its default sizes.")
+@click.option(
+    "--update",
+    is_flag=True,
+    help="First take config.json, tokenizer files and model cards into the manifest as they are now.",
+)
+@options.as_json
+def verify(
+    ckpt: Path | None,
+    compare_hf: bool,
+    layerwise: bool,
+    source: str | None,
+    prompts: Path | None,
+    dtype: str,
+    mesh: dict[str, int] | None,
+    benchmark: bool,
+    update: bool,
+    as_json: bool,
+) -> None:
+    """Check every array and file of CKPT against its checksum; with --compare-hf, its model against the original.
+
+    CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
+    checkpoint is damaged.
+    """
+    options.require_mode("--compare-hf", compare_hf, "layerwise", "source", "prompts", "dtype", "mesh")
+    if update and compare_hf:
+        raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
+    chosen = chosen_checkpoint(ckpt, "Verifying", quiet=as_json)
+    if compare_hf:
+        facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
+    else:
+        facts, failed = _check(chosen, update, as_json)
+    if benchmark and not failed:
+        check_address_space_for_jax()
+        with shown(as_json) as progress:
+            timed = api.benchmark(chosen, progress=progress)
+        if not as_json:
+            show_benchmark(timed)
+        facts["benchmark"] = timed.to_json()
+    if as_json:
+        print_json(facts)
+    if failed:
+        sys.exit(failed)
+
+
+def _check(folder: Path, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
+    with shown(as_json) as progress:
+        found = api.verify(folder, update=update, progress=progress)
+    if not as_json:
+        if found.updated:
+            show("taken into the manifest: ", ", ".join(found.updated))
+        found.check()
+        counted = f"{found.arrays} arrays, " if found.arrays else ""
+        show(
+            ("complete", "green"),
+            f": {counted}{found.files} files, {format_size(found.bytes)}, every checksum holds "
+            f"({format_size(found.bytes / max(found.seconds, 1e-9))}/s)",
+        )
+    return found.to_json(), 0 if found.passed else CorruptOutput.exit_code
+
+
+def _compare(
+    folder: Path,
+    source: str | None,
+    prompts: Sequence[str],
+    dtype: str,
+    mesh: dict[str, int] | None,
+    layerwise: bool,
+    as_json: bool,
+) -> tuple[dict[str, object], int]:
+    check_address_space_for_jax()
+    with resumable(as_json) as progress:
+        found = api.compare(
+            folder,
+            source=source,
+            prompts=prompts,
+            dtype=dtype,
+            mesh=mesh,
+            layerwise=layerwise,
+            on_source=(lambda changed: None) if as_json else _show_source,
+            on_layer=(lambda layer: None) if as_json else _show_layer,
+            progress=progress,
+        )
+    if not as_json:
+        console().print(_comparison_table(found))
+        found.check()
+    return found.to_json(), 0 if found.passed else GateError.exit_code
+
+
+def _show_source(changed: Sequence[str] | None) -> None:
+    """Whether the source is still the one that was converted."""
+    if changed is None:
+        show("source: not the files that were converted, and no hash of them is known: it may have changed")
+    elif not changed:
+        show("source: unchanged since the conversion")
+    else:
+        show(f"source: changed since the conversion: {', '.join(shorten(changed, 5))}")
+
+
+def _show_layer(layer: "LayerError") -> None:
+    verdict: list[tuple[str, str] | str] = []
+    if layer.departs:
+        verdict = [("diverges", "red"), f": the gate is {layer.gate:g}"]
+    show(f"{layer.name:>10}  alone {layer.own:8.2g}  accumulated {layer.error:8.2g}  ", *verdict)
+
+
+def _comparison_table(found: api.Comparison) -> Table:
+    result = found.statistics
+    table = Table(
+        f"{found.checkpoint} against transformers, {result.dtype}, {result.prompts} prompts, {result.tokens} tokens",
+        ("statistic", "value", "gate"),
+        right=("value",),
+    )
+    rows = (
+        ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
+        ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
+        ("largest logit", f"{result.max_abs_logit:.4g}", None),
+        ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
+        ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
+        ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
+        ("same most likely token", f"{100 * result.top1:.2f}%", None),
+        (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),
+        ("perplexity of these prompts, transformers", f"{result.perplexity_hf:.5g}", None),
+        ("perplexity of these prompts, JAX", f"{result.perplexity_jax:.5g}", None),
+    )
+    failed = {line.split()[0] for line in result.failures()}
+    for statistic, value, gate in rows:
+        bound = result.gates.get(gate) if gate else None
+        verdict = ("failed", "red") if gate in failed else ("holds", "green")
+        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:g}"))
+    return table

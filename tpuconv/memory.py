@@ -1,0 +1,44 @@
+"""How much memory this process has used, and how much it may use."""
+
+import os
+import resource
+from pathlib import Path
+
+from tpuconv.errors import ResourceError
+from tpuconv.sizes import format_size
+
+ADDRESS_SPACE, ADDRESS_SPACE_PER_CPU = 450_000_000, 50_000_000  # to import numpy and numba
+JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000
+
+
+def peak_memory() -> int:
+    """The peak resident memory of this process in bytes. Linux's getrusage would count that of the parent before
+    exec."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def check_address_space() -> None:
+    """Raises ResourceError if a limit of this process (`ulimit -v`) is too small for numpy and numba. With less these
+    libraries fail to load, each in its own way: OpenBLAS sends the process a SIGINT."""
+    _check_limit(ADDRESS_SPACE + ADDRESS_SPACE_PER_CPU * len(os.sched_getaffinity(0)))
+
+
+def check_address_space_for_jax(more: int = 0) -> None:
+    """Raises ResourceError if a limit of this process (`ulimit -v`) is too small for jax and `more` bytes. Libraries of
+    jax end the process when a thread or an allocation is refused. A command takes up to 2.6 GB on two processors, most
+    of it addresses without memory: libraries, stacks, thread pools."""
+    _check_limit(JAX_ADDRESS_SPACE + JAX_ADDRESS_SPACE_PER_CPU * len(os.sched_getaffinity(0)) + more)
+
+
+def _check_limit(need: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < need:
+        raise ResourceError(
+            f"the address space of this process is limited to {format_size(limit)}, and the command needs "
+            f"{format_size(need)}",
+            hint=f"raise the limit: `ulimit -v {-(-need // 1024)}`, or `ulimit -v unlimited`",
+        )
