@@ -1,17 +1,18 @@
-"""Checkpoints of language models for JAX: `tpuconv.load(path)` returns a model, the command `tpuconv` does the rest."""
+"""Checkpoints of language models for JAX: `load` a model, `save` a changed one. `tpuconv.api` has a function for each
+command."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpuconv.restore import load as load
+    from tpuconv.api.models import load, save
 
-__all__ = ["load"]
+__all__ = ["load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    # jax is imported when a model is asked for, not when the command line starts.
-    if name == "load":
-        from tpuconv.restore import load
+    # The command line imports this module to start; jax is imported when a model is asked for.
+    if name in __all__:
+        from tpuconv.api import models
 
-        return load
+        return getattr(models, name)
     raise AttributeError(f"module 'tpuconv' has no attribute '{name}'")

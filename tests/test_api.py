@@ -1,0 +1,70 @@
+"""The Python interface: its page runs, and it prints nothing."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import tpuconv
+from tpuconv import api
+from tpuconv.errors import TpuconvError
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "tiny-qwen3"
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    assert len(blocks) == 11
+    said, names = io.StringIO(), {}
+    with redirect_stdout(said):
+        for block in blocks:
+            exec(compile(block, "docs/api.md", "exec"), names)
+    assert said.getvalue().startswith("qwen3 1604800 3209600\n")
+    assert sorted(set(os.listdir())) == [
+        "tiny-int8", "tiny-orbax", "tiny-qwen3", "tiny-safetensors", "tiny-tuned",
+    ]  # fmt: skip
+
+
+def test_every_name_is_documented():
+    page = (ROOT / "docs" / "api.md").read_text()
+    functions = [name for name in api.__all__ if not name[0].isupper()]
+    assert functions
+    assert not [name for name in functions if f"api.{name}(" not in page and f"tpuconv.{name}(" not in page]
+    assert all(getattr(api, name).__doc__ for name in api.__all__)
+
+
+def test_it_prints_nothing_and_reports_progress(tmp_path):
+    reports, out, err = [], io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        api.convert(EXAMPLE, tmp_path / "out", progress=reports.append)
+        api.verify(tmp_path / "out", progress=reports.append)
+    assert (out.getvalue(), err.getvalue()) == ("", "")
+    assert {"converting", "checking"} <= {report.stage for report in reports}
+    assert reports[-1].done == reports[-1].total > 0
+
+
+def test_errors_are_ours(tmp_path):
+    for call in (
+        lambda: api.convert(tmp_path / "none", tmp_path / "out"),
+        lambda: api.verify(tmp_path),
+        lambda: api.quantize(tmp_path, config="int8_default"),
+        lambda: api.export(tmp_path, tmp_path / "out"),
+        lambda: api.plan(EXAMPLE, quantize="int8_default", encoding="keep"),
+        lambda: tpuconv.load(tmp_path),
+    ):
+        with pytest.raises(TpuconvError):
+            call()
+
+
+def test_importing_it_imports_neither_numpy_nor_jax():
+    program = "import sys, tpuconv.api, tpuconv.cli; print({'numpy', 'jax', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
