@@ -36,7 +36,9 @@ import numpy as np
 
 from tpuconv.convert.strided import copy_strided
 from tpuconv.encodings.decode import Tensor, decode_names
-from tpuconv.sources.source import DTYPES, Reader, open_source
+from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.reader import SafetensorsReader
+from tpuconv.sources.source import open_source
 
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CONFIG = {
@@ -130,11 +132,11 @@ def one_matrix(folder: Path) -> None:
         print(f"| {name} | {elements / each / 1e9:.2f} | {ratio:.2f} |")
 
 
-class Memory(Reader):
+class Memory(SafetensorsReader):
     """Values that are in memory already; the scales are read."""
 
     def __init__(self, source, tensor: Tensor, raw: np.ndarray):  # type: ignore[no-untyped-def]
-        super().__init__(source, hashes=False)
+        super().__init__(source.folder, source.shards, hashes=False)
         self.values = tensor.values.name
         super().read(tensor.values, 0, raw.data)
 

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.sources.source import DTYPES
+from tpuconv.sources.headers import DTYPES
 
 INDEX = "model.safetensors.index.json"
 

@@ -20,7 +20,8 @@ from tpuconv.models.common.config import _hints
 from tpuconv.models.common.rope import OPTIONAL
 from tpuconv.models.registry import all_families, find_family
 from tpuconv.models.tokenizer import end_tokens
-from tpuconv.sources.source import Source, read_config
+from tpuconv.sources.config import read_config
+from tpuconv.sources.source import Source
 
 SECONDS, BYTES = 10, 300_000_000
 """Of the processor; a second on a machine that does nothing else."""

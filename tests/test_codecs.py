@@ -19,7 +19,7 @@ from tpuconv.encodings.decode import check_scales, decode_names
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.sources.hub import fetch_config
-from tpuconv.sources.source import Reader, open_source
+from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import reference_logits
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -214,7 +214,7 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
         start, stop = row + 2 * start, row + 2 * stop
     for dtype in (BF16, np.dtype("f4")):
         out = np.empty(stop - start, dtype)
-        with closing(Reader(source)) as reader:
+        with closing(source.open()) as reader:
             tensor.read(reader, start, np.empty(tensor.values.nbytes, np.uint8), out)
         want = values.reshape(-1)[start:stop].astype(dtype)
         np.testing.assert_array_equal(out.view(f"u{dtype.itemsize}"), want.view(f"u{dtype.itemsize}"))
@@ -238,7 +238,7 @@ def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
             source = open_source(folder)
             last = [n - 1 for n in bad.shape]
             out, raw = np.empty(values.size, "f4"), np.empty(values.nbytes, np.uint8)
-            with closing(Reader(source)) as reader:
+            with closing(source.open()) as reader:
                 (tensor,) = decode_names(source.tensors, config)[0].values()
                 with pytest.raises(SourceError, match=re.escape(f"{name}{last} is ") + ".* no scale"):
                     tensor.read(reader, 0, raw, out)
@@ -280,7 +280,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
     tensor = tensors["experts.gate_up_proj"]
     assert tensor.shape == (3, 10, 64)
     out = np.empty(tensor.size, BF16)
-    with closing(Reader(source)) as reader:
+    with closing(source.open()) as reader:
         tensor.read(reader, 0, np.empty(4096, np.uint8), out)
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.bfloat16)
     assert theirs.shape == (3, 64, 10)  # they transpose as well, which is the table's business with us

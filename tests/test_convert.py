@@ -27,9 +27,10 @@ from tpuconv.convert import run as run_module
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import all_finite, run
+from tpuconv.convert.run import run
 from tpuconv.convert.sizing import Limits
 from tpuconv.convert.strided import copy_strided
+from tpuconv.convert.workers import all_finite
 from tpuconv.errors import (
     MappingError,
     OutputError,
@@ -40,7 +41,9 @@ from tpuconv.errors import (
 )
 from tpuconv.mapping.table import Map, MappingTable
 from tpuconv.models.registry import find_family, get_family
-from tpuconv.sources.source import Shard, Source, TensorInfo, open_source
+from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import Source, open_source
 from tpuconv.storage.journal import Journal
 from tpuconv.verify.checksums import check
 
@@ -372,7 +375,7 @@ def test_full_size_tensors_are_cut_in_slabs_that_cover_them_once(layout, lengths
     (binding,) = table.bind(SimpleNamespace(axes=lengths))
     (shape,) = binding.src_shapes().values()
     info = TensorInfo("w", "BF16", shape, "shard", 0, 2 * prod(shape))
-    source = Source(Path(), {}, {"w": info}, (Shard("shard", 0),))
+    source = Source(Path(), {}, {"w": info}, (SourceShard("shard", 0),))
     plan = make_plan(source, "test", table, SimpleNamespace(axes=lengths), Options())
     plan.check()
     slabs = [slab for unit in plan.units for slab in unit.slabs]

@@ -17,8 +17,7 @@ from hub_server import HubServer, commit_of, is_lfs, sha256_of
 from safetensors.numpy import save_file
 
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
-from tpuconv.sources import download
-from tpuconv.sources import hub as hub_module
+from tpuconv.sources import download, repository
 from tpuconv.sources.damaged import wrong_hash
 from tpuconv.sources.hub import fetch_config, resolve
 from tpuconv.sources.source import open_source
@@ -306,7 +305,7 @@ def test_a_dropped_connection_is_resumed(hub: HubServer, checkpoint: Path, reset
 
 def test_the_next_call_goes_on(hub: HubServer, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "RETRIES", 0)
-    monkeypatch.setattr(hub_module, "WORKERS", 1)
+    monkeypatch.setattr(repository, "WORKERS", 1)
     hub.fail(SHARDS[1], break_after=SIZE // 2)
     with pytest.raises(HubError, match="cannot be reached") as error:
         resolve(REPO)
@@ -632,7 +631,7 @@ def test_the_disk_fills_up(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: object) -> Iterator[bytes]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hub_module, "chunks_of", full)
+    monkeypatch.setattr(repository, "chunks_of", full)
     with pytest.raises(ResourceError, match="the disk is full") as error:
         resolve(REPO)
     assert error.value.exit_code == 8
@@ -705,7 +704,7 @@ def test_bad_index(serve: Callable[..., HubServer], tmp_path: Path, weight_map: 
 
 
 def test_headers_alone(serve: Callable[..., HubServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HEADER_PEEK", 4096)
+    monkeypatch.setattr(repository, "HEADER_PEEK", 4096)
     checkpoint = make_checkpoint(tmp_path / "repo")
     many = {f"w{i}": np.zeros(100, np.float32) for i in range(400)}  # a header longer than the first request
     save_file(many, checkpoint / "long.safetensors")

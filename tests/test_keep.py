@@ -44,8 +44,8 @@ from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.names import QVALUE, SCALE
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.report import report
+from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.hub import fetch_config
-from tpuconv.sources.source import DTYPES, TensorInfo
 from tpuconv.storage.sealed import seal
 from tpuconv.verify.checksums import check
 from tpuconv.verify.topology import request as tpu
@@ -76,7 +76,7 @@ def bind(row: Map, sizes: dict[str, int]) -> Binding:
 
 
 class Memory:
-    """In the place of a `Reader`."""
+    """A reader of arrays in memory."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays

@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import LAYER, How, Provider, abstract, quantized, resolve
+from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
 from tpuconv.verify.checksums import check
 from tpuconv.verify.logits import forward
@@ -441,6 +443,29 @@ def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, convert
     quantize(separate, tmp_path / "separate", rules)
     assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
     assert_same_model(tmp_path / "out", tmp_path / "separate")
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_both_readers_read_bytes_and_boxes(converted, data):
+    """Of a source and of a checkpoint: what a reader gives is that part of the whole array."""
+    case = CASES[0]
+    ckpt = converted(case)
+    source = data.draw(st.sampled_from([open_checkpoint(ckpt), open_source(ckpt.parent / "hf")]))
+    info = data.draw(st.sampled_from(list(source.tensors.values())))
+    with closing(source.open()) as reader:
+        whole = np.empty(info.nbytes, np.uint8)
+        reader.read(info, 0, whole.data)
+        array = whole.view(DTYPES[info.dtype]).reshape(info.shape)
+        ends = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in info.shape]
+        box = tuple(slice(start, stop) for start, stop in ends)
+        out = np.empty([stop - start for start, stop in ends], array.dtype)
+        reader.read_box(info, box, out)
+        assert out.tobytes() == array[box].tobytes()
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, info.nbytes)] * 2)))
+        part = np.empty(stop - start, np.uint8)
+        reader.read(info, start, part.data)
+        assert part.tobytes() == whole[start:stop].tobytes()
 
 
 @pytest.mark.parametrize("method", ["rms,3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("absmax", "minmax"))])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tpuconv.checkpoint import reader as checkpoint
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.reader import read_box
-from tpuconv.checkpoint.shards import Shard, shard_name
+from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import Array
 from tpuconv.convert.store import Store
 from tpuconv.errors import CorruptOutput
@@ -58,7 +58,7 @@ def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
     store.write_metadata()
     bits = values.view(f"u{values.itemsize}")
     for index in product(*map(range, array.grid)):
-        shard = Shard(array, index, buffer)
+        shard = ShardBuilder(array, index, buffer)
         for slot, start in shard.chunks():
             part = bits[tuple(slice(a, a + c) for a, c in zip(start, array.chunks, strict=True))]
             chunk = shard.place(slot, bits.dtype)
@@ -117,7 +117,7 @@ def test_every_bit_is_checked(tmp_path):
 def test_what_is_missing_is_named(tmp_path):
     manifest, out = write(SMALL, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
     folder = tmp_path / "params" / "w"
-    short = Shard(SMALL, (0, 0), page_buffer(SMALL.shard_bytes))  # a shard without its last chunk
+    short = ShardBuilder(SMALL, (0, 0), page_buffer(SMALL.shard_bytes))  # a shard without its last chunk
     for slot in range(3):
         short.place(slot, np.dtype("u2"))[...] = 0
         short.close_chunk(slot)

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
-from tpuconv.sources.source import ENCODING_FILE, MAX_HEADER_BYTES, Reader, open_source, read_header
+from tpuconv.sources.files import ENCODING_FILE, MAX_HEADER_BYTES
+from tpuconv.sources.headers import read_header
+from tpuconv.sources.source import open_source
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00002.safetensors"
@@ -67,7 +69,7 @@ def test_headers_and_values_are_those_of_the_library(folder):
         "b.weight": ("F32", (3, 5)),
     }
     out = bytearray(40)
-    with closing(Reader(source)) as reader:
+    with closing(source.open()) as reader:
         reader.read(source.tensors["b.weight"], 20, memoryview(out))
     expected = np.random.default_rng(0)
     expected.normal(size=(4, 6))
@@ -352,7 +354,7 @@ def test_all_faults_are_named_at_once(folder):
 def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):
     source = open_source(folder)
     path = folder / "model-00001-of-00002.safetensors"
-    with closing(Reader(source)) as reader:
+    with closing(source.open()) as reader:
         reader.read(source.tensors["a.weight"], 0, memoryview(bytearray(96)))
         os.truncate(path, source.shards[0].size - 60)
         with pytest.raises(SourceError, match="shorter"):
@@ -365,7 +367,7 @@ def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
     source = open_source(folder)
-    with closing(Reader(source)) as reader:
+    with closing(source.open()) as reader:
         for info in data.draw(st.lists(st.sampled_from(list(source.tensors.values())), max_size=6)):
             start = data.draw(st.integers(0, info.nbytes))
             out = bytearray(data.draw(st.integers(0, info.nbytes - start)))

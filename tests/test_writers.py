@@ -23,7 +23,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names
 from tpuconv.errors import UsageError
-from tpuconv.sources.source import Reader, open_source
+from tpuconv.sources.source import open_source
 
 BY_ID = {case.id: case for case in CASES}
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))
@@ -35,7 +35,7 @@ def values_of(folder: Path, dtype: str) -> dict[str, np.ndarray]:
     tensors, faults = decode_names(source.tensors, source.encoding)
     assert not faults
     out = {}
-    with closing(Reader(source)) as reader:
+    with closing(source.open()) as reader:
         for name, tensor in tensors.items():
             if tensor.scheme is not None:
                 out[name] = np.empty(tensor.size, dtype)

@@ -25,7 +25,8 @@ LISTED = {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 130, 143}
 SERVER = """
 import atexit, json, os, sys, traceback
 import numba, rich.console, rich.progress, rich.table
-import tpuconv.convert.export, tpuconv.encodings.kernels, tpuconv.convert.run, tpuconv.models.registry
+import tpuconv.convert.export, tpuconv.convert.run, tpuconv.convert.transpose
+import tpuconv.encodings.kernels, tpuconv.models.registry
 import tpuconv.verify.checksums
 from tpuconv.cli import main
 for line in sys.stdin:

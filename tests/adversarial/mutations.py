@@ -216,7 +216,7 @@ def config_json(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     from test_bombs import NAMES, config_json
     from test_bombs import plan_of as plan_of_config
 
-    from tpuconv.sources.source import read_config
+    from tpuconv.sources.config import read_config
 
     folder = scratch(base, "config", "source")
     path = folder / "config.json"
@@ -261,7 +261,7 @@ def index_json(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 def header(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     import safetensors
 
-    from tpuconv.sources.source import read_header
+    from tpuconv.sources.headers import read_header
 
     folder = scratch(base, "header", "source")
     path = folder / "model.safetensors"
@@ -296,7 +296,7 @@ def quantization_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]
     from test_bombs import plan_of as plan_of_config
 
     from tpuconv.encodings.decode import decode_names
-    from tpuconv.sources.source import read_config
+    from tpuconv.sources.config import read_config
 
     folder = scratch(base, "encoding", "source")
     path, beside = folder / "config.json", folder / "hf_quant_config.json"

@@ -489,12 +489,12 @@ def test_row_14_a_file_that_is_truncated_while_it_is_read(middle, tmp_path):
     copy_tree(middle, tmp_path / "hf")
     cut = f"""
 import os
-from tpuconv.sources.source import Reader
-real = Reader.read
+from tpuconv.sources.reader import SafetensorsReader
+real = SafetensorsReader.read
 def read(*args):
     os.truncate({str(tmp_path / "hf" / FIRST)!r}, 100_000)
     return real(*args)
-Reader.read = read"""
+SafetensorsReader.read = read"""
     err = tpuconv("convert", tmp_path / "hf", tmp_path / "out", patch=(cut), code=4).stderr
     assert re.search(rf"{FIRST} (became shorter while it was read|changed while it was converted)", err)
     assert not (tmp_path / "out").exists()
@@ -1235,7 +1235,7 @@ def test_property_mutated_files_at_length(made, tmp_path):
 
 def test_a_source_that_changed_since_is_told(hf, tmp_path):
     """By stamps where a file is the same, by hashes where it is another."""
-    from tpuconv.sources.source import changed_shards
+    from tpuconv.sources.shard import changed_shards
 
     convert(hf, tmp_path / "out")
     known = read_manifest(tmp_path / "out").raw["source"]["shards"]

@@ -16,7 +16,7 @@ from simulated import contents, copy_tree, simulated
 
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import OutputError, TpuconvError, UsageError
-from tpuconv.sources import source
+from tpuconv.sources import shard
 from tpuconv.storage.journal import WORK
 from tpuconv.storage.sealed import STAGED
 from tpuconv.verify.checksums import check
@@ -44,7 +44,7 @@ def alike(tmp_path_factory) -> Iterator[dict[str, Path]]:
     base = tmp_path_factory.mktemp("alike")
     folders = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "SAMPLE_BYTES", 0)
+        patch.setattr(shard, "SAMPLE_BYTES", 0)
         for i, name in enumerate("AB"):
             folder = made.source(base / name / "model", i, shards=2)
             for companion in made.COMPANIONS:  # which are hashed as they are found

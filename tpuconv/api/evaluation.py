@@ -192,7 +192,7 @@ def compare(
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.sources.hub import resolve
-    from tpuconv.sources.source import changed_shards
+    from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
 

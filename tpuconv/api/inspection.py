@@ -95,8 +95,9 @@ def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any
 
 
 def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
+    from tpuconv.sources.headers import read_header
     from tpuconv.sources.hub import resolve
-    from tpuconv.sources.source import open_source, read_header
+    from tpuconv.sources.source import open_source
 
     if path.endswith(".safetensors") and Path(path).is_file():
         infos = {info.name: info for info in read_header(Path(path))[2]}

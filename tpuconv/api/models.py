@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.paths import plain_path
+from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -27,3 +28,38 @@ def load_on_all_devices(folder: Path, dtype: Any = None) -> Any:
 
     with plain_path(folder) as path:
         return restore.load(path, dtype, restore.default_mesh(path))
+
+
+def save(
+    model: "nnx.Module",
+    out: str | Path,
+    like: str | Path,
+    *,
+    overwrite: bool = False,
+    max_memory: int | None = None,
+    jobs: int | None = None,
+    progress: Listener = ignore,
+) -> Path:
+    """Writes a trained or changed model as a checkpoint that every command takes. It appears complete or not at all.
+
+    Args:
+        model: a Flax NNX model as `load` returns it, not quantized; its dtype is that of the checkpoint.
+        out: the folder to write.
+        like: the checkpoint that the model was loaded from: config, tokenizer and names come from it, and the arrays of
+            multi-token prediction layers, which are not part of the model.
+        overwrite, max_memory, jobs, progress: as of `convert`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TpuconvError: the model is not that of `like`, or the folder cannot be written; see `tpuconv.errors`.
+    """
+    from tpuconv import persist
+    from tpuconv.convert.sizing import Limits
+
+    for step in persist.save(
+        model, Path(out), Path(like), Limits.of_this_machine(jobs, max_memory), overwrite=overwrite
+    ):
+        progress(Progress("saving", step.done, step.total))
+    return Path(out)

@@ -27,7 +27,7 @@ from tpuconv.jsonfile import MAX_BYTES, AtLeast, Each, OneOf, Optional, Range, S
 from tpuconv.layout import Shape, parse_axes
 from tpuconv.mapping.passthrough import Kept
 from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
-from tpuconv.sources.source import DTYPES
+from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.sealed import CHECKPOINT, FORMAT, Sealed, check_current, read_sealed, size_faults
 

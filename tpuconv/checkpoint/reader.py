@@ -9,7 +9,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,7 +38,10 @@ from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.mapping.table import Map, MappingTable
 from tpuconv.names import collapse
 from tpuconv.sources.companions import SOURCE_CARD, find_companions, is_companion
-from tpuconv.sources.source import CONFIG_FILE, DTYPES, Shard, Source, TensorInfo
+from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import Source
 from tpuconv.storage.disk import DIRECT_BYTES, page_buffer
 from tpuconv.storage.hashes import hash_bytes, open_regular
 from tpuconv.storage.sealed import copy_file
@@ -74,6 +77,15 @@ class Checkpoint(Source):
         future = pool.submit(check_contents, self.manifest, self.manifest.arrays)
         pool.shutdown(wait=False)
         return future
+
+    def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> "CheckpointReader":
+        """A reader of the arrays. Waits until their contents are checked, and raises what is wrong with them."""
+        self.contents_checked.result()
+        return CheckpointReader(self.manifest)
+
+    def start_checks(self) -> "Sequence[Future[None]]":
+        """Begins `check_contents`; see `contents_checked`."""
+        return [self.contents_checked]
 
     @property
     def encoding(self) -> None:
@@ -111,7 +123,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         a.name: TensorInfo(a.name, CODES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype))
         for a in manifest.arrays.values()
     }
-    shards = tuple(Shard(a.name, tensors[a.name].nbytes, digest=a.xxh3) for a in manifest.arrays.values())
+    shards = tuple(SourceShard(a.name, tensors[a.name].nbytes, digest=a.xxh3) for a in manifest.arrays.values())
     return Checkpoint(
         folder, read_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
     )
@@ -355,19 +367,31 @@ def _set_flags(file: FileIO, flags: int) -> None:
 
 
 class CheckpointReader:
-    """Reads boxes of arrays from any number of threads."""
+    """Reads the arrays of a checkpoint, from any number of threads; see `tpuconv.sources.reader.Reader`."""
 
-    def __init__(self, source: Checkpoint):
-        self.source = source
-        source.contents_checked.result()
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
 
-    def read_box(self, name: str, box: Sequence[slice], out: np.ndarray) -> None:
+    def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of an array from byte `start` on, by way of all rows that hold some of them."""
+        dtype = np.dtype(self.manifest.arrays[info.name].dtype)
+        row_bytes = max(1, prod(info.shape[1:]) * dtype.itemsize)
+        first, last = start // row_bytes, -(-(start + len(out)) // row_bytes)
+        rows = np.empty((last - first, *info.shape[1:]) if info.shape else (), dtype)
+        self.read_box(info, [slice(first, last)] if info.shape else [], rows)
+        skip = start - first * row_bytes
+        out[:] = rows.reshape(-1).view(np.uint8)[skip : skip + len(out)].data
+
+    def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out` with a box of an array; see the function `read_box`."""
-        read_box(self.source.manifest, name, box, out)
+        read_box(self.manifest, info.name, box, out)
+
+    def sha256(self, shard: str) -> None:
+        """None: chunks have checksums, which are checked when they are read."""
 
     def check_unchanged(self, shards: Collection[str] | None = None) -> None:
         """Raises SourceError if the checkpoint was replaced."""
-        self.source.manifest.check_current()
+        self.manifest.check_current()
 
     def close(self) -> None:
         """Nothing stays open."""

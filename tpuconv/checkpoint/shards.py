@@ -131,7 +131,7 @@ def shard_name(index: Shape) -> str:
     return ".".join(("c", *map(str, index)))
 
 
-class Shard:
+class ShardBuilder:
     """One shard under construction in `buffer`, which starts at a page and holds `cut.shard_bytes` in whole pages.
     `index` is its place in the array's grid of shards."""
 

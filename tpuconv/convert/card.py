@@ -15,6 +15,10 @@ def _quantized(rules: Mapping[str, Any]) -> str:
     return f"quantized by {code(rules['name'])} ({markdown(rules['summary'])}): `{REPORT}` shows what it cost"
 
 
+def _changed(source: Mapping[str, Any]) -> str:
+    return " Saved from a model since: its weights may differ from the source's." if source.get("changed") else ""
+
+
 def model_card(manifest: Mapping[str, Any]) -> str:
     """The README.md of a checkpoint with this manifest."""
     source, arrays = manifest["source"], manifest["arrays"]
@@ -31,7 +35,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     ]
     return f"""# {markdown(source["name"])} for JAX
 
-Converted by tpuconv from {origin}, family {code(manifest["family"])}.
+Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(source)}
 
 {"".join(f"- {line}{chr(10)}" for line in lines)}
 `params/` is an Orbax checkpoint; `tpuconv.json` says for every array its shape, its axes, its source and its checksum.

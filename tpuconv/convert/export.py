@@ -20,23 +20,17 @@ from tpuconv.checkpoint.reader import CODES, check_contents, companions_of, copy
 from tpuconv.convert.run import Progress
 from tpuconv.convert.strided import copy_strided
 from tpuconv.encodings.passthrough import pack, unrefine
-from tpuconv.encodings.schemes import Scheme, schemes
+from tpuconv.encodings.scheme import Scheme
+from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, OutputError, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Stored, split
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
-from tpuconv.sources.source import (
-    CONFIG_FILE,
-    DTYPES,
-    ENCODING_FILE,
-    ENCODING_KEYS,
-    INDEX_FILE,
-    SINGLE_FILE,
-    encoding_of,
-    with_encoding,
-)
+from tpuconv.sources.config import ENCODING_KEYS, encoding_of, with_encoding
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
+from tpuconv.sources.headers import DTYPES
 from tpuconv.storage import disk
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.journal import Journal, State

@@ -1,50 +1,29 @@
-"""The loop: reads slabs of the source, transforms them, writes chunks, and publishes the output when all is there.
-
-Threads do the work, since reading, copying, hashing and writing all release the interpreter's lock. Each holds memory
-that is allocated once: for values, for their bytes where they are stored in another form, and for two shards, of which
-one is built while the other is written.
-"""
+"""The loop: converts what is left to do, and publishes the output when it is complete."""
 
 import os
-import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tpuconv.checkpoint import manifest
-from tpuconv.checkpoint.reader import Checkpoint, CheckpointReader
-from tpuconv.checkpoint.shards import Shard
 from tpuconv.convert.card import model_card
 from tpuconv.convert.describe import describe
-from tpuconv.convert.plan.types import FLOATS, REPORT, Array, Plan, Slab, WorkUnit
-from tpuconv.convert.sizing import Limits, buffers, jobs
+from tpuconv.convert.plan.types import REPORT, Plan, WorkUnit
+from tpuconv.convert.sizing import Limits, jobs
 from tpuconv.convert.store import Store
-from tpuconv.convert.strided import copy_strided
-from tpuconv.errors import OutputError, SourceError, UsageError
-from tpuconv.jsonfile import Each, Range
+from tpuconv.convert.workers import HASH, UNIT, Checksums, Workers, add_sums, hash_entry
+from tpuconv.errors import OutputError, UsageError
+from tpuconv.jsonfile import MIB, Each
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
-from tpuconv.sources.damaged import wrong_hash
-from tpuconv.sources.source import Reader
-from tpuconv.sources.source import Shard as SourceShard
 from tpuconv.storage import disk
-from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.journal import Journal, State
 from tpuconv.storage.sealed import STAGED, raise_damage, seal
-
-MIB = 1 << 20
-
-CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
-"""Stored types that have NaN and are searched for it; the other types of codes have none."""
 
 AHEAD_BYTES = 768 * MIB
 """Of the source, read while the rules of a quantization are resolved: what a disk gives in a second."""
@@ -63,7 +42,7 @@ class Progress:
 def read_ahead(plan: Plan) -> None:
     """Begins to check a checkpoint's contents, and then to bring what `run` reads first to the page cache, while other
     work leaves the disk idle."""
-    checked = [plan.source.contents_checked] if isinstance(plan.source, Checkpoint) else []
+    checked = plan.source.start_checks()
 
     def read() -> None:
         wait(checked)
@@ -119,7 +98,7 @@ def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
     raise_damage(out, there.size_faults())
     if not plan.source.hashed:  # its arrays' checksums are in the fingerprint
         return
-    reader, known = Reader(plan.source), there.raw["source"]["shards"]
+    reader, known = plan.source.open(), there.raw["source"]["shards"]
     try:
         for shard in plan.source.shards:
             facts = known.get(shard.name, {})
@@ -135,10 +114,6 @@ def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
 
 
 STAMPS = {"stamps": Each(str)}
-HASH = {"sha256": str}
-SUM = Range(0, (1 << 64) - 1)
-UNIT = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.FIGURES)}
-"""Of the journal's entries: the stamps of the shards that units are made of, the hash of a shard, a unit."""
 
 
 def _forget_changed(plan: Plan, journal: Journal) -> bool:
@@ -149,19 +124,14 @@ def _forget_changed(plan: Plan, journal: Journal) -> bool:
     if then == now:
         return False
     others = {i: s for i, s in enumerate(plan.source.shards) if then.get(s.name) != s.stamp}
-    changed = {s.name for i, s in others.items() if not (s.sha256 and journal.done(_hash_entry(i), HASH))}
+    changed = {s.name for i, s in others.items() if not (s.sha256 and journal.done(hash_entry(i), HASH))}
     journal.forget(
         ["complete"] * bool(changed)
         + [unit.uid for unit in plan.units if plan.shards_of(unit) & changed]
-        + [_hash_entry(i) for i in others]
+        + [hash_entry(i) for i in others]
     )
     journal.record("stamps", {"stamps": now})
     return bool(changed)
-
-
-def _hash_entry(shard: int) -> str:
-    """The journal's entry for the hash of a shard, by its number."""
-    return f"sha256-{shard:05d}"
 
 
 def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
@@ -171,277 +141,11 @@ def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     _check_disk(plan, journal.out.parent, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
     store.make_folders()
-    for done in _Workers(plan, journal, store, jobs).run(todo):
+    for done in Workers(plan, journal, store, jobs).run(todo):
         yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
     yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
     files = {f"{manifest.PARAMS}/{name}": hash_bytes(content) for name, content in store.finish().items()}
     _write_rest(plan, journal, files)
-
-
-class _Cancelled(Exception):
-    """Another worker failed, or the user interrupted."""
-
-
-class _Workers:
-    def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
-        self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
-        self.stop = threading.Event()
-        self.reader = _open(plan, self._check_cancelled)
-        self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
-        self.writers = ThreadPoolExecutor(jobs)
-
-    def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
-        """Does all that is left; yields the bytes converted so far about ten times a second."""
-        tasks = self._tasks(units)
-        if units:
-            for _ in range(min(self.jobs, len(units))):
-                self.memories.put(_Memory(self.plan, self.writers))
-        total = 0
-        pool = ThreadPoolExecutor(self.jobs)
-        futures: set[Future[None]] = {pool.submit(task) for task in tasks}
-        try:
-            while futures:
-                finished, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()
-                while not self.done.empty():
-                    total += self.done.get()
-                yield total
-            self.reader.check_unchanged()
-        finally:
-            self.stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            self.writers.shutdown(wait=True)
-            self.reader.close()
-
-    def _tasks(self, units: Sequence[WorkUnit]) -> list[Callable[[], None]]:
-        """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
-        shards = self.plan.source.shards if self.plan.hashes_shards else ()
-        last = {shard: i for i, unit in enumerate(units) for shard in self.plan.shards_of(unit)}
-        tasks: list[Callable[[], None]] = [self._describe]
-        tasks += [partial(self._compare, *copy) for copy in self.plan.copies.items()]
-        for i, unit in enumerate(units):
-            tasks.append(partial(self._unit, unit))
-            tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
-        return tasks + [partial(self._check_hash, shard) for shard in shards if shard.name not in last]
-
-    def _describe(self) -> None:
-        if self.journal.done("metadata") is None:
-            self.store.write_metadata()
-            self.journal.record("metadata", {})
-
-    def _check_hash(self, shard: SourceShard) -> None:
-        entry = _hash_entry(self.plan.source.shards.index(shard))
-        if self.journal.done(entry, HASH) is None:
-            assert isinstance(self.reader, Reader)
-            digest = self.reader.sha256(shard.name)
-            if shard.sha256 is not None and digest != shard.sha256:
-                raise wrong_hash(self.plan.source.folder / shard.name, shard.sha256, digest)
-            self.reader.check_unchanged({shard.name})
-            self.journal.record(entry, {"sha256": digest})
-
-    def _check_promises(self, shards: Collection[str]) -> None:
-        """After an error of what shards hold: raises DamagedDownload if one is not what the Hub promises."""
-        for shard in self.plan.source.shards:
-            if shard.name in shards and shard.sha256 is not None:
-                self._check_hash(shard)
-
-    def _compare(self, copy: str, original: str) -> None:
-        assert isinstance(self.reader, Reader)
-        a, b = (self.plan.tensors[name].values for name in (copy, original))
-        buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
-        for at in range(0, a.nbytes, 4 * MIB):
-            self._check_cancelled()
-            views = [buffer[: a.nbytes - at] for buffer in buffers]
-            for info, view in zip((a, b), views, strict=True):
-                self.reader.read(info, at, view)
-            if views[0] != views[1]:
-                self._check_promises({a.shard, b.shard})
-                raise SourceError(
-                    f"{copy} should be a copy of {original}, but holds other values",
-                    hint="set tie_word_embeddings in config.json to what the model was trained with"
-                    + (", or leave out --include-mtp" if self.plan.options.include_mtp else ""),
-                )
-
-    def _unit(self, unit: WorkUnit) -> None:
-        checksums: Checksums = {}
-        figures: dict[str, dict[str, float]] = {}
-        memory = self.memories.get()
-        try:
-            for slab in unit.slabs:
-                self._check_cancelled()
-                self._slab(slab, memory, checksums, figures)
-                self.done.put(self.plan.stored_bytes(slab))
-            memory.wait_until_written()
-        except SourceError:
-            self._check_promises(self.plan.shards_of(unit))
-            raise
-        finally:
-            self.memories.put(memory)
-        for name in figures:
-            self.plan.encoders[name].check()
-        self.store.sync(checksums)
-        self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
-        own = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
-        self.journal.record(unit.uid, {"checksums": own, "figures": figures})
-
-    def _slab(
-        self, slab: Slab, memory: "_Memory", checksums: "Checksums", figures: dict[str, dict[str, float]]
-    ) -> None:
-        bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
-        sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
-        targets = slab.binding.layout(sources, slab.sizes)
-        for stack, box, target in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
-            name = stack.names[0]
-            encoder = self.plan.encoders.get(name)
-            try:
-                if encoder is None:
-                    self._write(self.plan.arrays[name], box, target, memory, checksums)
-                    continue
-                parts, own = encoder(target.view(slab.dtype))
-            except FloatingPointError:
-                raise self._not_finite(name, slab, memory) from None
-            manifest.add_figures(figures.setdefault(name, {}), own)
-            for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
-                part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
-                array = self.plan.arrays[full_name]
-                self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
-
-    def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
-        """The error for values of a parameter that are not finite, naming the first one in the source."""
-        values = memory.values[: slab.nbytes].view(slab.dtype)
-        found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
-        details = []
-        if found.size:
-            at = int(found[0])
-            for source, start, count in memory.order:
-                if at < count:
-                    place = self.plan.tensors[source].place(start + at)
-                    details.append(f"the first is {source}{place}, which is {values[found[0]]} in {slab.dtype.name}")
-                    break
-                at -= count
-        return SourceError(
-            f"{name} is not finite: there are NaN or infinite values",
-            details=details,
-            hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
-            "give --allow-nonfinite to convert it as it is",
-        )
-
-    def _write(
-        self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
-    ) -> None:
-        """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it.
-
-        Raises:
-            FloatingPointError: a value is not finite.
-        """
-        checked = array.dtype.name in CAN_BE_NAN and not self.plan.options.allow_nonfinite
-        if checked and not all_finite(values, array.dtype):
-            raise FloatingPointError
-        index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
-        shard = Shard(array, index, memory.room_for_shard())
-        built, copies = [], []
-        for slot, start in shard.chunks():
-            ranges = zip(start, box, array.chunks, strict=True)
-            view = values[tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)]
-            chunk = shard.place(slot, values.dtype)
-            if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
-                chunk[...] = 0
-            built.append((slot, start, chunk))
-            copies.append((chunk[tuple(map(slice, view.shape))], view))
-        copy_strided(copies)
-        for slot, start, chunk in built:
-            part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-            _add(checksums, array.name, (part, 0))
-            shard.close_chunk(slot)
-        _add(checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
-        memory.write(partial(self.store.write, array.name, shard))
-
-    def _check_cancelled(self) -> None:
-        if self.stop.is_set():
-            raise _Cancelled
-
-
-Checksums = dict[str, tuple[int, int]]
-"""By array: the sums over chunks and over their crc32c, as a manifest has them."""
-
-
-def _add(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
-    values, crcs = checksums.get(name, (0, 0))
-    checksums[name] = manifest.add_checksums((values, parts[0])), manifest.add_checksums((crcs, parts[1]))
-
-
-def _open(plan: Plan, check_cancelled: Callable[[], None]) -> Reader | CheckpointReader:
-    if isinstance(plan.source, Checkpoint):
-        return CheckpointReader(plan.source)
-    return Reader(plan.source, check_cancelled, hashes=plan.hashes_shards)
-
-
-class _Memory:
-    """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
-
-    def __init__(self, plan: Plan, writers: Executor):
-        need = buffers(plan)
-        self.values, self.raw, *shards = map(page_buffer, (need.values, need.raw, need.shard, need.shard))
-        self.shards, self.writers = deque(shards), writers
-        self.writes: deque[Future[None]] = deque()
-
-    def room_for_shard(self) -> np.ndarray:
-        """What was built there before is written by now. Raises what went wrong then."""
-        if len(self.writes) == len(self.shards):
-            self.writes.popleft().result()
-        return self.shards[0]
-
-    def write(self, write: Callable[[], None]) -> None:
-        """Begins to write what was built in the room; the next shard gets another."""
-        self.writes.append(self.writers.submit(write))
-        self.shards.rotate(-1)
-
-    def wait_until_written(self) -> None:
-        while self.writes:
-            self.writes.popleft().result()
-
-    def read(self, reader: Reader | CheckpointReader, plan: Plan, slab: Slab) -> list[np.ndarray]:
-        """The slab's source tensors, in the dtype of its values."""
-        dtype = slab.dtype
-        if isinstance(reader, CheckpointReader):  # one array, of which the slab is a box
-            (box,) = slab.boxes()
-            values = self.values[: slab.nbytes].view(dtype).reshape([s.stop - s.start for s in box])
-            name = slab.binding.src[0].names[0]
-            self.order = [(name, 0, values.size)]
-            reader.read_box(name, box, values)
-            return [values]
-        self.order = []
-        sources, at = [], 0
-        for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
-            first = at
-            self.order += parts
-            for name, start, count in parts:
-                out = self.values[at : at + count * dtype.itemsize].view(dtype)
-                with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
-                    plan.tensors[name].read(reader, start, self.raw, out)
-                at += out.nbytes
-            sources.append(self.values[first:at].view(dtype).reshape(shape))
-        return sources
-
-
-def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether no element is infinite or not a number, from the bit patterns of floats.
-
-    Those are the patterns from that of infinity on (of NaN, where a type has no infinity), of either sign, so that the
-    largest signed and the largest unsigned pattern decide: two passes at the speed of memory and no temporary.
-    """
-    if not bits.size:
-        return True
-    infinity = int(np.array(np.inf, dtype).view(bits.dtype))
-    sign = 1 << (8 * dtype.itemsize - 1)
-    return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
-
-
-def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Unsigned integers of the same size."""
-    return np.dtype(f"u{dtype.itemsize}")
 
 
 def _check_disk(plan: Plan, folder: Path, todo: Sequence[WorkUnit]) -> None:
@@ -457,7 +161,7 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
     for unit in plan.units:
         done = journal.done(unit.uid, UNIT) or {"checksums": {}, "figures": {}}
         for name, sums in done["checksums"].items():
-            _add(checksums, name, (sums["values"], sums["crcs"]))
+            add_sums(checksums, name, (sums["values"], sums["crcs"]))
         for name, own in done["figures"].items():
             manifest.add_figures(figures.setdefault(name, {}), own)
     if checksums.keys() != plan.arrays.keys() or figures.keys() != plan.encoders.keys():
@@ -466,7 +170,7 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
             hint=f"move {journal.folder} away, and run again to begin anew",
         )
     sha256 = {
-        s.name: (journal.done(_hash_entry(i), HASH) or {"sha256": None})["sha256"]
+        s.name: (journal.done(hash_entry(i), HASH) or {"sha256": None})["sha256"]
         for i, s in enumerate(plan.source.shards)
     }
     for name in disk.entries(journal.staging):

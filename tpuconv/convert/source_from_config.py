@@ -9,12 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tpuconv.encodings.schemes import Group, Scheme, groups, within
+from tpuconv.encodings.groups import SchemeGroup, within
+from tpuconv.encodings.scheme import Scheme
+from tpuconv.encodings.schemes import groups
 from tpuconv.errors import ConfigError
 from tpuconv.layout import Shape
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.patterns import check_patterns
-from tpuconv.sources.source import DTYPES, Shard, Source, TensorInfo, encoding_of
+from tpuconv.sources.config import encoding_of
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import Source
 
 PLAIN, BUFFER = "BF16", "F32"
 """The types of what is not encoded: of parameters, and of what is not trained."""
@@ -42,7 +47,7 @@ def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: Has
         at += nbytes
     if at > MAX_BYTES:
         raise ConfigError(f"config.json describes a model of {at} bytes, more than the {MAX_BYTES} that are planned")
-    return Source(Path(name), raw, tensors, (Shard(SHARD, at),))
+    return Source(Path(name), raw, tensors, (SourceShard(SHARD, at),))
 
 
 def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
@@ -67,7 +72,7 @@ def _is_multiplied(binding: Binding) -> bool:
     return not any(part in NEVER_ENCODED for stack in binding.dst for part in stack.names[0].split("."))
 
 
-def _scheme(known: Sequence[Group], name: str, shape: Shape) -> Scheme | None:
+def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape) -> Scheme | None:
     """Of a matrix, or of those of all experts; None where it is not encoded."""
     for group in known:
         scheme = group.schemes[0]

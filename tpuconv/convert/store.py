@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuconv.checkpoint.shards import Shard, shard_name
+from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import Array
 from tpuconv.errors import OutputError
 from tpuconv.storage import disk
@@ -40,7 +40,7 @@ class Store:
             disk.write_file(self.folder / name, content)
         self.sync(self.arrays)
 
-    def write(self, name: str, shard: Shard) -> None:
+    def write(self, name: str, shard: ShardBuilder) -> None:
         """Writes a finished shard of an array to the disk; `sync` makes its name durable."""
         disk.write_file(self.folder / name / shard_name(shard.index), shard.close())
 

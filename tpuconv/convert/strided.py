@@ -44,7 +44,7 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
     if pitch % WORD or (at % WORD).any():
         return False
 
-    from tpuconv.encodings.kernels import transpose
+    from tpuconv.convert.transpose import transpose
 
     last = int(at.max()) + (columns - 1) * pitch + rows * view.itemsize
     words = as_strided(source, (last // view.itemsize,), (view.itemsize,)).view(np.uint64)

@@ -14,11 +14,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.encodings.schemes import Scheme, decode_scales, schemes
+from tpuconv.encodings.scheme import Scheme, decode_scales
+from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
 from tpuconv.names import collapse
-from tpuconv.sources.source import DTYPES, Reader, TensorInfo
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.reader import Reader
 
 TABLE_BYTES = 1 << 18
 """Of tables made at a time: they stay in the second-level cache until they are used."""

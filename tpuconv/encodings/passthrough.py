@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor, check_scales, place_of
-from tpuconv.encodings.schemes import Scheme
+from tpuconv.encodings.scheme import Scheme
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
-from tpuconv.sources.source import DTYPES, Reader
+from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.reader import Reader
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 POWERS_OF_TWO = ("U8", "F8_E8M0")

@@ -14,12 +14,12 @@ import numpy as np
 
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import Codes, Scales, scale_dtype
-from tpuconv.encodings.schemes import Scheme
+from tpuconv.encodings.scheme import Scheme
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Shape, scale_layout
 from tpuconv.mapping.table import Binding, Stack
 from tpuconv.names import QVALUE, SCALE, collapse
-from tpuconv.sources.source import TensorInfo
+from tpuconv.sources.headers import TensorInfo
 
 BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
 

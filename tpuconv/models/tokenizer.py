@@ -6,7 +6,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
 from tpuconv.jsonfile import Optional, Size, check
-from tpuconv.sources.source import read_json
+from tpuconv.sources.config import read_json
 
 IDS = (Size, [Size], None)
 ENDS = {"eos_token_id": Optional(IDS), "text_config": Optional(({"eos_token_id": Optional(IDS)}, None))}

@@ -3,12 +3,9 @@
 Values are the bits of bfloat16, [R, C]; row r has its scales in row `tile_row[r]` of [S, C / tile].
 """
 
-import numba
 import numpy as np
 
-from tpuconv.encodings.kernels import compiled
-
-summing = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+from tpuconv.compiled import compiled, compiled_sum
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -51,7 +48,7 @@ def rounded(value: np.float32) -> np.uint16:
 # looked up is a loop apart, since it cannot. Only sums may be reordered: `reassoc` leaves quotients as IEEE has them.
 
 
-@summing  # type: ignore[untyped-decorator]
+@compiled_sum  # type: ignore[untyped-decorator]
 def encode_integers(
     bits: np.ndarray, own: np.ndarray, least: np.float32, most: np.float32, codes: np.ndarray
 ) -> tuple[np.float32, np.float32]:
@@ -69,7 +66,7 @@ def encode_integers(
     return signal, noise
 
 
-@summing  # type: ignore[untyped-decorator]
+@compiled_sum  # type: ignore[untyped-decorator]
 def encode_by_tables(
     bits: np.ndarray, own: np.ndarray, code_of: np.ndarray, value_of: np.ndarray, codes: np.ndarray
 ) -> tuple[np.float32, np.float32]:

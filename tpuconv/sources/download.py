@@ -12,7 +12,7 @@ RETRIES = 5  # failures in a row that bring nothing
 BACKOFF_SECONDS = 1.0  # before the first retry, then twice that and so on
 TICK_SECONDS = 0.1  # between two reports of progress
 
-Progress = Callable[[int, int], None]
+DownloadProgress = Callable[[int, int], None]
 
 
 def chunks_of(url: str, at: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
@@ -75,7 +75,7 @@ class Stopped(Exception):
 class Meter:
     """Bytes there of bytes in all, over the files of a download, reported a few times a second."""
 
-    def __init__(self, progress: Progress | None):
+    def __init__(self, progress: DownloadProgress | None):
         self.stopped = threading.Event()
         self._progress = progress
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ from tpuconv.convert.store import ORBAX_FILES
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
-from tpuconv.sources.source import CONFIG_FILE
+from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.sealed import Sealed, check_current, extra_entries, reseal
 

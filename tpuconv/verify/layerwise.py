@@ -19,10 +19,10 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_box
 from tpuconv.encodings.decode import Tensor, decode_names
-from tpuconv.encodings.schemes import MXFP4
+from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
-from tpuconv.sources.source import Reader, open_source
+from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import empty_weights, reference_config
 
 GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
@@ -114,7 +114,7 @@ class _Reference:
         logging.disable_progress_bar()
         self.torch, self.dtype = torch, getattr(torch, dtype)
         opened = open_source(source)
-        self.reader = Reader(opened, hashes=False)
+        self.folder, self.reader = source, opened.open(hashes=False)
         self.tensors, _ = decode_names(opened.tensors, opened.encoding)
         known = get_family(family)
         self.sources = sources_by_target(known.table, known.config.from_hf(opened.config))
@@ -193,7 +193,7 @@ class _Reference:
         names = {name for own, names in self.sources.items() if own.startswith(target) for name in names}
         if absent := names - self.tensors.keys():
             raise SourceError(
-                f"{self.reader.source.folder} has no {', '.join(sorted(absent)[:5])}",
+                f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
                 hint="is it the source of this checkpoint? name the right one with --source",
             )
         state = {name: self._read(self.tensors[name]) for name in sorted(names)}
@@ -209,7 +209,7 @@ class _Reference:
         missing = [name for name in lacking if name not in empty]
         if missing:
             raise SourceError(
-                f"{self.reader.source.folder} gives transformers no {', '.join(missing[:5])} of {target[:-1]}",
+                f"{self.folder} gives transformers no {', '.join(missing[:5])} of {target[:-1]}",
                 hint="compare without --layerwise to see what transformers says",
             )
 

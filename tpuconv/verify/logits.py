@@ -19,7 +19,9 @@ import numpy as np
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.logits import divergences, forward, log_softmax
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
-from tpuconv.sources.source import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, open_source, read_config, read_json
+from tpuconv.sources.config import read_config, read_json
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE
+from tpuconv.sources.source import open_source
 from tpuconv.verify.topology.request import format_mesh
 
 PROMPTS = (

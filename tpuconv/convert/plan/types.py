@@ -265,6 +265,13 @@ class Plan:
         tensor = self.tensors[slab.binding.src[0].names[0]]
         return tensor.is_stored_as(slab.dtype)
 
+    def is_box(self, slab: Slab) -> bool:
+        """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
+        layout, stack = slab.binding.layout, slab.binding.src[0]
+        tensor = self.tensors[stack.names[0]]
+        is_plain = tensor.scheme is None and tensor.is_stored_as(slab.dtype)
+        return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and is_plain
+
     def stored_bytes(self, slab: Slab) -> int:
         """Bytes read for the values of a slab, scales aside."""
         return stored_bytes(self.tensors, slab)

@@ -10,7 +10,7 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import NO_EFFECT, DecoderConfig
 from tpuconv.models.common.rope import Rope, check_rope_keys
 from tpuconv.models.registry import Family
-from tpuconv.sources.source import encoding_of
+from tpuconv.sources.config import encoding_of
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
 """What a config.json without rope keys means here."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.llama4 import family as llama4
 from tpuconv.models.registry import Family
-from tpuconv.sources.source import encoding_of
+from tpuconv.sources.config import encoding_of
 
 
 @dataclass(frozen=True)

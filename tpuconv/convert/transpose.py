@@ -1,0 +1,60 @@
+"""Transposing matrices in memory, by a compiled loop. `tpuconv.convert.strided` imports it when it is first needed."""
+
+import numpy as np
+
+from tpuconv.compiled import compiled
+
+TILE_WORDS = 64
+"""Words of each row that are transposed together: eight cache lines, so that the processor fetches ahead."""
+TILE_ROWS = 256
+"""Rows of a tile: with TILE_WORDS, 128 kB, which stay in the second-level cache."""
+
+
+@compiled  # type: ignore[untyped-decorator]
+def exchange(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> None:
+    """Of two rows of words: what lies high in those of `a` changes places with what lies low in those of `b`."""
+    for i in range(a.size):
+        x, y = a[i], b[i]
+        a[i] = (x & low) | ((y & low) << shift)
+        b[i] = ((x >> shift) & low) | (y & ~low)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def transpose(
+    rows: np.ndarray, at: np.ndarray, pitch: int, out: np.ndarray, to: np.ndarray, height: int, width: int, per: int
+) -> None:
+    """Transposes matrices of `height` rows and `width` columns. A word of 64 bits holds `per` elements of a row; row i
+    of matrix k begins at word `at[k] + i * pitch` of `rows`. Its transposed rows, one after the other, go to `out` from
+    byte `to[k]` on. Both sizes are multiples of `per`.
+
+    A tile is copied first, its rows an odd number of words apart: where it lies they may be a multiple of 4 kB apart,
+    which a cache keeps in the same few places. Squares of `per` rows and one word are transposed by exchanging halves,
+    then quarters of words (Warren, Hacker's Delight, 7-3), many side by side.
+    """
+    lows = (np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF))
+    tile = np.empty((per, TILE_ROWS // per, TILE_WORDS + 1), np.uint64)
+    for matrix in range(at.size):
+        words = out[to[matrix] : to[matrix] + 8 * (height * width // per)].view(np.uint64)
+        for i0 in range(0, width // per, TILE_WORDS):
+            wide = min(TILE_WORDS, width // per - i0)
+            for j0 in range(0, height, TILE_ROWS):
+                squares = min(TILE_ROWS, height - j0) // per
+                for k in range(squares):
+                    for x in range(per):
+                        first = at[matrix] + (j0 + per * k + x) * pitch + i0
+                        source, staged = rows[first : first + wide], tile[x, k]
+                        for i in range(wide):
+                            staged[i] = source[i]
+                    half, stage = per // 2, 0
+                    while half > 0:
+                        for x in range(per):
+                            if x & half == 0:
+                                shift = np.uint64(64 * half // per)
+                                exchange(tile[x, k, :wide], tile[x + half, k, :wide], lows[stage], shift)
+                        half, stage = half // 2, stage + 1
+                for i in range(wide):
+                    for x in range(per):
+                        first = ((per * (i0 + i) + x) * height + j0) // per
+                        target = words[first : first + squares]
+                        for k in range(squares):
+                            target[k] = tile[x, k, i]

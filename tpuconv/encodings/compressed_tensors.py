@@ -1,0 +1,158 @@
+"""Schemes as compressed-tensors describes them: the formats of that library, which its tests write and read."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.scheme import BY_SCALES, FP4, FP8, INT4, INT8, OFFSET_INT8, Blocks, Scheme, is_block
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import Each, Optional
+
+COMPRESSED = {
+    "format": Optional((str, None)),
+    "ignore": NAMES,
+    "transform_config": Optional((dict, None)),
+    "sparsity_config": Optional((dict, None)),
+    "config_groups": Optional(
+        Each(
+            {
+                "format": Optional((str, None)),
+                "targets": NAMES,
+                "weights": Optional(
+                    (
+                        {
+                            "type": Optional((str, None)),
+                            "num_bits": Optional((int, None)),
+                            "strategy": Optional((str, None)),
+                            "group_size": Optional((int, None)),
+                            "actorder": Optional((str, bool, None)),
+                            "symmetric": Optional((bool, None)),
+                            "block_structure": Optional((str, [int], None)),
+                        },
+                        None,
+                    )
+                ),
+            }
+        )
+    ),
+}
+"""What is read of a description, and of which types."""
+
+KNOWN_FORMATS = (
+    *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
+)
+PACKED: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
+BYTES: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
+STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
+    ("float", 8): {"FP8": FP8},
+    ("float", 4): {"FP4": {"values": ".weight_packed", **FP4}},
+    ("int", 8): {
+        "INT8": BYTES,
+        "packed INT8": {**PACKED, "qtype": "int8", "table": OFFSET_INT8, "per_element": 4, "turned": 0x80},
+    },
+    ("int", 4): {
+        "INT4": {**PACKED, "qtype": "int4", "table": INT4, "per_element": 8, "turned": 0x8},
+        "INT4 in bytes": BYTES,
+    },
+}
+"""By type and number of bits: the ways in which weights are stored, of which the names and dtypes of tensors tell."""
+TENSOR_GROUP = "tensor_group"
+"""The strategy of scales in groups with one more of the tensor."""
+STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
+    ("float", 4): {
+        "NVFP4": {"values": ".weight_packed", "tensor_scale": ".weight_global_scale", "divided": True, **FP4}
+    },
+}
+PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
+"""Formats that tell which of two ways it is."""
+SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
+"""By type and strategy: of scales that are not of the type that the weights had."""
+
+
+def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
+    config_groups = quantization.get("config_groups")
+    if not isinstance(config_groups, Mapping) or not config_groups:
+        raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
+    for key in ("transform_config", "sparsity_config"):
+        own = quantization.get(key) or {}
+        if own and own.get("format") != "dense":
+            raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented")
+    ignored = quantization.get("ignore") or ()
+    out = []
+    for group in sorted(config_groups.values(), key=_takes_all):
+        for stored_in in (group.get("format"), quantization.get("format")):
+            if stored_in not in KNOWN_FORMATS:
+                raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
+        weights = group.get("weights") or {}
+        known = STORED_WITH_TWO_SCALES if weights.get("strategy") == TENSOR_GROUP else STORED
+        stored = known.get((weights.get("type"), weights.get("num_bits")))
+        by, blocks = _compressed_blocks(weights)
+        ordered = weights.get("actorder") in ("group", "dynamic")
+        if stored is None or blocks is None or weights.get("symmetric", True) is not True or ordered:
+            raise UnsupportedConfig(
+                f"compressed-tensors weights with {dict(weights)} are not implemented",
+                hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
+                "group or tensor_group, none with actorder 'group'",
+            )
+        scale_dtype = SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
+        own = [
+            Scheme(
+                title=f"compressed-tensors {name} {by}",
+                scales=".weight_scale",
+                name=".weight",
+                blocks=blocks,
+                scale_dtype=scale_dtype,
+                by_row=weights.get("strategy") == "channel",
+                **how,
+            )
+            for name, how in stored.items()
+        ]
+        formats = {group.get("format"), quantization.get("format")}
+        if formats & {PACKED_FORMAT, *BYTES_FORMATS}:
+            own.sort(key=lambda scheme: bool(scheme.extra) != (PACKED_FORMAT in formats))
+        targets = group.get("targets") or (LINEAR,)
+        checked = (
+            pattern_to_check(where, name, name.removeprefix("re:"))
+            for where, names in (("targets", targets), ("ignore", ignored))
+            for name in names
+            if name.startswith("re:")
+        )
+        takes = partial(_is_target, targets, ignored)
+        out.append(SchemeGroup(tuple(own), takes, tuple(chain.from_iterable(checked))))
+    return tuple(out)
+
+
+LINEAR = "Linear"
+"""The class of modules, in the place of a name."""
+
+
+def _takes_all(group: Mapping[str, Any]) -> bool:
+    return LINEAR in (group.get("targets") or (LINEAR,))
+
+
+def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> bool:
+    """As compressed-tensors chooses: by a name, a pattern from the left, or the class of a module."""
+
+    def matches(target: str) -> bool:
+        return (
+            bool(compiled_pattern(target[3:]).match(module)) if target.startswith("re:") else target in (module, LINEAR)
+        )
+
+    return any(map(matches, targets)) and not any(map(matches, ignored))
+
+
+def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
+    """In words and in numbers; None where there are no such."""
+    strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
+    if isinstance(block, str):  # as older ones have it: "128x128"
+        block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]
+    if strategy in ("tensor", "channel"):
+        return f"by {strategy}", BY_SCALES
+    if strategy in ("group", TENSOR_GROUP) and type(size) is int and size > 0:
+        return f"in groups of {size}", (1, size)
+    if strategy == "block" and block is not None and is_block(block):
+        return f"in blocks of {block[0]}x{block[1]}", (block[0], block[1])
+    return "", None

@@ -1,0 +1,137 @@
+"""A scheme: how the weights of one kind are stored, as the table of its values, its blocks, its names and its dtypes.
+
+FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
+v1.0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.layout import Shape
+from tpuconv.sources.headers import TensorInfo
+
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""Value of each code of an 8-bit float with 4 bits of exponent (arXiv:2209.05433)."""
+INT4 = np.arange(-8, 8, dtype=np.float32)
+INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+OFFSET_INT8 = np.arange(-128, 128, dtype=np.float32)
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+Blocks = tuple[int | None, int | None]
+BY_SCALES: Blocks = (None, None)
+"""One scale for the tensor or one for each row: the shape of the scales tells which."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """`values` and `scales` are the suffixes of stored names, `name` that of the tensor they make; `dtype` is the
+    stored one of values, `per_element` how many values an element holds, `qtype` the type of one, `table` the value of
+    each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
+    columns, None along an axis that the shape of the scales decides: one scale, or one for each. `turned` are the bits
+    in which an integer's code differs from its two's complement. `tensor_scale` is the suffix of one more scale, of the
+    whole tensor, by which those of blocks are multiplied, or `divided`. `scale_dtype` and, where their shape decides,
+    `by_row` are what the description has releases store as scales; what they do store is read whatever it is."""
+
+    title: str
+    values: str
+    scales: str
+    name: str
+    dtype: str
+    qtype: str
+    table: np.ndarray
+    per_element: int
+    blocks: Blocks
+    extra: tuple[str, ...] = ()
+    groups_apart: bool = False
+    turned: int = 0
+    tensor_scale: str = ""
+    divided: bool = False
+    scale_dtype: str = "F32"
+    by_row: bool = False
+
+    def encodes(self, info: TensorInfo) -> bool:
+        has_blocks = len(info.shape) > self.groups_apart
+        return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
+
+    def shape(self, stored: Shape) -> Shape:
+        """The shape of the values."""
+        if self.groups_apart:  # [..., groups, bytes of a group]
+            return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
+        return (*stored[:-1], stored[-1] * self.per_element)
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The inverse of `shape`."""
+        if self.groups_apart:
+            assert self.blocks[1] is not None
+            return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
+        return (*shape[:-1], shape[-1] // self.per_element)
+
+    def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        rows, columns = self.blocks
+        one_by_one = rows is None and scales in ((shape[0],), (shape[0], 1)) and shape[0] > 1
+        if rows is None:
+            rows = 1 if one_by_one else prod(shape[:-1])
+        return rows, shape[-1] if columns is None else columns
+
+    def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
+        """What the shape of the scales must be."""
+        rows, columns = self.block(shape, scales)
+        if self.blocks == BY_SCALES:
+            return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
+        grid = *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns)
+        if len(shape) == 2 and scales == (grid[0], 1, grid[1], 1):  # ModelOpt leaves the axes within a block in place
+            return scales
+        return (*shape[:-2], *grid)
+
+    def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
+        """Dtype and shape, by name, of the tensors in which releases store one of this name and shape."""
+        base = name.removesuffix(self.name)
+        scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else (1,))
+        return {
+            base + self.values: (self.dtype, self.stored_shape(shape)),
+            base + self.scales: (self.scale_dtype, scales),
+            **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
+            **{base + suffix: ("I32", (len(shape),)) for suffix in self.extra},
+        }
+
+
+def decode_scales(scales: np.ndarray) -> np.ndarray:
+    """In float32. Bytes are exponents of two (E8M0)."""
+    if scales.dtype == np.uint8:
+        with np.errstate(over="ignore"):  # 255 is no number: infinity says so here
+            return np.exp2(scales.astype(np.float32) - 127)
+    return scales.astype(np.float32)
+
+
+FP4: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
+FP8: Mapping[str, Any] = {
+    "values": ".weight",
+    "dtype": "F8_E4M3",
+    "qtype": "float8_e4m3fn",
+    "table": E4M3,
+    "per_element": 1,
+}
+FP8_SCALES = ("weight_scale_inv", "weight_scale")
+MXFP4 = Scheme(
+    title="MXFP4",
+    values="_blocks",
+    scales="_scales",
+    name="",
+    blocks=(1, 32),
+    groups_apart=True,
+    scale_dtype="U8",
+    **FP4,
+)
+
+
+def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
+    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8)
+
+
+def is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)

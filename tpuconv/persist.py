@@ -1,0 +1,112 @@
+"""From a Flax NNX model back to a checkpoint."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from flax import nnx
+
+from tpuconv.checkpoint.reader import CODES, Checkpoint, CheckpointReader, open_checkpoint
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.run import Progress, run
+from tpuconv.convert.sizing import Limits
+from tpuconv.errors import UsageError, shorten
+from tpuconv.models.registry import get_family
+from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.shard import SourceShard
+
+CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
+
+
+def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
+    """Writes the parameters of a model as a checkpoint, yielding progress; see `tpuconv.api.save`.
+
+    Raises:
+        UsageError: the model is not that of `like`, is quantized, or `like` is.
+        OutputError: `out` exists, is locked or belongs to another plan.
+        ResourceError: too little disk or memory.
+    """
+    source = _source(model, open_checkpoint(like))
+    made = source.manifest
+    options = Options(scan_layers=made.scan_layers, layers=made.layer_range, include_mtp=made.include_mtp)
+    family = get_family(made.family)
+    plan = make_plan(source, family.name, source.table(), family.config.from_hf(source.config), options)
+    yield from run(plan, out, limits, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class _Model(Checkpoint):
+    """The checkpoint that a model was loaded from, with the model's arrays in place of its own."""
+
+    arrays: Mapping[str, jax.Array] = field(kw_only=True)
+
+    def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
+        return {**super().origin(sha256), "verified": CHANGED, "changed": True}
+
+    def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> CheckpointReader:
+        return _Reader(self, super().open(check_cancelled, hashes=hashes))
+
+    def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
+        return [] if info.name in self.arrays else super().files(info)
+
+
+class _Reader(CheckpointReader):
+    """Reads the model's arrays; the checkpoint's for those that the model does not have."""
+
+    def __init__(self, model: _Model, stored: CheckpointReader):
+        super().__init__(model.manifest)
+        self._arrays, self._stored = model.arrays, stored
+
+    def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
+        if info.name in self._arrays:
+            out[...] = np.asarray(self._arrays[info.name][tuple(box)]).view(out.dtype)
+        else:
+            self._stored.read_box(info, box, out)
+
+
+def _source(model: nnx.Module, like: Checkpoint) -> _Model:
+    arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    _check(arrays, like)
+    tensors, shards = dict(like.tensors), []
+    for shard in like.shards:
+        if (array := arrays.get(shard.name)) is not None:
+            code = CODES[array.dtype.name]
+            size = prod(array.shape) * array.dtype.itemsize
+            tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
+            # By its content, so that a rerun of the same save continues and one of other weights does not.
+            digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            shard = SourceShard(shard.name, size, digest=digest)
+        shards.append(shard)
+    return _Model(
+        like.folder,
+        like.config,
+        tensors,
+        tuple(shards),
+        companions=like.companions,
+        manifest=like.manifest,
+        arrays=arrays,
+    )
+
+
+def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:
+    stored = like.manifest.arrays
+    faults = [
+        f"{name}: {list(array.shape)} {array.dtype.name} in the model, {list(stored[name].shape)} in the checkpoint"
+        if name in stored
+        else f"{name}: not in the checkpoint"
+        for name, array in arrays.items()
+        if name not in stored or tuple(array.shape) != stored[name].shape or array.dtype.name not in CODES
+    ]
+    faults += [f"{name}: not in the model" for name in stored if name not in arrays and not name.startswith("mtp.")]
+    if faults:
+        raise UsageError(
+            f"the model is not that of {like.folder}: {len(faults)} parameters differ",
+            details=shorten(faults, 10),
+            hint="give as `like` the checkpoint that it was loaded from; a quantized model cannot be saved",
+        )

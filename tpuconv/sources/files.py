@@ -1,0 +1,10 @@
+"""The files of a Hugging Face checkpoint: their names, and how large each may be."""
+
+CONFIG_FILE = "config.json"
+ENCODING_FILE = "hf_quant_config.json"
+"""In which ModelOpt says how weights are encoded; older releases have it instead of config.json's key."""
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+MAX_HEADER_BYTES = 32 << 20  # the largest real ones have 2 MiB; a parser bomb has 100 MiB
+MAX_INDEX_BYTES = 64 << 20

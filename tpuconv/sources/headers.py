@@ -1,0 +1,121 @@
+"""Safetensors headers, read strictly: the dtype, shape and place of every tensor of a file."""
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tpuconv.errors import SourceError, shorten
+from tpuconv.jsonfile import Each, check, opened, parse, stand_in
+from tpuconv.layout import Shape
+from tpuconv.sources.files import MAX_HEADER_BYTES
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Safetensors' names of element types (safetensors README, "Format")."""
+MAX_NAME_LENGTH = 512
+MAX_AXES = 64
+MAX_TENSORS = 250_000
+"""Of one shard; the largest real checkpoints have as many in all of theirs."""
+MAX_SIGNS = {b"{": MAX_TENSORS + 2, b":": 5 * MAX_TENSORS, b",": 10 * MAX_TENSORS}
+"""How often signs occur in a header of so many tensors: each is an object of three keys and a few numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the source: where its bytes are. `offset` counts from the start of the shard's file."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    shard: str
+    offset: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
+    """Size and modification time (ns) of a safetensors file and its tensors in file order.
+
+    Raises:
+        SourceError: the file cannot be read, or anything in the header is not exactly as the format says.
+    """
+    with opened(path, SourceError) as (fd, status):
+        start = os.pread(fd, 64, 0)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or 8 + length > status.st_size:
+            if other := stand_in(start):
+                raise SourceError(f"{path} is {other}")
+            raise SourceError(f"{path} is truncated: {status.st_size} bytes do not hold its header")
+        if length > MAX_HEADER_BYTES:
+            raise SourceError(f"{path} has a header of {length} bytes, more than any real checkpoint")
+        raw = os.pread(fd, length, 8)
+    what = f"the header of {path}"
+    if any(raw.count(sign) > most for sign, most in MAX_SIGNS.items()):  # before a parser makes objects of them
+        raise SourceError(f"{what} describes more than {MAX_TENSORS} tensors, more than any real checkpoint")
+    if not raw.startswith(b"{"):
+        raise SourceError(f"{what} is no JSON object")
+    header = parse(raw, what, SourceError, constants=False)
+    metadata = header.pop("__metadata__", {})
+    check(metadata, Each(str), f"{what}, __metadata__", SourceError)
+    infos, faults = [], []
+    for name, value in header.items():
+        try:
+            infos.append(_tensor_info(name, value, path.name, 8 + length))
+        except ValueError as e:
+            faults.append(f"{path.name}: {e}")
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    at = 8 + length
+    for info in infos:
+        if info.offset != at:
+            faults.append(
+                f"{path.name}: {info.name} {'overlaps the one before' if info.offset < at else 'follows a gap'}"
+            )
+        at = info.offset + info.nbytes
+    if not faults and at != status.st_size:
+        fault = "is truncated" if at > status.st_size else "has bytes that no tensor owns"
+        faults.append(f"{path.name} {fault}: its header describes {at} bytes, the file has {status.st_size}")
+    if faults:
+        raise SourceError(faults[0], details=shorten(faults[1:]))
+    return status.st_size, status.st_mtime_ns, infos
+
+
+def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorInfo:
+    if not name.isprintable() or ".." in name or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise ValueError(f"unsafe tensor name {name[:80]!r}")
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} is not described by dtype, shape and data_offsets alone")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {str(dtype)[:80]!r}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+            raise ValueError(f"{name} has a shape or offsets that are no list of sizes")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"{name} has {len(shape)} axes")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name}: offsets {offsets[:3]} do not hold {dtype} {shape}")
+    return TensorInfo(name, dtype, tuple(shape), shard, data_start + offsets[0], offsets[1] - offsets[0])

@@ -1,0 +1,92 @@
+"""The index of a checkpoint's shards: which files hold the weights, and which tensors each holds."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.names import MANIFEST, collapse
+from tpuconv.sources.config import read_json
+from tpuconv.sources.files import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+
+MAX_NAMES_TO_COLLAPSE = 10_000
+_SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+
+
+def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of the shards and, where there is an index, the shard of every tensor.
+
+    Raises:
+        UsageError: the folder holds no safetensors.
+        SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are.
+    """
+    try:
+        names = set(os.listdir(folder))  # once: an index may name very many files
+    except OSError as e:
+        raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
+    if INDEX_FILE not in names:
+        if SINGLE_FILE in names:
+            return [SINGLE_FILE], None
+        shards = sorted(name for name in names if name.endswith(".safetensors"))
+        if not shards and MANIFEST in names:
+            raise UsageError(
+                f"{folder} is converted already",
+                hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
+            )
+        if not shards:
+            raise UsageError(
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",
+                hint="a Hugging Face checkpoint in safetensors is needed",
+            )
+        raise SourceError(
+            f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
+            hint="without the index nobody knows whether files are missing: download the checkpoint again",
+        )
+    weight_map = read_weight_map(folder / INDEX_FILE)
+    shards = sorted(set(weight_map.values()))
+    missing = [s for s in shards if s not in names]
+    if missing:
+        raise SourceError(
+            f"{len(missing)} of {len(shards)} shards are missing in {folder}",
+            details=describe_missing(weight_map, missing),
+            hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
+        )
+    return shards, weight_map
+
+
+def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> list[str]:
+    """Shards that are missing, and the patterns of the tensors that an index has in them."""
+    shards = set(missing)
+    names = list(islice((name for name, shard in weight_map.items() if shard in shards), MAX_NAMES_TO_COLLAPSE))
+    patterns = [f"{pattern}  ({len(own)} tensors)" for pattern, own in collapse(names).items()]
+    more = ["... and more"] if len(names) == MAX_NAMES_TO_COLLAPSE else []
+    return [*shorten(missing), "the index has these tensors in them:", *shorten(patterns), *more]
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The shard of every tensor, as an index has it: names of safetensors files of its folder.
+
+    Raises:
+        SourceError: it has no such map, or names anything else.
+    """
+    weight_map = read_json(index, SourceError, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(
+            f"{index} names no shards: it has no weight_map from names to files", hint="do not trust this checkpoint"
+        )
+    unsafe = {repr(s)[:80] for s in weight_map.values() if not isinstance(s, str) or not _SHARD_NAME.fullmatch(s)}
+    if unsafe:
+        raise SourceError(
+            f"{index} names files that are no safetensors file of its folder",
+            details=shorten(sorted(unsafe)),
+            hint="do not trust this checkpoint",
+        )
+    return weight_map
+
+
+def shard_names(folder: Path) -> set[str]:
+    if (folder / INDEX_FILE).exists():
+        return set(read_weight_map(folder / INDEX_FILE).values())
+    return {SINGLE_FILE}
