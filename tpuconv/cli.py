@@ -993,12 +993,12 @@ def _measure(
     choices = find_choices(manifest)
     if target is not None:
         recipe.check_free(out, overwrite)
-        choices.model.check(target)
+        choices.space.check(target)
     ids = _prompt_ids(manifest, manifest.folder, prompt_file)
     groups = []
     with _progress("measuring", as_json) as show:
         probe = Probe(_load(manifest.folder, DTYPE), choices, ids)
-        total = sum(group.options[0].bits for group in choices.model.groups) // 8
+        total = sum(group.options[0].bits for group in choices.space.groups) // 8
         for group in probe.each():
             groups.append(group)
             show(sum(group.options[0].bits for group in groups) // 8, total)
@@ -1012,7 +1012,7 @@ def _measure(
     }
     options: list[Any] = []
     if target is not None:
-        model = replace(choices.model, groups=tuple(groups))
+        model = replace(choices.space, groups=tuple(groups))
         options = recipe.choose(model, target)
         predicted, measured = sum(option.kl for option in options), probe.together(options)
         origin = manifest.raw["source"]
@@ -1069,14 +1069,14 @@ def _report(out: Path) -> "Report":
 
 def _print_report(console: "Console", report: "Report", out: Path) -> None:
     from tpuconv.convert.plan.types import REPORT
-    from tpuconv.quantize.report import kinds
+    from tpuconv.quantize.report import by_pattern
 
     table = _table(
         f"{report.config}: {report.weight_bits:.2f} bits a weight",
         "parameters", "count", "type", "bits", "worst dB", "mean dB", "clipped",
         right=["count", "bits", "worst dB", "mean dB", "clipped"],
     )  # fmt: skip
-    for kind in kinds(report.rows):
+    for kind in by_pattern(report.rows):
         worst = kind.worst
         clipped = f"{100 * max(row.clipped for row in kind.rows):.3g}%"
         figures = (f"{worst.bits:.2f}", f"{worst.snr_db:.1f}", f"{kind.mean_db:.1f}", clipped)
