@@ -12,9 +12,9 @@ import pytest
 
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.source_from_config import released
+from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import decode_names
-from tpuconv.encodings.schemes import SCHEMAS
+from tpuconv.encodings.schemes import METHOD_SCHEMAS
 from tpuconv.errors import ConfigError, MappingError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.config import _hints
 from tpuconv.models.common.rope import OPTIONAL
@@ -49,7 +49,7 @@ def plan_of(raw: dict[str, Any]) -> None:
     family = find_family(raw)
     config = family.config.from_hf(raw)
     assert len(config.windows) == config.num_hidden_layers
-    source = released("x", raw, family.table, config)
+    source = source_from_config("x", raw, family.table, config)
     few = dict(list(source.tensors.items())[:10])
     make_plan(Source(source.folder, raw, few, source.shards), family.name, family.table, config, Options())
     if source.nbytes < 100 << 30:  # larger ones there are, in pieces that take some microseconds each
@@ -193,7 +193,7 @@ def changed(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 
 @pytest.mark.parametrize("method", ENCODINGS)
 def test_a_description_of_another_type_is_an_error_that_is_meant(method):
-    assert method in SCHEMAS
+    assert method in METHOD_SCHEMAS
     whole = {"quant_method": method, **ENCODINGS[method]}
     plan_of(config_json("llama", quantization_config=whole))
     for path in places(whole):

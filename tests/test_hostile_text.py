@@ -21,7 +21,7 @@ from tpuconv import text
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.card import model_card
 from tpuconv.errors import ResourceError, UsageError
-from tpuconv.quantize.report import html as report_page
+from tpuconv.quantize.report import report_page
 from tpuconv.sources.hub import fetch_config, resolve
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"

@@ -32,13 +32,13 @@ from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.sizes import SLAB_BYTES
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.sizing import BASE_MEMORY, peak_memory
-from tpuconv.convert.source_from_config import released
+from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.passthrough import Codes, Scales
+from tpuconv.encodings.passthrough import QValues, Scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, OutputError, SourceError, UsageError
 from tpuconv.layout import LETTERS
-from tpuconv.mapping.passthrough import keep
+from tpuconv.mapping.passthrough import pass_through
 from tpuconv.mapping.table import Binding, Map, MappingTable
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.names import QVALUE, SCALE
@@ -149,7 +149,7 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
         )
         for name, shape in binding.src_shapes().items()
     }
-    kept_tensors, (codes, scales), kept, faults = keep(tensors, [binding], [binding])
+    kept_tensors, (codes, scales), kept, faults = pass_through(tensors, [binding], [binding])
     assert not faults
     at = data.draw(st.lists(st.integers(0, min(t.size for t in kept_tensors.values())), max_size=3).map(sorted))
     at_once = binding(lambda name: whole(tensors[name], memory))
@@ -338,7 +338,7 @@ FULL_SIZE = {
     "moonshotai/Kimi-K2-Thinking": 2,
     "openai/gpt-oss-20b": 2,
 }
-"""Codes in a byte of the source."""
+"""QValues in a byte of the source."""
 
 STACKED = ("gpt_oss", "llama4", "llama4_text")
 """Families whose plain experts are tensors of a layer, which no release has in FP8."""
@@ -397,8 +397,8 @@ def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path,
     assert plan.parameters == sum(x.size for name, x in want.items() if name not in buffers)
     assert plan.mapped == len(plan.source.tensors) - sum(skip.count for skip in plan.skipped)
     manifest = read_manifest(tmp_path / "out")
-    assert {name.removesuffix(QVALUE) for name in arrays if name.endswith(QVALUE)} == set(manifest.kept)
-    for name, facts in manifest.kept.items():
+    assert {name.removesuffix(QVALUE) for name in arrays if name.endswith(QVALUE)} == set(manifest.passthrough)
+    for name, facts in manifest.passthrough.items():
         codes, scales = (manifest.arrays[name + part] for part in (QVALUE, SCALE))
         assert tuple(facts["tiles"]) == tuple(n // s for n, s in zip(codes.shape, scales.shape, strict=True))
         assert codes.dtype == facts["qtype"]
@@ -477,7 +477,7 @@ def test_what_was_dequantized_comes_back_as_a_plain_checkpoint(saved, tmp_path):
 def test_layers_that_predict_further_tokens_come_back_too(with_mtp, tmp_path):  # noqa: F811
     encoded(with_mtp, tmp_path / "hf", fp8)
     plan = convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True, encoding="keep"))
-    assert any(name.startswith("mtp.") for name in plan.kept)
+    assert any(name.startswith("mtp.") for name in plan.passthrough)
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
 
 
@@ -498,7 +498,7 @@ def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tm
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] |= {"ignore": ["re:.*lm_head"], "format": "pack-quantized"}
     told = tpu.as_released(str(tmp_path), config)["parameters"]
-    kept = plan_for(tmp_path, Options(encoding="keep")).kept
+    kept = plan_for(tmp_path, Options(encoding="keep")).passthrough
     facts = {name: own.to_json() for name, own in kept.items()}
     for key in ("qtype", "kept", "tiles"):
         assert {name: own[key] for name, own in told.items()} == {name: own[key] for name, own in facts.items()}
@@ -511,7 +511,7 @@ def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
     convert(tmp_path / "hf", tmp_path / "plain")
     assert_same(dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain"))
     told = tpu.as_released("name", fetch_config(str(tmp_path / "hf")))["parameters"]
-    own = {name: facts.to_json() for name, facts in kept.kept.items()}
+    own = {name: facts.to_json() for name, facts in kept.passthrough.items()}
     for key in ("kept", "tiles", "bits"):
         assert {name: facts[key] for name, facts in told.items()} == {name: facts[key] for name, facts in own.items()}
     config = (tmp_path / "hf" / "config.json").read_bytes()
@@ -543,7 +543,7 @@ def test_a_release_has_the_tensors_that_its_config_describes(model):
     real = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
     family = find_family(listing["config"])
     config = family.config.from_hf(listing["config"])
-    described = released(model, listing["config"], family.table, config).tensors
+    described = source_from_config(model, listing["config"], family.table, config).tensors
     if model == "Qwen/Qwen3-30B-A3B-FP8":  # scales in bfloat16, of which the config says nothing
         real |= {name: ("F32", shape) for name, (_, shape) in real.items() if name.endswith("_scale_inv")}
     assert not [info for name, info in described.items() if (info.dtype, info.shape) != real.get(name)]
@@ -758,7 +758,7 @@ def test_real_models_are_planned_whole(model, tmp_path):
     peak = peak_memory(plan, 2)  # by its name in an error the whole plan would be written out
     assert peak < BASE_MEMORY + 2 * 4 * SLAB_BYTES, "values, their bytes and two shards, for each of two jobs"
     used = {name for array in plan.arrays.values() for name in array.sources}
-    codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Codes))
+    codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], QValues))
     scales = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], Scales))
     own = {part: sum(a.nbytes for n, a in plan.arrays.items() if n.endswith(part)) for part in (QVALUE, SCALE)}
     assert own[QVALUE] == codes * FULL_SIZE[model]

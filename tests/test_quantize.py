@@ -42,9 +42,9 @@ from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.apply import quantization
-from tpuconv.quantize.config import QTYPES, TILES, QuantConfig, config_names, find_config, parse_config
+from tpuconv.quantize.config import QTYPES, REQUIRED_TILE_SIZES, QuantConfig, config_names, find_config, parse_config
 from tpuconv.quantize.report import report
-from tpuconv.quantize.rules import LAYER, How, Provider, abstract, quantized, resolve
+from tpuconv.quantize.rules import LAYER, ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
 from tpuconv.verify.checksums import check
@@ -238,15 +238,15 @@ def values_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np
 )
 def test_tables_give_what_qwix_gives(qtype, shape, kind, method, seed, turn):
     (size, tiles) = shape
-    if qtype in TILES:
-        tile = TILES[qtype]
+    if qtype in REQUIRED_TILE_SIZES:
+        tile = REQUIRED_TILE_SIZES[qtype]
         tiles = tuple(tile if t > 1 else 1 for t in tiles)
     x = values_of(kind, size, np.random.default_rng(seed))
     if turn:  # as a layout gives it: a view of other strides
         x = np.ascontiguousarray(x.T).T
-    how = encode.Kind(qtype, method, tiles).in_qwix(size)
+    how = encode.QuantKind(qtype, method, tiles).in_qwix(size)
     want = qarray.quantize(jnp.asarray(x), how)
-    encoder = encode.QwixEncoder("w", How(size, tiles, 0, how), encode.BF16, encode.BF16)
+    encoder = encode.QwixEncoder("w", ParamQuant(size, tiles, 0, how), encode.BF16, encode.BF16)
     if not np.asarray(want.scale).all():
         with pytest.raises(UnsupportedConfig, match="underflows to 0"):
             encoder(x)
@@ -302,7 +302,10 @@ def test_values_that_are_not_finite_are_not_quantized(value, method):
     """By tables, and by Qwix itself."""
     x = values_of(KINDS[0], (64, 32), np.random.default_rng(0)).copy()
     encoder = encode.QwixEncoder(
-        "w", How(x.shape, (64, 1), 0, encode.Kind("int8", method, (64, 1)).in_qwix(x.shape)), encode.BF16, encode.BF16
+        "w",
+        ParamQuant(x.shape, (64, 1), 0, encode.QuantKind("int8", method, (64, 1)).in_qwix(x.shape)),
+        encode.BF16,
+        encode.BF16,
     )
     encoder(x)
     x[7, 9] = value
@@ -371,10 +374,10 @@ def test_the_report_is_that_of_the_whole_tensors(tmp_path, small_cuts):
 
 def test_a_scale_that_is_not_qwixs_stops_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "_compared", {})
-    real = encode._scales("int8", "absmax").result()
+    real = encode._scale_table("int8", "absmax").result()
     wrong: Future[np.ndarray] = Future()
     wrong.set_result(np.nextafter(real, np.inf).astype(np.float32) * 1.01)
-    monkeypatch.setattr(encode, "_scales", lambda *_: wrong)
+    monkeypatch.setattr(encode, "_scale_table", lambda *_: wrong)
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
     with pytest.raises(GateError, match="is not what Qwix makes of it"):
         quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
@@ -600,10 +603,10 @@ qwix:
       act_qtype: 'float8_e4m3fn'
 """
     rules = parse_config(text, "fp8_all", "fp8_all.yaml")
-    hows = resolve(qwen3_build(), rules)
-    assert {how.qtype for how in hows.values()} == {"float8_e4m3fn"}
-    assert "lm_head.kernel" not in hows
-    assert len(hows) == 3 * 7
+    quants = resolve_rules(qwen3_build(), rules)
+    assert {how.qtype for how in quants.values()} == {"float8_e4m3fn"}
+    assert "lm_head.kernel" not in quants
+    assert len(quants) == 3 * 7
     assert QuantConfig.from_json(json.loads(json.dumps(rules.to_json()))).to_json() == json.loads(
         json.dumps(rules.to_json())
     )
@@ -621,7 +624,7 @@ qwix:
 )
 def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):
     with pytest.raises(ConfigError) as info:
-        resolve(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
+        resolve_rules(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
     assert message in str(info.value)
 
 
@@ -629,7 +632,7 @@ def test_rules_of_a_manifest_are_not_matched_for_ever_either():
     rules = [{"module_path": "(((.+)+)+)+!", "weight_qtype": "int8"}]
     facts = {"name": "mine", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}, "parameters": {}}
     with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes for ever"):
-        abstract(qwen3_build(), facts)
+        abstract_quantized_model(qwen3_build(), facts)
 
 
 MIXED = """
@@ -689,7 +692,7 @@ def counted_skips(monkeypatch) -> list[int]:
 def resolved(family, config, rules):
     """How each parameter is quantized, in order, or why none can be."""
     try:
-        return list(resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules).items())
+        return list(resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules).items())
     except ConfigError as e:
         return e.message, e.details
 

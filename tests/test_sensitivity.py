@@ -30,7 +30,7 @@ from tpuconv.quantize.config import find_config, parse_config
 from tpuconv.quantize.recipe import search as recipe
 from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.measure import DTYPE, Probe
-from tpuconv.quantize.recipe.search import Group, Model, Option, choose, to_yaml
+from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, choose, to_yaml
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare, model_logits, tokenize
 
@@ -66,10 +66,10 @@ def ckpt(converted) -> Path:
     return converted(ONE_OF_EACH["llama"], "bfloat16")
 
 
-def measured(folder: Path) -> tuple[Model, Probe]:
+def measured(folder: Path) -> tuple[SearchSpace, Probe]:
     choices = find_choices(read_manifest(folder))
     probe = Probe(tpuconv.load(folder, DTYPE), choices, IDS)
-    return replace(choices.model, groups=tuple(probe.each())), probe
+    return replace(choices.space, groups=tuple(probe.each())), probe
 
 
 @cache
@@ -121,12 +121,12 @@ SLOW = {"deepseek_v3", "kimi_k2", "llama4", "llama4_text", "gpt_oss", "qwen2", "
 def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, converted):
     manifest = read_manifest(converted(case, "bfloat16"))
     choices = find_choices(manifest)
-    names = [name for group in choices.model.groups for name in group.names]
+    names = [name for group in choices.space.groups for name in group.names]
     all_names = set(choices.encoders["int8"])
     assert len(names) == len(set(names))
     assert {name for name in all_names if ".router." not in name} == set(names) == set(choices.encoders["int4"])
-    assert ("lm_head" in {group.pattern for group in choices.model.groups}) == ("lm_head.kernel" in manifest.arrays)
-    for group in choices.model.groups:
+    assert ("lm_head" in {group.pattern for group in choices.space.groups}) == ("lm_head.kernel" in manifest.arrays)
+    for group in choices.space.groups:
         (tile,) = {option.tile_size for option in group.options if option.qtype == "int4"}
         assert tile == 32  # what these sizes allow
         assert group.count == sum(prod(manifest.arrays[name].shape) for name in group.names)
@@ -134,7 +134,7 @@ def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, converted):
 
 def test_tiles_are_the_largest_that_divide(tmp_path):
     sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 24}
-    groups = find_choices(read_manifest(small(tmp_path, **sizes))).model.groups
+    groups = find_choices(read_manifest(small(tmp_path, **sizes))).space.groups
     assert {group.path: group.options[2].tile_size for group in groups} == {
         "layers/{}/attn/.*": 8,
         "layers/{}/mlp/.*": 16,
@@ -144,7 +144,7 @@ def test_tiles_are_the_largest_that_divide(tmp_path):
 
 def test_a_tied_head_is_in_no_group(tmp_path):
     folder = small(tmp_path, tie_word_embeddings=True)
-    assert {group.path for group in find_choices(read_manifest(folder)).model.groups} == {
+    assert {group.path for group in find_choices(read_manifest(folder)).space.groups} == {
         "layers/{}/attn/.*",
         "layers/{}/mlp/.*",
     }
@@ -176,11 +176,11 @@ def test_a_model_of_no_numbers_gives_no_figures(ckpt):
 
 
 @st.composite
-def models(draw) -> Model:
+def models(draw) -> SearchSpace:
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
     costs = st.floats(0, 10) | st.sampled_from([0.0, 1.0])
     groups = [
-        Group("layers/{}/mlp/.*", i, (), size, (
+        ParamGroup("layers/{}/mlp/.*", i, (), size, (
             Option(None, None, 16 * size, 0.0),
             Option("int8", None, 8 * size + draw(st.integers(0, 4)), draw(costs)),
             Option("int4", 32, 4 * size + draw(st.integers(0, 4)), draw(costs)),
@@ -188,7 +188,7 @@ def models(draw) -> Model:
         for i, size in enumerate(sizes)
     ]  # fmt: skip
     other = draw(st.integers(0, 100))
-    return Model(tuple(groups), sum(sizes) + other, 16 * other)
+    return SearchSpace(tuple(groups), sum(sizes) + other, 16 * other)
 
 
 @given(models(), st.floats(3, 17), st.floats(3, 17))
@@ -213,14 +213,14 @@ def test_of_a_large_model_not_all_sums_are_kept(monkeypatch):
     monkeypatch.setattr(recipe, "STATES", 2000)
     rng = np.random.default_rng(0)
     groups = tuple(
-        Group("layers/{}/mlp/.*", i, (), n, (
+        ParamGroup("layers/{}/mlp/.*", i, (), n, (
             Option(None, None, 16 * n, 0.0),
             Option("int8", None, 8 * n, float(rng.random() / 100)),
             Option("int4", 32, 4 * n, float(rng.random())),
         ))
         for i, n in enumerate(map(int, rng.integers(1000, 9000, 120)))
     )  # fmt: skip
-    model = Model(groups, sum(group.count for group in groups), 0)
+    model = SearchSpace(groups, sum(group.count for group in groups), 0)
     targets = np.linspace(4.01, 15.99, 20)
     chosen = [choose(model, float(target)) for target in targets]
     costs = [sum(option.kl for option in options) for options in chosen]
@@ -235,8 +235,8 @@ def test_of_a_large_model_not_all_sums_are_kept(monkeypatch):
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def groups_of(*choices: tuple[str, int | None, str | None]) -> tuple[list[Group], list[Option]]:
-    groups = [Group(path, layer, (), 1, ()) for path, layer, _ in choices]
+def groups_of(*choices: tuple[str, int | None, str | None]) -> tuple[list[ParamGroup], list[Option]]:
+    groups = [ParamGroup(path, layer, (), 1, ()) for path, layer, _ in choices]
     return groups, [Option(qtype, 32 if qtype == "int4" else None, 8, 0.1) for *_, qtype in choices]
 
 
@@ -257,8 +257,8 @@ def test_layers_of_one_kind_share_a_rule():
 @pytest.mark.parametrize("name", ["a\nqwix: {}", "b\x00", "c: &d {", "机器"])
 def test_no_name_breaks_the_file(name):
     option = Option("int8", None, 8, 0.1)
-    group = Group("lm_head", None, (), 1, (Option(None, None, 16, 0.0), option))
-    text = to_yaml(Model((group,), 2, 16), [option], [f"Of {name}"])
+    group = ParamGroup("lm_head", None, (), 1, (Option(None, None, 16, 0.0), option))
+    text = to_yaml(SearchSpace((group,), 2, 16), [option], [f"Of {name}"])
     (rule,) = parse_config(text.encode(), "c", "c.yaml").rules
     assert (rule.module_path, rule.weight_qtype, rule.line) == ("lm_head", "int8", text.count("\n"))
 
@@ -281,7 +281,7 @@ def test_the_command_writes_a_config_that_quantizes_to_what_it_says(ckpt, tmp_pa
     assert quantized["bits_per_weight"] == own["bits_per_weight"]
     assert {row["name"]: row["qtype"] for row in quantized["tensors"]} == {
         name: own["chosen"][group.pattern]
-        for group in find_choices(read_manifest(ckpt)).model.groups
+        for group in find_choices(read_manifest(ckpt)).space.groups
         for name in group.names
         if own["chosen"][group.pattern]
     }
@@ -291,7 +291,7 @@ def test_the_command_writes_a_config_that_quantizes_to_what_it_says(ckpt, tmp_pa
 
 
 def test_predicted_bits_are_those_of_the_report_exactly(ckpt, tmp_path):
-    model = find_choices(read_manifest(ckpt)).model
+    model = find_choices(read_manifest(ckpt)).space
     options = [group.options[i % 3] for i, group in enumerate(model.groups)]
     text = to_yaml(model, options, [])
     quantize(ckpt, tmp_path / "out", parse_config(text.encode(), "c", "c.yaml"))

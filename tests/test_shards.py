@@ -17,7 +17,7 @@ from tpuconv.checkpoint import reader as checkpoint
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.reader import read_box
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
-from tpuconv.convert.plan.types import Array
+from tpuconv.convert.plan.types import OutputArray
 from tpuconv.convert.store import Store
 from tpuconv.errors import CorruptOutput
 from tpuconv.storage.disk import page_buffer
@@ -30,7 +30,7 @@ DTYPES = ["uint8", "int8", "bfloat16", "float8_e4m3fn", "float32", "float64"]
 class Case:
     """An array "w", how it is cut, and a box of it."""
 
-    array: Array
+    array: OutputArray
     box: tuple[slice | int, ...]
     read_bytes: int
     """Read at once."""
@@ -49,10 +49,10 @@ def cases(draw: st.DrawFn) -> Case:
         first = draw(st.integers(0, n - 1))
         box.append(first if draw(st.booleans()) else slice(first, draw(st.integers(first, n))))
     read_bytes = draw(st.sampled_from([1, 40, 1 << 20]))
-    return Case(Array(shape, dtype, shards, chunks, "w", "", ()), tuple(box), read_bytes, draw(st.booleans()))
+    return Case(OutputArray(shape, dtype, shards, chunks, "w", "", ()), tuple(box), read_bytes, draw(st.booleans()))
 
 
-def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
+def write(array: OutputArray, folder: Path, values: np.ndarray) -> Manifest:
     store, buffer = Store(folder / "params", {"w": array}), page_buffer(array.shard_bytes)
     store.make_folders()
     store.write_metadata()
@@ -70,7 +70,7 @@ def write(array: Array, folder: Path, values: np.ndarray) -> Manifest:
     return Manifest(folder, Sealed({"format": 1}, None, None), {"w": stored})
 
 
-def random(array: Array) -> np.ndarray:
+def random(array: OutputArray) -> np.ndarray:
     bits = np.random.default_rng(0).integers(0, 256, prod(array.shape) * array.dtype.itemsize, np.uint8)
     return bits.view(array.dtype).reshape(array.shape)
 
@@ -91,7 +91,7 @@ def test_any_box_is_what_tensorstore_reads(case):
         assert have.tobytes() == want.tobytes()
 
 
-SMALL = Array((5, 6), np.dtype("u2"), (4, 6), (2, 3), "w", "", ())
+SMALL = OutputArray((5, 6), np.dtype("u2"), (4, 6), (2, 3), "w", "", ())
 ALL = (slice(0, 5), slice(0, 6))
 
 

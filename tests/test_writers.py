@@ -252,7 +252,7 @@ def test_groups_of_their_own_for_attention_and_experts(tmp_path: Path) -> None:
     assert not [name for name in theirs if not np.array_equal(ours[name].view("u2"), theirs[name])]
     convert(folder, tmp_path / "plain")
     kept = convert(folder, tmp_path / "kept", Options(encoding="keep"))
-    assert len({facts.scheme.title for facts in kept.kept.values()}) == 3
+    assert len({facts.scheme.title for facts in kept.passthrough.values()}) == 3
     have, want = dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain")
     assert not [name for name in want if not same_bits(have[name], want[name])]
     assert_came_back(folder, tmp_path / "kept", kept)

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from flax import nnx
 
-from tpuconv.checkpoint.reader import CODES, Checkpoint, CheckpointReader, open_checkpoint
+from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint, CheckpointReader, open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import Progress, run
@@ -76,7 +76,7 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
     tensors, shards = dict(like.tensors), []
     for shard in like.shards:
         if (array := arrays.get(shard.name)) is not None:
-            code = CODES[array.dtype.name]
+            code = SAFETENSORS_DTYPES[array.dtype.name]
             size = prod(array.shape) * array.dtype.itemsize
             tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
             # By its content, so that a rerun of the same save continues and one of other weights does not.
@@ -101,7 +101,7 @@ def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:
         if name in stored
         else f"{name}: not in the checkpoint"
         for name, array in arrays.items()
-        if name not in stored or tuple(array.shape) != stored[name].shape or array.dtype.name not in CODES
+        if name not in stored or tuple(array.shape) != stored[name].shape or array.dtype.name not in SAFETENSORS_DTYPES
     ]
     faults += [f"{name}: not in the model" for name in stored if name not in arrays and not name.startswith("mtp.")]
     if faults:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.checkpoint.device_layouts import LAYOUTS, read_layouts
 from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
-from tpuconv.checkpoint.reader import check_contents, read_config
+from tpuconv.checkpoint.reader import check_contents, read_checkpoint_config
 from tpuconv.errors import CorruptOutput, UsageError, root_cause
 from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
@@ -108,9 +108,11 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
 
     if manifest.quantization is None:
         return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
-    from tpuconv.quantize.rules import abstract
+    from tpuconv.quantize.rules import abstract_quantized_model
 
-    model = abstract(lambda: family.model_class(config, dtype=own), manifest.quantization, stacked=manifest.scan_layers)
+    model = abstract_quantized_model(
+        lambda: family.model_class(config, dtype=own), manifest.quantization, stacked=manifest.scan_layers
+    )
     graphdef, state = nnx.split(model)
     leaves = []
     for path, value in nnx.to_flat_state(state):
@@ -133,7 +135,7 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
 
 
 def _config(manifest: Manifest) -> Any:
-    return get_family(manifest.family).config.from_hf(read_config(manifest))
+    return get_family(manifest.family).config.from_hf(read_checkpoint_config(manifest))
 
 
 def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
@@ -188,7 +190,7 @@ def _beside(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     every, own = ({n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False))
     out = {}
     for name in every.keys() - own.keys():
-        if facts := manifest.kept.get(name):
+        if facts := manifest.passthrough.get(name):
             out[name + QVALUE] = every[name]
             out[name + SCALE] = tuple(n // tile for n, tile in zip(every[name], facts["tiles"], strict=True))
         else:

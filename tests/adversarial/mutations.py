@@ -361,7 +361,7 @@ def read_all(folder: Path) -> None:
     from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
     from tpuconv.quantize.config import QuantConfig
-    from tpuconv.quantize.report import html, report
+    from tpuconv.quantize.report import report, report_page
     from tpuconv.verify.checksums import check
 
     manifest = read_manifest(folder)
@@ -372,7 +372,7 @@ def read_all(folder: Path) -> None:
     if manifest.is_rounded and manifest.quantization is not None:
         QuantConfig.from_json(manifest.quantization)
         report(manifest.raw)
-        html(manifest.raw)
+        report_page(manifest.raw)
     config = family.config.from_hf(export.released_config(manifest))
     if manifest.quantization is None:
         source = open_checkpoint(folder)
@@ -535,7 +535,7 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     it goes on and ends as if nothing was, or is refused."""
     from simulated import contents
 
-    from tpuconv.storage.journal import ENTRY
+    from tpuconv.storage.journal import ENTRY_KEY
 
     folders = {state: base / state for state in ("begun", "ready")}
     plan, right = plan_of(base / "two-shards"), contents(base / "result")
@@ -572,7 +572,7 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
                 assert code in ((0,) if how == "gone" else (0, 9, 10))
             found = contents(folder / "out")
             assert is_forged or found == right, sorted(k for k in right.keys() | found if right.get(k) != found.get(k))
-            assert ENTRY in whole
+            assert ENTRY_KEY in whole
 
         return (state, entry.name, how, overwrite, data), go
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.quantize.recipe.search import Group, Option
+    from tpuconv.quantize.recipe.search import Option, ParamGroup
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sensitivity:
     dtype: str
     prompts: int
     tokens: int
-    groups: Sequence["Group"]
+    groups: Sequence["ParamGroup"]
     recipe: Recipe | None
 
     def to_json(self) -> dict[str, Any]:
@@ -114,17 +114,17 @@ def sensitivity(
     choices = find_choices(manifest)
     if target_bits is not None:
         search.check_free(out, overwrite)
-        choices.model.check(target_bits)
+        choices.space.check(target_bits)
     ids = tokenized(manifest, manifest.folder, prompts)
     tokens = sum(map(len, ids))
     probe = Probe(load_on_all_devices(manifest.folder, DTYPE), choices, ids)
-    total, groups = sum(group.options[0].bits for group in choices.model.groups) // 8, []
+    total, groups = sum(group.options[0].bits for group in choices.space.groups) // 8, []
     for group in probe.each():
         groups.append(group)
         progress(Progress("measuring", sum(group.options[0].bits for group in groups) // 8, total))
     found = None
     if target_bits is not None:
-        model = replace(choices.model, groups=tuple(groups))
+        model = replace(choices.space, groups=tuple(groups))
         chosen = search.choose(model, target_bits)
         predicted, measured = sum(option.kl for option in chosen), probe.together(chosen)
         origin = manifest.raw["source"]

@@ -16,7 +16,7 @@ from tpuconv.storage.disk import replace_file
 from tpuconv.storage.sealed import take_in
 
 LAYOUTS = "layouts.json"
-FORMAT = 1
+LAYOUTS_FORMAT = 1
 
 MAX_ARRAYS = 100_000
 """That one file tells of; a checkpoint has a few thousand."""
@@ -36,7 +36,7 @@ class DeviceLayout(NamedTuple):
         return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
 
 
-ENTRY = {
+LAYOUT_SCHEMA = {
     "device": str,
     "mesh": Each(Size),
     "arrays": Each({"dtype": str, "major_to_minor": [Size], "tiling": [[int]]}),
@@ -51,7 +51,7 @@ def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str
         UsageError: it was written by a newer tpuconv.
     """
     out: dict[str, DeviceLayout] = {}
-    for entry in _entries(folder):
+    for entry in _read_entries(folder):
         if _is_for(entry, device, mesh):
             for pattern, facts in entry["arrays"].items():
                 out |= dict.fromkeys(expand(pattern), DeviceLayout.of(*(facts[key] for key in DeviceLayout._fields)))
@@ -66,7 +66,7 @@ def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: M
         CorruptOutput: the file that is there, or the manifest, cannot be understood.
         ResourceError: the file cannot be written.
     """
-    others = [entry for entry in _entries(folder) if not _is_for(entry, device, mesh)]
+    others = [entry for entry in _read_entries(folder) if not _is_for(entry, device, mesh)]
     alike: dict[DeviceLayout, list[str]] = {}
     for name, layout in layouts.items():
         alike.setdefault(layout, []).append(name)
@@ -89,18 +89,18 @@ def _to_text(entries: list[dict[str, Any]]) -> str:
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(facts)}" for name, facts in entry["arrays"].items())
         head = f'"device": {json.dumps(entry["device"])}, "mesh": {json.dumps(entry["mesh"])}'
         parts.append(f'  {{{head}, "arrays": {{\n{lines}\n  }}}}')
-    return f'{{"format": {FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
+    return f'{{"format": {LAYOUTS_FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def _entries(folder: Path) -> list[dict[str, Any]]:
+def _read_entries(folder: Path) -> list[dict[str, Any]]:
     path = folder / LAYOUTS
     if not os.path.lexists(path):
         return []
     try:
         raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)
-        if check(raw, {"format": int}, LAYOUTS, CorruptOutput)["format"] > FORMAT:
+        if check(raw, {"format": int}, LAYOUTS, CorruptOutput)["format"] > LAYOUTS_FORMAT:
             raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
-        entries: list[dict[str, Any]] = check(raw, {"layouts": [ENTRY]}, LAYOUTS, CorruptOutput)["layouts"]
+        entries: list[dict[str, Any]] = check(raw, {"layouts": [LAYOUT_SCHEMA]}, LAYOUTS, CorruptOutput)["layouts"]
         left = MAX_ARRAYS
         for entry in entries:
             for pattern in entry["arrays"]:

@@ -25,14 +25,14 @@ from tpuconv.checkpoint.shards import MAX_SLOTS, ShardedArraySpec
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, AtLeast, Each, OneOf, Optional, Range, Size, check, read_bytes, short
 from tpuconv.layout import Shape, parse_axes
-from tpuconv.mapping.passthrough import Kept
+from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.sealed import CHECKPOINT, FORMAT, Sealed, check_current, read_sealed, size_faults
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed, size_faults
 
 PARAMS = "params"
-KEPT = "as released"
+AS_RELEASED = "as released"
 """The name, in the place of a config's, under which parameters are quantized that stay encoded."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 PLAIN = {dtype.name for dtype in DTYPES.values()}
@@ -48,13 +48,13 @@ NUMBERS = (
 """Types of stored elements."""
 
 _SUM = AtLeast(0, finite=False)
-FIGURES = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1)}
+STATISTICS = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1)}
 """What was found when a parameter was quantized; sums over values that are not finite, where these are allowed, are
 not."""
 
 _ENCODED = {"qtype": str, "tiles": [Range(1)], "bits": AtLeast(0)}
-_QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": FIGURES}
-_KEPT = {
+_QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": STATISTICS}
+_PASSTHROUGH = {
     **_ENCODED,
     "qtype": OneOf(*NUMBERS),
     "kept": str,
@@ -67,13 +67,13 @@ QUANTIZATIONS = (
         "rules": [dict],
         "scale_dtype": Optional(str | None),
         "gates": Optional(Each(float)),
-        "parameters": Each((_QUANTIZED, {**_KEPT, "rule": Size, "figures": FIGURES})),
+        "parameters": Each((_QUANTIZED, {**_PASSTHROUGH, "rule": Size, "figures": STATISTICS})),
     },
-    {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_KEPT)},
+    {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_PASSTHROUGH)},
 )
 """Of parameters that were quantized by rules, which `quantize.config` reads, and of those that are as released."""
 
-SCHEMA = {
+CHECKPOINT_SCHEMA = {
     "source": {
         "name": str,
         "repo": str | None,
@@ -131,7 +131,7 @@ def add_checksums(parts: Iterable[int]) -> int:
     return sum(parts) % (1 << 64)
 
 
-def add_figures(total: dict[str, float], part: Mapping[str, float]) -> None:
+def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
     """Adds what an encoder found in a part of a parameter to what it found in others."""
     for name, value in part.items():
         total[name] = total.get(name, 0) + value
@@ -239,7 +239,7 @@ class Manifest:
         return self.quantization is not None and "rules" in self.quantization
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def passthrough(self) -> Mapping[str, Any]:
         """Of each parameter that is encoded as it was released, how."""
         parameters = (self.quantization or {}).get("parameters", {})
         return {name: facts for name, facts in parameters.items() if "kept" in facts}
@@ -279,13 +279,13 @@ def element_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def as_released(kept: Mapping[str, Kept]) -> dict[str, Any]:
+def passthrough_facts(passthrough: Mapping[str, Passthrough]) -> dict[str, Any]:
     """What the manifest says of parameters that stay encoded."""
-    titles = dict.fromkeys(own.scheme.title for own in kept.values())
+    titles = dict.fromkeys(own.scheme.title for own in passthrough.values())
     return {
-        "name": KEPT,
+        "name": AS_RELEASED,
         "summary": f"codes and scales as released: {', '.join(titles)}",
-        "parameters": {name: own.to_json() for name, own in kept.items()},
+        "parameters": {name: own.to_json() for name, own in passthrough.items()},
     }
 
 
@@ -298,13 +298,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     sealed, path = read_sealed(folder), folder / MANIFEST
     raw = sealed.raw
-    if raw["format"] > FORMAT:
+    if raw["format"] > MANIFEST_FORMAT:
         raise UsageError(f"{folder} was made by a newer tpuconv (format {raw['format']})", hint="update tpuconv")
     if raw.get("kind", CHECKPOINT) != CHECKPOINT:
         raise UsageError(
             f"{folder} holds safetensors that `tpuconv export` wrote", hint="give the checkpoint that it was made from"
         )
-    check(raw, SCHEMA, str(path), CorruptOutput)
+    check(raw, CHECKPOINT_SCHEMA, str(path), CorruptOutput)
     arrays = {
         name: StoredArray(
             name=name,
@@ -324,7 +324,7 @@ def read_manifest(folder: Path) -> Manifest:
     if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
         raise CorruptOutput(f"{path}: options.layers is no range of layers, but {short(layers)}")
     for name, array in arrays.items():
-        if fault := _fault(array, sealed.is_sealed, raw.get("quantization") is not None):
+        if fault := _array_fault(array, sealed.is_sealed, raw.get("quantization") is not None):
             raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
     return Manifest(folder, sealed, arrays)
 
@@ -338,7 +338,7 @@ def _rank(axes: str) -> int | None:
         return None
 
 
-def _fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str | None:
+def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str | None:
     """What in a manifest's description of an array cannot be."""
     if array.dtype not in PLAIN and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
         return f"has the dtype {array.dtype}, which only quantized values have"

@@ -32,7 +32,15 @@ from tpuconv.checkpoint.manifest import (
     element_bytes,
     read_manifest,
 )
-from tpuconv.checkpoint.shards import CHUNK_BYTES, CRC_BYTES, ENTRY, MAX_SLOTS, ShardedArraySpec, checked, shard_name
+from tpuconv.checkpoint.shards import (
+    CHUNK_BYTES,
+    CRC_BYTES,
+    INDEX_ENTRY,
+    MAX_SLOTS,
+    ShardedArraySpec,
+    checked,
+    shard_name,
+)
 from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError, shorten
 from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.mapping.table import Map, MappingTable
@@ -54,7 +62,7 @@ MAX_ZARR_BYTES = 1 * MIB
 
 _own = threading.local()
 
-CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             hint="give the checkpoint that it was made from",
         )
     tensors = {
-        a.name: TensorInfo(a.name, CODES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype))
+        a.name: TensorInfo(
+            a.name, SAFETENSORS_DTYPES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype)
+        )
         for a in manifest.arrays.values()
     }
     shards = tuple(SourceShard(a.name, tensors[a.name].nbytes, digest=a.xxh3) for a in manifest.arrays.values())
     return Checkpoint(
-        folder, read_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
+        folder, read_checkpoint_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
     )
 
 
@@ -150,7 +160,7 @@ def copy_companion(manifest: Manifest, name: str, target: Path, facts: Mapping[s
         raise
 
 
-def read_config(manifest: Manifest) -> dict[str, Any]:
+def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json of a checkpoint.
 
     Raises:
@@ -175,22 +185,22 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
     slices = [slice(part, part + 1) if isinstance(part, int) else part for part in box]
     slices += [slice(0, n) for n in array.shape[len(box) :]]
     try:
-        _read_box(folder, _read_cut(manifest, array), slices, np.expand_dims(out, dropped).view(f"u{out.itemsize}"))
+        _read_box(folder, _stored_spec(manifest, array), slices, np.expand_dims(out, dropped).view(f"u{out.itemsize}"))
     except (OSError, ValueError) as e:
         manifest.check_current()
         raise CorruptOutput(
-            f"{folder} cannot be read: {_reason(e)}",
+            f"{folder} cannot be read: {_error_text(e)}",
             hint=f"`tpuconv verify {manifest.folder}` names all damaged arrays",
         ) from None
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _error_text(error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name} is missing"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def _read_cut(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
+def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
     with open_regular(manifest.params / array.name / "zarr.json") as file:
         data = file.read(MAX_ZARR_BYTES)
     if manifest.sealed.is_sealed:
@@ -223,7 +233,7 @@ def _read_box(folder: Path, cut: ShardedArraySpec, box: Sequence[slice], out: np
         if not slots:
             continue
         with open_regular(folder / shard_name(index)) as file:
-            for chunk, source, target in zip(_chunks(file, cut, slots), sources, targets, strict=True):
+            for chunk, source, target in zip(_read_chunks(file, cut, slots), sources, targets, strict=True):
                 out[target] = chunk.view(out.dtype).reshape(cut.chunks)[source]
 
 
@@ -236,14 +246,14 @@ def read_checksum(manifest: Manifest, name: str) -> str:
     folder, array = manifest.params / name, manifest.arrays[name]
     total = 0
     try:
-        cut = _read_cut(manifest, array)
+        cut = _stored_spec(manifest, array)
         for index in product(*map(range, cut.grid)):
             slots, starts = zip(*cut.starts(index), strict=True)
             with open_regular(folder / shard_name(index)) as file:
-                for start, chunk in zip(starts, _chunks(file, cut, slots), strict=True):
+                for start, chunk in zip(starts, _read_chunks(file, cut, slots), strict=True):
                     total += chunk_checksum(cut.shape, cut.chunks, start, chunk)
     except (OSError, ValueError) as e:
-        raise CorruptOutput(f"cannot be read: {_reason(e)}") from None
+        raise CorruptOutput(f"cannot be read: {_error_text(e)}") from None
     return f"{add_checksums((total,)):016x}"
 
 
@@ -279,13 +289,13 @@ def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
     folder, array = manifest.params / name, manifest.arrays[name]
     total = 0
     try:
-        cut = _read_cut(manifest, array)
+        cut = _stored_spec(manifest, array)
         for index in product(*map(range, cut.grid)):
             with open_regular(folder / shard_name(index)) as file:
                 size = os.fstat(file.fileno()).st_size
                 was_cached = _is_cached(file, size)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                entries = _read_index(file, cut, size)
+                entries = _read_shard_index(file, cut, size)
                 if not np.array_equal(entries, cut.layout(index)):
                     raise ValueError(f"{shard_name(index)} does not hold the chunks that tpuconv writes")
                 ends = (entries[cut.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
@@ -294,17 +304,17 @@ def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
                 if not was_cached:  # else who reads it next takes the few pages that are there for all
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except (OSError, ValueError) as e:
-        return name, _reason(e)
+        return name, _error_text(e)
     return None if f"{add_checksums((total,)):016x}" == array.crc32c else (name, "holds other values")
 
 
-def _chunks(file: FileIO, cut: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
+def _read_chunks(file: FileIO, cut: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
     """The bytes of some chunks of a shard, each until the next one. Those that lie side by side are read together."""
     name, size = Path(file.name).name, os.fstat(file.fileno()).st_size
     if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not _is_cached(file, size):
         _set_flags(file, os.O_DIRECT)
     end = size - cut.index_bytes
-    index = _read_index(file, cut, size)
+    index = _read_shard_index(file, cut, size)
     spans = []
     for slot in slots:
         start, length = map(int, index[slot])
@@ -316,19 +326,19 @@ def _chunks(file: FileIO, cut: ShardedArraySpec, slots: Sequence[int]) -> Iterat
         while count < len(spans) and spans[count][0] == spans[count - 1][1] <= spans[0][0] + READ_BYTES:
             count += 1
         first = spans[0][0]
-        data = _read(file, first, spans[count - 1][1])
+        data = _read_pages(file, first, spans[count - 1][1])
         for start, stop in spans[:count]:
             yield checked(data[start - first : stop - first], f"a chunk of {name}")
         del spans[:count]
 
 
-def _read_index(file: FileIO, cut: ShardedArraySpec, size: int) -> np.ndarray:
+def _read_shard_index(file: FileIO, cut: ShardedArraySpec, size: int) -> np.ndarray:
     """Where each chunk of a shard begins, and how long it is."""
     name = Path(file.name).name
     if size < cut.index_bytes:
         raise ValueError(f"{name} is too short")
-    data = _read(file, size - cut.index_bytes, size)
-    return checked(data, f"the index of {name}").copy().view(ENTRY).reshape(-1, 2)
+    data = _read_pages(file, size - cut.index_bytes, size)
+    return checked(data, f"the index of {name}").copy().view(INDEX_ENTRY).reshape(-1, 2)
 
 
 def _is_cached(file: FileIO, size: int) -> bool:
@@ -339,7 +349,7 @@ def _is_cached(file: FileIO, size: int) -> bool:
         return False
 
 
-def _read(file: FileIO, start: int, stop: int) -> np.ndarray:
+def _read_pages(file: FileIO, start: int, stop: int) -> np.ndarray:
     """Bytes of a file, in whole pages as O_DIRECT needs it, in memory of the thread that its next read reuses."""
     first = start - start % mmap.PAGESIZE
     memory: np.ndarray | None = getattr(_own, "memory", None)

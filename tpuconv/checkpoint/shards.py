@@ -21,9 +21,9 @@ CHUNK_BYTES = 2 << 20
 """Chunks are what a device reads: larger ones are cut further, so that it reads little that it does not need."""
 
 CRC_BYTES = 4
-ENTRY = np.dtype("<u8")
+INDEX_ENTRY = np.dtype("<u8")
 """Of the index, which holds two for each chunk: where it begins and how long it is, checksum included."""
-ABSENT = np.iinfo(ENTRY).max
+ABSENT = np.iinfo(INDEX_ENTRY).max
 """Both entries of a chunk that lies outside of the array."""
 
 
@@ -59,7 +59,7 @@ class ShardedArraySpec:
     @property
     def index_bytes(self) -> int:
         """Of the index and its checksum."""
-        return 2 * ENTRY.itemsize * prod(self.slots) + CRC_BYTES
+        return 2 * INDEX_ENTRY.itemsize * prod(self.slots) + CRC_BYTES
 
     @property
     def shard_bytes(self) -> int:
@@ -85,7 +85,7 @@ class ShardedArraySpec:
     def layout(self, index: Shape) -> np.ndarray:
         """The index of a shard: its chunks lie one after the other."""
         inside = self.in_array(index)
-        entries = np.full((inside.size, 2), ABSENT, ENTRY)
+        entries = np.full((inside.size, 2), ABSENT, INDEX_ENTRY)
         entries[inside, 0] = np.arange(inside.sum()) * self.slot_bytes
         entries[inside, 1] = self.slot_bytes
         return entries
@@ -137,7 +137,7 @@ class ShardBuilder:
 
     def __init__(self, cut: ShardedArraySpec, index: Shape, buffer: np.ndarray):
         self.cut, self.index, self.buffer = cut, index, buffer
-        self.offsets = np.full((prod(cut.slots), 2), ABSENT, ENTRY)
+        self.offsets = np.full((prod(cut.slots), 2), ABSENT, INDEX_ENTRY)
         self.used = 0
 
     def chunks(self) -> Iterator[tuple[int, Shape]]:

@@ -149,7 +149,7 @@ def _show_skipped(skipped: "Sequence[Skip]") -> None:
 def show_report(report: "Report", out: Path) -> None:
     """What quantizing cost, by pattern and type of the parameters, worst first."""
     from tpuconv.convert.plan.types import REPORT
-    from tpuconv.quantize.report import kinds
+    from tpuconv.quantize.report import by_pattern
 
     table = Table(
         f"{report.config}: {report.weight_bits:.2f} bits a weight",
@@ -157,7 +157,7 @@ def show_report(report: "Report", out: Path) -> None:
         right=("count", "bits", "worst dB", "mean dB", "clipped"),
         optional=("clipped", "mean dB", "count"),
     )
-    for kind in kinds(report.rows):
+    for kind in by_pattern(report.rows):
         worst = kind.worst
         source = ", ".join(dict.fromkeys(row.source for row in kind.rows if row.source))
         table.add_row(

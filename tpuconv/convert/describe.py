@@ -5,23 +5,28 @@ from importlib.metadata import version
 from math import prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import LIBRARIES, as_released
+from tpuconv.checkpoint.manifest import LIBRARIES, passthrough_facts
 from tpuconv.convert.plan.types import Plan
 from tpuconv.names import QVALUE
-from tpuconv.storage.sealed import CHECKPOINT, FORMAT
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
 
 
 def describe(
     plan: Plan,
     sha256: Mapping[str, str | None],
     checksums: Mapping[str, tuple[int, int]],
-    figures: Mapping[str, Mapping[str, float]],
+    statistics: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """What the manifest says, but for the files beside the arrays. `sha256` is None for shards of which only a part was
-    read; `checksums` holds the sums over the chunks of each array and over their crc32c, `figures` what was found when
-    parameters were quantized."""
+    """The manifest of a finished run, without the files beside the arrays.
+
+    Args:
+        plan: what was converted.
+        sha256: of each shard of the source; None for a shard of which only a part was read.
+        checksums: of each array, the sums over its chunks and over their crc32c.
+        statistics: of each quantized parameter, what its encoder found.
+    """
     manifest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": MANIFEST_FORMAT,
         "kind": CHECKPOINT,
         "fingerprint": plan.fingerprint,
         "source": plan.source.origin(sha256),
@@ -49,15 +54,16 @@ def describe(
     }
     if plan.quantization:
         parameters = {
-            name: encoder.to_json() | _undone(plan, name) | {"figures": figures[name]}
+            name: encoder.to_json() | _undone(plan, name) | {"figures": statistics[name]}
             for name, encoder in plan.quantization.encoders.items()
         } | {
-            name: kept.to_json() | {"rule": plan.quantization.kept[name], "figures": _nothing_lost(plan, name)}
-            for name, kept in plan.kept.items()
+            name: passthrough.to_json()
+            | {"rule": plan.quantization.passthrough[name], "figures": _nothing_lost(plan, name)}
+            for name, passthrough in plan.passthrough.items()
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
-    elif plan.kept:
-        manifest["quantization"] = as_released(plan.kept)
+    elif plan.passthrough:
+        manifest["quantization"] = passthrough_facts(plan.passthrough)
     return manifest
 
 

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import CODES, check_contents, companions_of, copy_companion, read_box, read_config
+from tpuconv.checkpoint.reader import (
+    SAFETENSORS_DTYPES,
+    check_contents,
+    companions_of,
+    copy_companion,
+    read_box,
+    read_checkpoint_config,
+)
 from tpuconv.convert.run import Progress
 from tpuconv.convert.strided import copy_strided
 from tpuconv.encodings.passthrough import pack, unrefine
@@ -34,7 +41,7 @@ from tpuconv.sources.headers import DTYPES
 from tpuconv.storage import disk
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.journal import Journal, State
-from tpuconv.storage.sealed import FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
 
 SHARD_BYTES = 5_000_000_000
 
@@ -58,11 +65,11 @@ class ExportTensor:
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json of what is exported: that of the source, which says nothing of an encoding that was undone."""
     raw = _source_config(manifest)
-    return raw if manifest.kept else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
+    return raw if manifest.passthrough else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
 
 
 def _source_config(manifest: Manifest) -> dict[str, Any]:
-    raw = read_config(manifest)
+    raw = read_checkpoint_config(manifest)
     return with_encoding(raw, manifest.folder / ENCODING_FILE) if ENCODING_FILE in companions_of(manifest) else raw
 
 
@@ -82,12 +89,17 @@ def export(
     rows = list(_rows(manifest, table, config))
     shards = _shards([tensor for _, tensors in rows for tensor in tensors])
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
-    facts = {"format": FORMAT, "kind": SAFETENSORS, "checkpoint": manifest.sealed.identity, "table": table.fingerprint}
+    facts = {
+        "format": MANIFEST_FORMAT,
+        "kind": SAFETENSORS,
+        "checkpoint": manifest.sealed.identity,
+        "table": table.fingerprint,
+    }
     fingerprint = hash_bytes(json.dumps(facts).encode())["xxh3_128"]
     with Journal(out, fingerprint, facts, overwrite=overwrite) as journal:
         state = journal.begin()
         if state is State.PUBLISHED:
-            _check_published(journal.out)
+            _check_exported(journal.out)
             yield Progress(total, total, total, "published")
             return
         if state is not State.COMPLETE:
@@ -96,7 +108,7 @@ def export(
             check_contents(manifest, manifest.arrays)
             files: dict[str, Any] = {}
             yield from _write(manifest, rows, shards, journal.staging, total, files)
-            _write_rest(manifest, shards, journal.staging, total, files)
+            _write_index_and_companions(manifest, shards, journal.staging, total, files)
             manifest.check_current()
             source = dict(manifest.raw["source"])
             whole = facts | {"fingerprint": fingerprint, "source": source, "family": manifest.family, "files": files}
@@ -105,7 +117,7 @@ def export(
     yield Progress(total, total, 0, "published")
 
 
-def _check_published(out: Path) -> None:
+def _check_exported(out: Path) -> None:
     """Raises CorruptOutput if files of an earlier export are missing or have another size."""
     sizes = {name: facts["bytes"] for name, facts in read_sealed(out).files.items()}
     raise_damage(out, size_faults(out, sizes))
@@ -129,7 +141,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
     known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
-        if facts := manifest.kept.get(binding.dst[0].names[0]):
+        if facts := manifest.passthrough.get(binding.dst[0].names[0]):
             scheme = known.get(facts["kept"])
             if scheme is None or len(facts["stored"]) != len(binding.src):
                 raise CorruptOutput(
@@ -143,15 +155,17 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
                     "multiplied, and cannot be told apart again",
                     hint="take the source; or convert it with --encoding dequantize, and export that",
                 )
-            yield from _kept(manifest, binding, scheme, [Stored.from_json(each) for each in facts["stored"]])
+            yield from _passthrough_rows(
+                manifest, binding, scheme, [Stored.from_json(each) for each in facts["stored"]]
+            )
         else:
-            _check(manifest, binding)
-            dtype = CODES[manifest.arrays[binding.dst[0].names[0]].dtype]
+            _check_inverse(manifest, binding)
+            dtype = SAFETENSORS_DTYPES[manifest.arrays[binding.dst[0].names[0]].dtype]
             tensors = [ExportTensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
             yield binding.inverse, tensors
 
 
-def _check(manifest: Manifest, binding: Binding) -> None:
+def _check_inverse(manifest: Manifest, binding: Binding) -> None:
     for name, shape in binding.dst_shapes().items():
         if name not in manifest.arrays or manifest.arrays[name].shape != shape:
             raise CorruptOutput(
@@ -164,23 +178,25 @@ def _same(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _kept(
+def _passthrough_rows(
     manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored]
 ) -> Iterator[tuple[Binding, list[ExportTensor]]]:
     parts = split(binding, scheme, [each.shape for each in stored])
-    _check(manifest, parts.codes)
-    _check(manifest, parts.scales)
-    codes, scales = [], []
-    shapes = parts.codes.src_shapes()
-    for code_stack, scale_stack, refine, own in zip(
-        parts.codes.src, parts.scales.src, parts.refine, stored, strict=True
+    _check_inverse(manifest, parts.qvalues)
+    _check_inverse(manifest, parts.scales)
+    qvalues, scales = [], []
+    shapes = parts.qvalues.src_shapes()
+    for qvalue_stack, scale_stack, refine, own in zip(
+        parts.qvalues.src, parts.scales.src, parts.refine, stored, strict=True
     ):
-        for name, scale_name in zip(code_stack.names, scale_stack.names, strict=True):
+        for name, scale_name in zip(qvalue_stack.names, scale_stack.names, strict=True):
             shape, base = shapes[name], name.removesuffix(scheme.values)
-            codes.append(ExportTensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x)))
+            qvalues.append(
+                ExportTensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x))
+            )
             for suffix, dtype in zip(scheme.extra, own.extra, strict=False):
                 value = np.array(shape, DTYPES[dtype])
-                codes.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
+                qvalues.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
             scales.append(
                 ExportTensor(
                     scale_name,
@@ -190,7 +206,7 @@ def _kept(
                     lambda x, own=own, refine=refine: unrefine(x, refine, own.dtype, own.shape),  # type: ignore[misc]
                 )
             )
-    yield parts.codes.inverse, codes
+    yield parts.qvalues.inverse, qvalues
     yield parts.scales.inverse, scales
 
 
@@ -230,7 +246,7 @@ def _made(
     manifest: Manifest, rows: list[tuple[Binding, list[ExportTensor]]]
 ) -> Iterator[tuple[ExportTensor, np.ndarray]]:
     for binding, tensors in rows:
-        arrays = binding(lambda name: _read(manifest, name))
+        arrays = binding(lambda name: _read_array(manifest, name))
         for tensor in tensors:
             values = tensor.made(_contiguous(arrays[tensor.of], manifest, binding))
             if (values.shape, values.nbytes) != (tensor.shape, tensor.nbytes):
@@ -238,7 +254,7 @@ def _made(
             yield tensor, values
 
 
-def _read(manifest: Manifest, name: str) -> np.ndarray:
+def _read_array(manifest: Manifest, name: str) -> np.ndarray:
     """An array of the checkpoint as unsigned integers, which move faster than floats and keep every bit."""
     array = manifest.arrays[name]
     values = np.empty(array.shape, np.dtype(array.dtype))
@@ -268,7 +284,7 @@ def _header(shard: list[ExportTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_rest(
+def _write_index_and_companions(
     manifest: Manifest, shards: list[list[ExportTensor]], folder: Path, total: int, files: dict[str, Any]
 ) -> None:
     """The index and the files that go with the weights; adds them to `files`."""
@@ -282,13 +298,13 @@ def _write_rest(
         weight_map: Mapping[str, str] = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
         write(INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     config = released_config(manifest)
-    undone = not manifest.kept  # what is exported is not encoded any more
+    undone = not manifest.passthrough  # what is exported is not encoded any more
     for name, facts in companions_of(manifest).items():
         if undone and name == ENCODING_FILE:
             continue
         target = CARD if name == SOURCE_CARD else name
         # What it says without the file that is left out.
-        if name == CONFIG_FILE and config != (read_config if undone else _source_config)(manifest):
+        if name == CONFIG_FILE and config != (read_checkpoint_config if undone else _source_config)(manifest):
             write(name, json.dumps(config, indent=2))
         else:
             copy_companion(manifest, name, folder / target, facts)

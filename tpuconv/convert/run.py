@@ -15,7 +15,7 @@ from tpuconv.convert.describe import describe
 from tpuconv.convert.plan.types import REPORT, Plan, WorkUnit
 from tpuconv.convert.sizing import Limits, jobs
 from tpuconv.convert.store import Store
-from tpuconv.convert.workers import HASH, UNIT, Checksums, Workers, add_sums, hash_entry
+from tpuconv.convert.workers import HASH_ENTRY, UNIT_ENTRY, Checksums, Workers, add_sums, hash_entry
 from tpuconv.errors import OutputError, UsageError
 from tpuconv.jsonfile import MIB, Each
 from tpuconv.names import MANIFEST
@@ -113,18 +113,18 @@ def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
         reader.close()
 
 
-STAMPS = {"stamps": Each(str)}
+STAMPS_ENTRY = {"stamps": Each(str)}
 
 
 def _forget_changed(plan: Plan, journal: Journal) -> bool:
     """Marks as not done what an earlier run made of files that are other files now, or changed since; but not of those
     that had the promised hash. All of these files are hashed again. Says whether something was made of other files."""
     now = {shard.name: shard.stamp for shard in plan.source.shards}
-    then = (journal.done("stamps", STAMPS) or {"stamps": {}})["stamps"]
+    then = (journal.done("stamps", STAMPS_ENTRY) or {"stamps": {}})["stamps"]
     if then == now:
         return False
     others = {i: s for i, s in enumerate(plan.source.shards) if then.get(s.name) != s.stamp}
-    changed = {s.name for i, s in others.items() if not (s.sha256 and journal.done(hash_entry(i), HASH))}
+    changed = {s.name for i, s in others.items() if not (s.sha256 and journal.done(hash_entry(i), HASH_ENTRY))}
     journal.forget(
         ["complete"] * bool(changed)
         + [unit.uid for unit in plan.units if plan.shards_of(unit) & changed]
@@ -136,7 +136,7 @@ def _forget_changed(plan: Plan, journal: Journal) -> bool:
 
 def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
     store = Store(journal.staging / manifest.PARAMS, plan.arrays)
-    todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT) is None]
+    todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT_ENTRY) is None]
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.out.parent, todo)
     yield Progress(resumed, plan.source_bytes, resumed, "convert")
@@ -157,20 +157,20 @@ def _check_disk(plan: Plan, folder: Path, todo: Sequence[WorkUnit]) -> None:
 def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
     """All that the output holds besides the arrays, whose small `files` are there. The manifest comes last."""
     checksums: Checksums = {}
-    figures: dict[str, dict[str, float]] = {}
+    statistics: dict[str, dict[str, float]] = {}
     for unit in plan.units:
-        done = journal.done(unit.uid, UNIT) or {"checksums": {}, "figures": {}}
+        done = journal.done(unit.uid, UNIT_ENTRY) or {"checksums": {}, "figures": {}}
         for name, sums in done["checksums"].items():
             add_sums(checksums, name, (sums["values"], sums["crcs"]))
         for name, own in done["figures"].items():
-            manifest.add_figures(figures.setdefault(name, {}), own)
-    if checksums.keys() != plan.arrays.keys() or figures.keys() != plan.encoders.keys():
+            manifest.add_statistics(statistics.setdefault(name, {}), own)
+    if checksums.keys() != plan.arrays.keys() or statistics.keys() != plan.encoders.keys():
         raise OutputError(
             f"the entries in {journal.folder} are not those of this conversion",
             hint=f"move {journal.folder} away, and run again to begin anew",
         )
     sha256 = {
-        s.name: (journal.done(hash_entry(i), HASH) or {"sha256": None})["sha256"]
+        s.name: (journal.done(hash_entry(i), HASH_ENTRY) or {"sha256": None})["sha256"]
         for i, s in enumerate(plan.source.shards)
     }
     for name in disk.entries(journal.staging):
@@ -180,7 +180,7 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, journal.staging / target)
         files[target] = own_facts
-    facts = describe(plan, sha256, checksums, figures)
+    facts = describe(plan, sha256, checksums, statistics)
     texts = {CARD: model_card(facts)} | ({REPORT: plan.quantization.report(facts)} if plan.quantization else {})
     for name, text in texts.items():
         disk.write_file(journal.staging / name, text.encode())

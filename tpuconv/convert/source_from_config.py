@@ -26,14 +26,14 @@ PLAIN, BUFFER = "BF16", "F32"
 
 SHARD = "model.safetensors"
 
-MAX_BYTES = 4 << 40
+MAX_MODEL_BYTES = 4 << 40
 """Twice those of the largest model: a plan holds the slabs that it is converted in."""
 
 NEVER_ENCODED = ("embed", "router")
 """Modules whose matrix is looked up, or whose small differences decide."""
 
 
-def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
+def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
     """The source that a parsed config.json and the family's reading of it describe, with no bytes behind it.
 
     Raises:
@@ -45,8 +45,10 @@ def released(name: str, raw: Mapping[str, Any], table: MappingTable, config: Has
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, at, nbytes)
         at += nbytes
-    if at > MAX_BYTES:
-        raise ConfigError(f"config.json describes a model of {at} bytes, more than the {MAX_BYTES} that are planned")
+    if at > MAX_MODEL_BYTES:
+        raise ConfigError(
+            f"config.json describes a model of {at} bytes, more than the {MAX_MODEL_BYTES} that are planned"
+        )
     return Source(Path(name), raw, tensors, (SourceShard(SHARD, at),))
 
 

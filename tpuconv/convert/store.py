@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
-from tpuconv.convert.plan.types import Array
+from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
 from tpuconv.storage import disk
 from tpuconv.storage.sealed import size_faults
@@ -22,7 +22,7 @@ ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 class Store:
     """An Orbax checkpoint under construction in `folder`."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, Array]):
+    def __init__(self, folder: Path, arrays: Mapping[str, OutputArray]):
         self.folder = folder
         self.arrays = arrays
 

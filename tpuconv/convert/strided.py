@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-LARGE = 1 << 16
+MIN_TRANSPOSED = 1 << 16
 """Elements from which on a transposition is worth the import of its kernel."""
 WORD = 8
 """Bytes that are moved at once."""
@@ -28,7 +28,7 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
     """Does it if they consist of matrices whose columns are contiguous in the views and whose rows are in the chunks,
     in whole words; says whether they do. All are alike."""
     chunk, view = chunks[0], views[0]
-    if view.ndim < 2 or view.size * len(views) < LARGE or view.strides[-1] == view.itemsize:
+    if view.ndim < 2 or view.size * len(views) < MIN_TRANSPOSED or view.strides[-1] == view.itemsize:
         return False
     axis = int(np.argmin(view.strides[:-1]))
     rows, columns, pitch = view.shape[axis], view.shape[-1], view.strides[-1]

@@ -4,14 +4,14 @@ import numpy as np
 
 from tpuconv.compiled import compiled
 
-TILE_WORDS = 64
+PANEL_WORDS = 64
 """Words of each row that are transposed together: eight cache lines, so that the processor fetches ahead."""
-TILE_ROWS = 256
+PANEL_ROWS = 256
 """Rows of a tile: with TILE_WORDS, 128 kB, which stay in the second-level cache."""
 
 
 @compiled  # type: ignore[untyped-decorator]
-def exchange(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> None:
+def exchange_halves(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> None:
     """Of two rows of words: what lies high in those of `a` changes places with what lies low in those of `b`."""
     for i in range(a.size):
         x, y = a[i], b[i]
@@ -32,13 +32,13 @@ def transpose(
     then quarters of words (Warren, Hacker's Delight, 7-3), many side by side.
     """
     lows = (np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF))
-    tile = np.empty((per, TILE_ROWS // per, TILE_WORDS + 1), np.uint64)
+    tile = np.empty((per, PANEL_ROWS // per, PANEL_WORDS + 1), np.uint64)
     for matrix in range(at.size):
         words = out[to[matrix] : to[matrix] + 8 * (height * width // per)].view(np.uint64)
-        for i0 in range(0, width // per, TILE_WORDS):
-            wide = min(TILE_WORDS, width // per - i0)
-            for j0 in range(0, height, TILE_ROWS):
-                squares = min(TILE_ROWS, height - j0) // per
+        for i0 in range(0, width // per, PANEL_WORDS):
+            wide = min(PANEL_WORDS, width // per - i0)
+            for j0 in range(0, height, PANEL_ROWS):
+                squares = min(PANEL_ROWS, height - j0) // per
                 for k in range(squares):
                     for x in range(per):
                         first = at[matrix] + (j0 + per * k + x) * pitch + i0
@@ -50,7 +50,7 @@ def transpose(
                         for x in range(per):
                             if x & half == 0:
                                 shift = np.uint64(64 * half // per)
-                                exchange(tile[x, k, :wide], tile[x + half, k, :wide], lows[stage], shift)
+                                exchange_halves(tile[x, k, :wide], tile[x + half, k, :wide], lows[stage], shift)
                         half, stage = half // 2, stage + 1
                 for i in range(wide):
                     for x in range(per):

@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.checkpoint import manifest
 from tpuconv.checkpoint.shards import ShardBuilder
-from tpuconv.convert.plan.types import FLOATS, Array, Plan, Slab, WorkUnit
+from tpuconv.convert.plan.types import FLOAT_DTYPES, OutputArray, Plan, Slab, WorkUnit
 from tpuconv.convert.sizing import buffers
 from tpuconv.convert.store import Store
 from tpuconv.convert.strided import copy_strided
@@ -30,11 +30,11 @@ from tpuconv.sources.shard import SourceShard
 from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.journal import Journal
 
-CAN_BE_NAN = {*FLOATS, "float8_e4m3fn"}
+CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
 """Stored types that have NaN and are searched for it; the other types of codes have none."""
-HASH = {"sha256": str}
+HASH_ENTRY = {"sha256": str}
 SUM = Range(0, (1 << 64) - 1)
-UNIT = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.FIGURES)}
+UNIT_ENTRY = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.STATISTICS)}
 """Of the journal's entries: the stamps of the shards that units are made of, the hash of a shard, a unit."""
 
 
@@ -107,7 +107,7 @@ class Workers:
 
     def _check_hash(self, shard: SourceShard) -> None:
         entry = hash_entry(self.plan.source.shards.index(shard))
-        if self.journal.done(entry, HASH) is None:
+        if self.journal.done(entry, HASH_ENTRY) is None:
             digest = self.reader.sha256(shard.name)
             if digest is None:  # the source has checksums of its own
                 return
@@ -140,12 +140,12 @@ class Workers:
 
     def _unit(self, unit: WorkUnit) -> None:
         checksums: Checksums = {}
-        figures: dict[str, dict[str, float]] = {}
+        statistics: dict[str, dict[str, float]] = {}
         memory = self.memories.get()
         try:
             for slab in unit.slabs:
                 self._check_cancelled()
-                self._slab(slab, memory, checksums, figures)
+                self._slab(slab, memory, checksums, statistics)
                 self.done.put(self.plan.stored_bytes(slab))
             memory.wait_until_written()
         except SourceError:
@@ -153,15 +153,15 @@ class Workers:
             raise
         finally:
             self.memories.put(memory)
-        for name in figures:
+        for name in statistics:
             self.plan.encoders[name].check()
         self.store.sync(checksums)
         self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
         own = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
-        self.journal.record(unit.uid, {"checksums": own, "figures": figures})
+        self.journal.record(unit.uid, {"checksums": own, "figures": statistics})
 
     def _slab(
-        self, slab: Slab, memory: "_Memory", checksums: "Checksums", figures: dict[str, dict[str, float]]
+        self, slab: Slab, memory: "_Memory", checksums: "Checksums", statistics: dict[str, dict[str, float]]
     ) -> None:
         bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
@@ -176,7 +176,7 @@ class Workers:
                 parts, own = encoder(target.view(slab.dtype))
             except FloatingPointError:
                 raise self._not_finite(name, slab, memory) from None
-            manifest.add_figures(figures.setdefault(name, {}), own)
+            manifest.add_statistics(statistics.setdefault(name, {}), own)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
@@ -203,7 +203,7 @@ class Workers:
         )
 
     def _write(
-        self, array: Array, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
+        self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
     ) -> None:
         """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it.
 

@@ -6,7 +6,17 @@ from itertools import chain
 from typing import Any
 
 from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
-from tpuconv.encodings.scheme import BY_SCALES, FP4, FP8, INT4, INT8, OFFSET_INT8, Blocks, Scheme, is_block
+from tpuconv.encodings.scheme import (
+    BY_SCALES,
+    FP4_FIELDS,
+    FP8_FIELDS,
+    INT4,
+    INT8,
+    OFFSET_INT8,
+    Blocks,
+    Scheme,
+    is_block,
+)
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
 
@@ -44,18 +54,18 @@ KNOWN_FORMATS = (
     *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
 )
-PACKED: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
-BYTES: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
+PACKED_FIELDS: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
+BYTES_FIELDS: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
 STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
-    ("float", 8): {"FP8": FP8},
-    ("float", 4): {"FP4": {"values": ".weight_packed", **FP4}},
+    ("float", 8): {"FP8": FP8_FIELDS},
+    ("float", 4): {"FP4": {"values": ".weight_packed", **FP4_FIELDS}},
     ("int", 8): {
-        "INT8": BYTES,
-        "packed INT8": {**PACKED, "qtype": "int8", "table": OFFSET_INT8, "per_element": 4, "turned": 0x80},
+        "INT8": BYTES_FIELDS,
+        "packed INT8": {**PACKED_FIELDS, "qtype": "int8", "table": OFFSET_INT8, "per_element": 4, "xor_mask": 0x80},
     },
     ("int", 4): {
-        "INT4": {**PACKED, "qtype": "int4", "table": INT4, "per_element": 8, "turned": 0x8},
-        "INT4 in bytes": BYTES,
+        "INT4": {**PACKED_FIELDS, "qtype": "int4", "table": INT4, "per_element": 8, "xor_mask": 0x8},
+        "INT4 in bytes": BYTES_FIELDS,
     },
 }
 """By type and number of bits: the ways in which weights are stored, of which the names and dtypes of tensors tell."""
@@ -63,12 +73,12 @@ TENSOR_GROUP = "tensor_group"
 """The strategy of scales in groups with one more of the tensor."""
 STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     ("float", 4): {
-        "NVFP4": {"values": ".weight_packed", "tensor_scale": ".weight_global_scale", "divided": True, **FP4}
+        "NVFP4": {"values": ".weight_packed", "tensor_scale": ".weight_global_scale", "divided": True, **FP4_FIELDS}
     },
 }
 PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
 """Formats that tell which of two ways it is."""
-SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
+STORED_SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
 """By type and strategy: of scales that are not of the type that the weights had."""
 
 
@@ -97,7 +107,7 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
                 hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
                 "group or tensor_group, none with actorder 'group'",
             )
-        scale_dtype = SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
+        scale_dtype = STORED_SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
         own = [
             Scheme(
                 title=f"compressed-tensors {name} {by}",

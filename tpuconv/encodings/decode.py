@@ -41,7 +41,7 @@ class Tensor:
     any_scales: bool = field(default=False, kw_only=True)
     """Whether scales that no quantizer makes, which are not positive or not finite, are decoded all the same."""
 
-    kept = False
+    passthrough = False
     """Whether it stays encoded, so that it is never cast."""
 
     @property
@@ -136,8 +136,8 @@ class Tensor:
             count = min(out.size - done, last * columns - row * columns - first)
             scales_SB1 = scales_SB[scale : scale + (at_once if rows == 1 else 1), :, None]
             tables = (scales_SB1 * self.scheme.table).astype(out.dtype).view(bits)
-            codes = raw[self.stored_bytes(done) : self.stored_bytes(done + count)]
-            look_up(codes, tables, first, columns, width, out[done : done + count].view(bits))
+            qvalues = raw[self.stored_bytes(done) : self.stored_bytes(done + count)]
+            look_up(qvalues, tables, first, columns, width, out[done : done + count].view(bits))
             done += count
 
 
@@ -181,7 +181,7 @@ def decode_names(
         own = [scheme for scheme in known if scheme.encodes(info)]
         if not own:
             continue
-        scheme = next((s for s in own if _fits(s, info, tensors)), own[0])
+        scheme = next((s for s in own if _has_scales_of(s, info, tensors)), own[0])
         base = name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
@@ -214,7 +214,7 @@ def decode_names(
     return out, words
 
 
-def _fits(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
+def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether the values have the scales that the scheme asks for: a checkpoint may have several schemes."""
     scales = tensors.get(info.name.removesuffix(scheme.values) + scheme.scales)
     return scales is not None and scales.shape == scheme.scale_shape(scheme.shape(info.shape), scales.shape)
@@ -223,6 +223,6 @@ def _fits(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -
 _OF_ACTIVATIONS = re.compile(r".*\.(activation|(input|output|[qkv])(_global)?)_(scale|zero_point)")
 
 
-def why_unread(name: str) -> str | None:
+def unused_reason(name: str) -> str | None:
     """Why a tensor that a quantized checkpoint may have says nothing of the weights; None where it may."""
     return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

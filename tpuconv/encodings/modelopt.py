@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, is_within, pattern_to_check, within
-from tpuconv.encodings.scheme import BY_SCALES, FP4, FP8_SCALES, Scheme, fp8_scheme
+from tpuconv.encodings.scheme import BY_SCALES, FP4_FIELDS, FP8_SCALES, Scheme, fp8_scheme
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
 
@@ -32,7 +32,7 @@ MODELOPT_NVFP4 = Scheme(
     name=".weight",
     blocks=(1, NVFP4_GROUP),
     scale_dtype="F8_E4M3",
-    **FP4,
+    **FP4_FIELDS,
 )
 MIXED = "MIXED_PRECISION"
 MODELOPT_BLOCK = 128

@@ -26,11 +26,11 @@ E8M0_BIAS = 127
 
 
 @dataclass(frozen=True)
-class Codes(Tensor):
+class QValues(Tensor):
     """The codes of an encoded tensor, in the shape of its values."""
 
     scheme: Scheme = field(kw_only=True)
-    kept = True
+    passthrough = True
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -55,7 +55,7 @@ class Codes(Tensor):
         n = self._per_byte
         if n == 1:
             reader.read(self.values, start, out.data)
-            turn(self.scheme, out)
+            apply_xor_mask(self.scheme, out)
             return
         first, last = start // n, -(-(start + out.size) // n)
         raw = raw[: last - first] if raw.size >= last - first else np.empty(last - first, np.uint8)
@@ -63,9 +63,9 @@ class Codes(Tensor):
         if first * n == start and last * n == start + out.size:
             unpack(self.scheme, raw, out)
         else:  # a row, or a cut of one, may begin in the middle of a byte
-            codes = np.empty(raw.size * n, np.uint8)
-            unpack(self.scheme, raw, codes)
-            out[...] = codes[start - first * n :][: out.size]
+            qvalues = np.empty(raw.size * n, np.uint8)
+            unpack(self.scheme, raw, qvalues)
+            out[...] = qvalues[start - first * n :][: out.size]
 
     def _check_extra(self, reader: Reader) -> None:
         for info in self.extra:
@@ -87,7 +87,7 @@ class Scales(Tensor):
     scheme: Scheme = field(kw_only=True)
     grid: Shape = ()
     refine: Shape = ()
-    kept = True
+    passthrough = True
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -139,25 +139,25 @@ def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
     """The codes of bytes that hold two, the low half first."""
     np.bitwise_and(packed, 15, out=out[0::2])
     np.right_shift(packed, 4, out=out[1::2])
-    turn(scheme, out)
+    apply_xor_mask(scheme, out)
 
 
-def turn(scheme: Scheme, codes: np.ndarray) -> None:
+def apply_xor_mask(scheme: Scheme, qvalues: np.ndarray) -> None:
     """Integers as they are stored to two's complement, or back: its own inverse."""
-    if scheme.turned:
-        np.bitwise_xor(codes, scheme.turned, out=codes)
+    if scheme.xor_mask:
+        np.bitwise_xor(qvalues, scheme.xor_mask, out=qvalues)
 
 
-def pack(scheme: Scheme, codes: np.ndarray) -> np.ndarray:
-    """The tensor of values as it is stored, from its codes: the inverse of `Codes`."""
+def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
+    """The tensor of values as it is stored, from its codes: the inverse of `QValues`."""
     dtype = DTYPES[scheme.dtype]
-    stored: np.ndarray = np.ascontiguousarray(codes).view(np.uint8)
-    if scheme.turned:
-        stored = stored ^ scheme.turned
+    stored: np.ndarray = np.ascontiguousarray(qvalues).view(np.uint8)
+    if scheme.xor_mask:
+        stored = stored ^ scheme.xor_mask
     if scheme.per_element > dtype.itemsize:
         stored = (stored[..., 0::2] & 15) | (stored[..., 1::2] << 4)
     if scheme.groups_apart:
-        return stored.reshape(scheme.stored_shape(codes.shape))
+        return stored.reshape(scheme.stored_shape(qvalues.shape))
     return stored.view(dtype)
 
 

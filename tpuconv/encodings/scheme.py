@@ -28,13 +28,27 @@ BY_SCALES: Blocks = (None, None)
 
 @dataclass(frozen=True)
 class Scheme:
-    """`values` and `scales` are the suffixes of stored names, `name` that of the tensor they make; `dtype` is the
-    stored one of values, `per_element` how many values an element holds, `qtype` the type of one, `table` the value of
-    each code: 256 of them, or 16 of codes that lie two in a byte, low half first. `blocks` is the block by rows and
-    columns, None along an axis that the shape of the scales decides: one scale, or one for each. `turned` are the bits
-    in which an integer's code differs from its two's complement. `tensor_scale` is the suffix of one more scale, of the
-    whole tensor, by which those of blocks are multiplied, or `divided`. `scale_dtype` and, where their shape decides,
-    `by_row` are what the description has releases store as scales; what they do store is read whatever it is."""
+    """How the tensors of one kind are encoded.
+
+    Attributes:
+        title: the name that users see.
+        values, scales: suffixes of the stored names.
+        name: suffix of the tensor that the two make.
+        dtype: safetensors' name of the stored dtype of the values.
+        qtype: type of one quantized value.
+        table: the number that each quantized value stands for: 256 of them, or 16 of values that lie two in a byte, the
+            low half first.
+        per_element: how many quantized values one stored element holds.
+        blocks: rows and columns that share a scale. None along an axis that the shape of the scales decides: one scale,
+            or one for each row.
+        extra: suffixes of other tensors that belong to it.
+        groups_apart: whether the groups are an axis of their own: [..., groups, bytes of a group].
+        xor_mask: the bits in which a stored integer differs from its two's complement.
+        tensor_scale: suffix of one more scale, of the whole tensor, which multiplies those of the blocks.
+        divided: whether the tensor's scale divides them instead.
+        scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
+            really stored is read in any case.
+    """
 
     title: str
     values: str
@@ -47,7 +61,7 @@ class Scheme:
     blocks: Blocks
     extra: tuple[str, ...] = ()
     groups_apart: bool = False
-    turned: int = 0
+    xor_mask: int = 0
     tensor_scale: str = ""
     divided: bool = False
     scale_dtype: str = "F32"
@@ -108,8 +122,8 @@ def decode_scales(scales: np.ndarray) -> np.ndarray:
     return scales.astype(np.float32)
 
 
-FP4: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
-FP8: Mapping[str, Any] = {
+FP4_FIELDS: Mapping[str, Any] = {"dtype": "U8", "qtype": "float4_e2m1fn", "table": E2M1, "per_element": 2}
+FP8_FIELDS: Mapping[str, Any] = {
     "values": ".weight",
     "dtype": "F8_E4M3",
     "qtype": "float8_e4m3fn",
@@ -125,12 +139,12 @@ MXFP4 = Scheme(
     blocks=(1, 32),
     groups_apart=True,
     scale_dtype="U8",
-    **FP4,
+    **FP4_FIELDS,
 )
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
-    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8)
+    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
 
 
 def is_block(block: Any) -> bool:

@@ -11,7 +11,7 @@ from tpuconv.encodings.scheme import BY_SCALES, FP8_SCALES, MXFP4, Scheme, fp8_s
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
 
-SCHEMAS: Mapping[Any, Any] = {
+METHOD_SCHEMAS: Mapping[Any, Any] = {
     "fp8": {"modules_to_not_convert": NAMES},
     "fbgemm_fp8": {"modules_to_not_convert": NAMES},
     "mxfp4": {"modules_to_not_convert": NAMES},
@@ -43,7 +43,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     what = "config.json, quantization_config"
     method = check(quantization, {"quant_method": Optional((str, None))}, what, ConfigError).get("quant_method")
     what = "hf_quant_config.json" if "quantization" in quantization else what
-    check(quantization, SCHEMAS.get(method, dict), what, ConfigError)
+    check(quantization, METHOD_SCHEMAS.get(method, dict), what, ConfigError)
     if method == "fp8":
         return (_unless_named(quantization, _fp8(quantization)),)
     if method == "fbgemm_fp8":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.passthrough import Codes, Scales, scale_dtype
+from tpuconv.encodings.passthrough import QValues, Scales, scale_dtype
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Shape, scale_layout
@@ -21,7 +21,7 @@ from tpuconv.mapping.table import Binding, Stack
 from tpuconv.names import QVALUE, SCALE, collapse
 from tpuconv.sources.headers import TensorInfo
 
-BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
+QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitRow:
     """A row in two. `grids` and `refine` say of each source's scales which shape they have along its axes and how often
     each is repeated; `tiles` of each target how many codes along every axis share a scale."""
 
-    codes: Binding
+    qvalues: Binding
     scales: Binding
     grids: tuple[Shape, ...]
     refine: tuple[Shape, ...]
@@ -62,7 +62,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Passthrough:
     """A parameter that stays encoded: by which scheme, and how its source is stored, stack by stack."""
 
     scheme: Scheme
@@ -74,12 +74,12 @@ class Kept:
             "qtype": self.scheme.qtype,
             "kept": self.scheme.title,
             "tiles": list(self.tiles),
-            "bits": BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.tiles),
+            "bits": QTYPE_BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.tiles),
             "stored": [stored.to_json() for stored in self.stored],
         }
 
 
-def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> Split:
+def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> SplitRow:
     """The two rows of one whose tensors are all encoded by `scheme`, with scales of these shapes, a stack each.
 
     Raises:
@@ -104,8 +104,8 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> Sp
     tiles = tuple(tuple(n // s for n, s in zip(*pair, strict=True)) for pair in zip(*shapes, strict=True))
     if any(n % s for pair in zip(*shapes, strict=True) for n, s in zip(*pair, strict=True)):
         raise UnsupportedConfig(f"no scales of whole blocks fit '{layout}'")
-    return Split(
-        codes=_renamed(binding, scheme.values, QVALUE, scheme),
+    return SplitRow(
+        qvalues=_renamed(binding, scheme.values, QVALUE, scheme),
         scales=scales,
         grids=tuple(grids),
         refine=tuple(
@@ -138,12 +138,12 @@ def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **chang
     )
 
 
-def keep(
+def pass_through(
     tensors: Mapping[str, Tensor], bindings: Sequence[Binding], wanted: Sequence[Binding]
-) -> tuple[dict[str, Tensor], list[Binding], dict[str, Kept], list[str]]:
+) -> tuple[dict[str, Tensor], list[Binding], dict[str, Passthrough], list[str]]:
     """Tensors and rows, of those that are `wanted` the encoded ones in two; what is kept, by parameter; the faults."""
     out_tensors, out_bindings = dict(tensors), []
-    kept: dict[str, Kept] = {}
+    passthrough: dict[str, Passthrough] = {}
     mixed, odd = [], []
     chosen = set(map(id, wanted))
     for binding in bindings:
@@ -152,15 +152,16 @@ def keep(
             out_bindings.append(binding)
             continue
         own = [[tensors[name] for name in stack.names] for stack in binding.src]
-        if any(_kind(tensor) != _kind(stack[0]) for stack in own for tensor in stack) or any(
-            (_title(stack[0]), _scales(stack[0]).dtype) != (first.scheme.title, _scales(first).dtype) for stack in own
+        if any(_scale_kind(tensor) != _scale_kind(stack[0]) for stack in own for tensor in stack) or any(
+            (_title(stack[0]), _scales_of(stack[0]).dtype) != (first.scheme.title, _scales_of(first).dtype)
+            for stack in own
         ):
             mixed.append(first.name)
             continue
         stored = tuple(
             Stored(
-                _scales(s[0]).dtype,
-                _scales(s[0]).shape,
+                _scales_of(s[0]).dtype,
+                _scales_of(s[0]).shape,
                 tuple(info.dtype for info in s[0].extra),
                 s[0].tensor_scale is not None,
             )
@@ -175,8 +176,8 @@ def keep(
         for stack, grid, refine in zip(own, parts.grids, parts.refine, strict=True):
             for tensor in stack:
                 assert tensor.scheme is not None
-                values, scales = tensor.values, _scales(tensor)
-                out_tensors[values.name] = Codes(
+                values, scales = tensor.values, _scales_of(tensor)
+                out_tensors[values.name] = QValues(
                     values.name, tensor.shape, values, extra=tensor.extra, scheme=tensor.scheme
                 )
                 out_tensors[scales.name] = Scales(
@@ -189,20 +190,20 @@ def keep(
                     grid=grid,
                     refine=refine,
                 )
-        out_bindings += [parts.codes, parts.scales]
+        out_bindings += [parts.qvalues, parts.scales]
         for target, tiles in zip(binding.dst, parts.tiles, strict=True):
-            kept[target.names[0]] = Kept(first.scheme, tiles, stored)
+            passthrough[target.names[0]] = Passthrough(first.scheme, tiles, stored)
     faults = [f"{p}  has not the scales of the tensors it is joined with" for p in collapse(mixed)]
-    return out_tensors, out_bindings, kept, faults + odd
+    return out_tensors, out_bindings, passthrough, faults + odd
 
 
-def _scales(tensor: Tensor) -> TensorInfo:
+def _scales_of(tensor: Tensor) -> TensorInfo:
     assert tensor.scales is not None
     return tensor.scales
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    scales = _scales(tensor)
+def _scale_kind(tensor: Tensor) -> tuple[Any, ...]:
+    scales = _scales_of(tensor)
     return _title(tensor), tensor.shape, scales.dtype, scales.shape, [info.dtype for info in tensor.extra]
 
 

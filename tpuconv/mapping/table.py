@@ -25,7 +25,7 @@ LAYER_INDICES = "LIJ"
 MTP = "U"
 """The letter of layers that predict further tokens: its rows exist where they are asked for."""
 
-MAX_TENSORS = 500_000
+MAX_MODEL_TENSORS = 500_000
 """Of a model; the largest have 100,000. Each takes half a kilobyte and some microseconds to be listed."""
 
 
@@ -144,7 +144,7 @@ class MappingTable:
 
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
         """How many source tensors `bind` names, without listing them."""
-        sizes = {x: len(value) for x, value in _values(config, include_mtp).items()}
+        sizes = {x: len(value) for x, value in _index_values(config, include_mtp).items()}
         return sum(
             prod(sizes[x] for letters in _indices(row) for x in letters) * len(row.hf_names)
             for row in self._rows_of(config)
@@ -157,16 +157,16 @@ class MappingTable:
         """Every row that the config has, once for each value of its loop indices.
 
         Raises:
-            ConfigError: the config asks for more than `MAX_TENSORS` source tensors.
+            ConfigError: the config asks for more than `MAX_MODEL_TENSORS` source tensors.
         """
-        if (count := self.count(config, include_mtp)) > MAX_TENSORS:
-            layers, experts = (len(_values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
+        if (count := self.count(config, include_mtp)) > MAX_MODEL_TENSORS:
+            layers, experts = (len(_index_values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
             raise ConfigError(
                 f"config.json asks for {count} tensors, with {layers} layers"
                 + (f" of {experts} experts" if experts else "")
-                + f": more than the {MAX_TENSORS} that are listed"
+                + f": more than the {MAX_MODEL_TENSORS} that are listed"
             )
-        values = _values(config, include_mtp)
+        values = _index_values(config, include_mtp)
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
         for row in self._rows_of(config):
@@ -174,8 +174,10 @@ class MappingTable:
             layout = _row_layout(row)
             for known in _steps(loop, values):
                 steps = [known | step for step in _steps(stack, values)]
-                src = tuple(Stack(tuple(_fill(name, step) for step in steps), len(stack)) for name in row.hf_names)
-                dst = tuple(Stack((_fill(name, known),), 0) for name in row.jax_names)
+                src = tuple(
+                    Stack(tuple(_with_indices(name, step) for step in steps), len(stack)) for name in row.hf_names
+                )
+                dst = tuple(Stack((_with_indices(name, known),), 0) for name in row.jax_names)
                 bindings.append(Binding(row, layout, sizes, src, dst))
         return bindings
 
@@ -194,14 +196,14 @@ class MappingTable:
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """Gives the reason why a source tensor is not converted; None where the table does not ignore it."""
         left_out = {MTP: ()} if include_mtp else {}
-        patterns = [(_pattern(text, {**config.axes, **left_out}), why) for text, why in self.ignore.items()]
+        patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in self.ignore.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 
     def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
         """`copies` with the values of their indices."""
-        values = _values(config, include_mtp)
+        values = _index_values(config, include_mtp)
         return {
-            _fill(copy, at): _fill(original, at)
+            _with_indices(copy, at): _with_indices(original, at)
             for copy, original in self.copies.items()
             for at in _steps(INDEX.findall(copy), values)
         }
@@ -234,11 +236,11 @@ def _row_layout(row: Map) -> Layout:
     return layout
 
 
-def _fill(name: str, indices: Mapping[str, Any]) -> str:
+def _with_indices(name: str, indices: Mapping[str, Any]) -> str:
     return INDEX.sub(lambda m: str(indices[m[1]]), name)
 
 
-def _values(config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
+def _index_values(config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
     """The values of every letter as an index."""
     values = {x: range(value) if isinstance(value, int) else value for x, value in config.axes.items()}
     return values if include_mtp else {**values, MTP: ()}
@@ -248,7 +250,7 @@ def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Itera
     return (dict(zip(letters, at, strict=True)) for at in product(*(values[x] for x in letters)))
 
 
-def _pattern(text: str, axes: Mapping[str, int | Sequence[int]]) -> re.Pattern[str]:
+def _compile_pattern(text: str, axes: Mapping[str, int | Sequence[int]]) -> re.Pattern[str]:
     def numbers(index: re.Match[str]) -> str:
         listed = axes.get(index[1], 0)
         return r"\d+" if isinstance(listed, int) else f"(?:{'|'.join(map(str, listed)) or '(?!)'})"

@@ -13,10 +13,10 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
-from tpuconv.quantize.report import html
+from tpuconv.quantize.report import report_page
 
 if TYPE_CHECKING:
-    from tpuconv.quantize.rules import How
+    from tpuconv.quantize.rules import ParamQuant
 
 MX_BLOCK = 32
 MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
@@ -28,7 +28,7 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
 
     Raises:
         ConfigError: a pattern of the rules is none or takes for ever, which is said before jax is imported; or see
-            `tpuconv.quantize.rules.resolve`.
+            `tpuconv.quantize.rules.resolve_rules`.
         UnsupportedConfig: layers that are stacked are not quantized alike, or only a part of the model is converted.
     """
     plain.check()
@@ -38,38 +38,38 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
     import jax.numpy as jnp
 
     from tpuconv.quantize.encode import QwixEncoder, prepare
-    from tpuconv.quantize.rules import resolve
+    from tpuconv.quantize.rules import resolve_rules
 
     stacked = plain.options.scan_layers
-    hows = resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
-    kept = _kept(plain, hows)
+    quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
+    passthrough = _passthrough(plain, quants)
     encoders = {}
-    for name, how in hows.items():
-        if name in kept:
+    for name, quant in quants.items():
+        if name in passthrough:
             continue
         dtype = plain.arrays[name].dtype
         scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
-        encoders[name] = QwixEncoder(name, how, dtype, np.dtype(scale_dtype))
+        encoders[name] = QwixEncoder(name, quant, dtype, np.dtype(scale_dtype))
     prepare(encoders.values())
-    return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, html, kept)
+    return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, report_page, passthrough)
 
 
-def _kept(plain: Plan, hows: "Mapping[str, How]") -> dict[str, int]:
+def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:
     """The parameters of those rows that the source has in the very type that is asked for, with their rules."""
-    kept: dict[str, int] = {}
+    passthrough: dict[str, int] = {}
     for binding in plain.bindings:
         tensor = plain.tensors[binding.src[0].names[0]]
         names = [name for stack in binding.dst for name in stack.names]
-        if all(name in hows and _is_type_of(hows[name], tensor) for name in names):
-            kept |= {name: hows[name].rule for name in names}
-    return kept
+        if all(name in quants and _is_type_of(quants[name], tensor) for name in names):
+            passthrough |= {name: quants[name].rule for name in names}
+    return passthrough
 
 
-def _is_type_of(how: "How", tensor: Tensor) -> bool:
+def _is_type_of(quant: "ParamQuant", tensor: Tensor) -> bool:
     if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
         return False
     types = [tensor.scheme.qtype]
     if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
         types.append(MX_TYPES[tensor.scheme.qtype])
-    symmetric = str(how.how.calibration_method).startswith(("absmax", "rms"))
-    return symmetric and how.qtype in types
+    symmetric = str(quant.qwix_how.calibration_method).startswith(("absmax", "rms"))
+    return symmetric and quant.qtype in types

@@ -27,26 +27,26 @@ from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.patterns import check_patterns
 
-MAX_BYTES, MAX_DEPTH = 1 << 20, 20
+MAX_CONFIG_BYTES, MAX_DEPTH = 1 << 20, 20
 
-INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
-FLOATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "mxfp8", "mxfp4", "nvfp4")
+INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
+FLOAT_QTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "mxfp8", "mxfp4", "nvfp4")
 QTYPES: Mapping[str, float] = {
-    **{name: float(name.removeprefix("int")) for name in INTEGERS},
+    **{name: float(name.removeprefix("int")) for name in INTEGER_QTYPES},
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "mxfp8"), 8.0),
     **dict.fromkeys(("float4_e2m1fn", "mxfp4", "nvfp4", "nf4"), 4.0),
 }
 """Bits of a value, scales aside."""
 
-TILES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 """The tile size that a type demands."""
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
 """How many numbers may follow a calibration method."""
-MOST = 1e6
+LARGEST_FACTOR = 1e6
 """The largest of them; factors are as little as one part in so many."""
-GATES: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
+GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
 """What a config may ask for, and the largest value; the smallest is 0."""
 
 
@@ -109,7 +109,7 @@ class QuantConfig:
         qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
         root = {"summary": facts["summary"], "qwix": qwix, "gates": facts.get("gates", {})}
         try:
-            return _config(_Value(_node(root), MANIFEST, "quantization"), facts["name"])
+            return _parse_root(_Value(_node(root), MANIFEST, "quantization"), facts["name"])
         except ConfigError as e:
             raise CorruptOutput(e.message, hint=e.hint) from None
 
@@ -128,7 +128,7 @@ def find_config(name_or_path: str) -> QuantConfig:
     """
     path, name = Path(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
     if os.path.lexists(path) and not os.path.isdir(path):
-        data = read_bytes(path, MAX_BYTES, ConfigError)
+        data = read_bytes(path, MAX_CONFIG_BYTES, ConfigError)
     elif name in config_names() and path.parent == Path():
         data = (_folder() / f"{name}.yaml").read_bytes()
     else:
@@ -172,10 +172,10 @@ def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
     Raises:
         ConfigError: anything in it that is not understood, with line and column.
     """
-    return _config(_Value(_compose(data, path), path, "the file"), name)
+    return _parse_root(_Value(_compose(data, path), path, "the file"), name)
 
 
-def _config(root: "_Value", name: str) -> QuantConfig:
+def _parse_root(root: "_Value", name: str) -> QuantConfig:
     top = root.mapping("summary", "qwix", "gates")
     if "qwix" not in top:
         raise root.error("has no 'qwix'", hint="a config is {qwix: {rules: [...]}}")
@@ -192,7 +192,7 @@ def _config(root: "_Value", name: str) -> QuantConfig:
         summary=top["summary"].text() if "summary" in top else name,
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
-        gates={k: v.number(GATES[k], least=0) for k, v in top["gates"].mapping(*GATES).items()}
+        gates={k: v.number(GATE_LIMITS[k], least=0) for k, v in top["gates"].mapping(*GATE_LIMITS).items()}
         if "gates" in top
         else {},
     )
@@ -220,8 +220,8 @@ def _rule(value: "_Value") -> Rule:
             raise fields["tile_size"].error("tile_size is a number of elements, or a fraction of the axis")
     rule = Rule(value.line, **given)
     for qtype in (rule.weight_qtype, rule.act_qtype):
-        if qtype in TILES and rule.tile_size != TILES[qtype]:
-            raise value.error(f"{qtype} needs tile_size: {TILES[qtype]}")
+        if qtype in REQUIRED_TILE_SIZES and rule.tile_size != REQUIRED_TILE_SIZES[qtype]:
+            raise value.error(f"{qtype} needs tile_size: {REQUIRED_TILE_SIZES[qtype]}")
     for qtype, method in (
         (rule.weight_qtype, rule.weight_calibration_method),
         (rule.act_qtype, rule.act_calibration_method or "absmax"),
@@ -243,18 +243,18 @@ _OCTAL = re.compile(r"[+-]?0\d")
 
 
 def _compose(data: bytes, path: str) -> yaml.Node:
-    if len(data) > MAX_BYTES:
+    if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} has {len(data)} bytes, more than a config can have")
     try:
         depth = 0
         for event in yaml.parse(data, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise _error(path, event, "anchors and aliases are not allowed")
+                raise _error_at(path, event, "anchors and aliases are not allowed")
             if getattr(event, "tag", None):
-                raise _error(path, event, "tags are not allowed")
+                raise _error_at(path, event, "tags are not allowed")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise _error(path, event, "nested too deep")
+                raise _error_at(path, event, "nested too deep")
         node = yaml.compose(data, Loader=yaml.SafeLoader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
@@ -286,12 +286,12 @@ def _node(value: Any, line: int = 0) -> yaml.Node:
 TAGS = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str"}
 
 
-def _error(path: str, where: Any, what: str, hint: str | None = None) -> ConfigError:
+def _error_at(path: str, where: Any, what: str, hint: str | None = None) -> ConfigError:
     mark = where.start_mark
     return ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: {what}", hint=hint)
 
 
-def _shown(node: Any) -> str:
+def _node_text(node: Any) -> str:
     """A node as errors show it."""
     if isinstance(node, yaml.ScalarNode):
         return short(node.value)
@@ -311,7 +311,7 @@ class _Value:
         return int(self.node.start_mark.line) + 1
 
     def error(self, what: str, hint: str | None = None) -> ConfigError:
-        return _error(self.path, self.node, f"{self.name}: {what}", hint)
+        return _error_at(self.path, self.node, f"{self.name}: {what}", hint)
 
     def mapping(self, *known: str) -> dict[str, "_Value"]:
         if not isinstance(self.node, yaml.MappingNode):
@@ -320,12 +320,12 @@ class _Value:
         for key, value in self.node.value:
             if key.value not in known:
                 near = get_close_matches(str(key.value), known, 1)
-                raise _error(
-                    self.path, key, f"unknown key {_shown(key)}", f"known are {', '.join(known)}"
+                raise _error_at(
+                    self.path, key, f"unknown key {_node_text(key)}", f"known are {', '.join(known)}"
                     + (f"; did you mean {near[0]}?" if near else ""),
                 )  # fmt: skip
             if key.value in out:
-                raise _error(self.path, key, f"{_shown(key)} stands twice")
+                raise _error_at(self.path, key, f"{_node_text(key)} stands twice")
             out[key.value] = _Value(value, self.path, key.value)
         return out
 
@@ -348,7 +348,7 @@ class _Value:
             raise self.error("must be true or false")
         return bool(self.node.value.lower() == "true")
 
-    def number(self, most: float, *, least: float = -MOST) -> int | float:
+    def number(self, most: float, *, least: float = -LARGEST_FACTOR) -> int | float:
         """From `least` to `most`. What YAML reads in another way than it looks (`010`, `1:30`) is none."""
         text = str(self.node.value)
         if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
@@ -366,7 +366,7 @@ class _Value:
             return None
         if self._tag() != "str" or self.node.value not in known:
             why = "; a missing value is written null" if self.node.value in ("None", "none") else ""
-            raise self.error(f"unknown value {_shown(self.node)}", hint=f"known are {', '.join(known)}{why}")
+            raise self.error(f"unknown value {_node_text(self.node)}", hint=f"known are {', '.join(known)}{why}")
         return str(self.node.value)
 
     def method(self) -> str:
@@ -378,17 +378,19 @@ class _Value:
             values = []
         if name not in METHODS or len(numbers) != len(values) or len(values) not in METHODS[name]:
             raise self.error(
-                f"unknown calibration method {_shown(self.node)}",
+                f"unknown calibration method {_node_text(self.node)}",
                 hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
             )
         if name == "fixed":
             low, high = values if len(values) == 2 else (-values[0], values[0])
-            if not -MOST <= low <= 0 <= high <= MOST or low == high:
+            if not -LARGEST_FACTOR <= low <= 0 <= high <= LARGEST_FACTOR or low == high:
                 raise self.error(
-                    f"{_shown(self.node)}: the range must go from 0 or less to 0 or more, and not be empty"
+                    f"{_node_text(self.node)}: the range must go from 0 or less to 0 or more, and not be empty"
                 )
-        elif not all(1 / MOST <= factor <= MOST for factor in values):
-            raise self.error(f"{_shown(self.node)}: the factor must be positive, from {1 / MOST:g} to {MOST:g}")
+        elif not all(1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR for factor in values):
+            raise self.error(
+                f"{_node_text(self.node)}: the factor must be from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+            )
         return self.text()
 
     def _tag(self) -> str:

@@ -15,24 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from qwix._src.core import numerics, qarray
 
 from tpuconv.convert.plan.types import EncodedComponent
+from tpuconv.encodings.passthrough import BF16
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.quantize import kernels
-from tpuconv.quantize.config import INTEGERS, QTYPES, TILES
-from tpuconv.quantize.rules import How
+from tpuconv.quantize.config import INTEGER_QTYPES, QTYPES, REQUIRED_TILE_SIZES
+from tpuconv.quantize.rules import ParamQuant
 
 CHECK_ELEMENTS = 1 << 18
 """Of the box that is compared with Qwix at once."""
 
 LARGEST_SCALE = 2.0**125
 """Beyond it XLA divides by way of a reciprocal that underflows, on some processors: then Qwix itself is asked."""
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
 
 INFINITY = 0x7F80
 """Its bits in bfloat16; those of what is not a number are more."""
@@ -42,7 +40,7 @@ Parts = tuple[list[np.ndarray], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Kind:
+class QuantKind:
     """What decides about codes and scales besides the values."""
 
     qtype: str
@@ -50,12 +48,12 @@ class Kind:
     tiles: tuple[int, ...]
 
     @property
-    def group(self) -> "Kind":
+    def comparison_key(self) -> "QuantKind":
         """What is compared with Qwix once: sizes of tiles do not matter, only where tiles are."""
-        return Kind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.tiles))
+        return QuantKind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.tiles))
 
-    def transposed(self, order: Sequence[int]) -> "Kind":
-        return Kind(self.qtype, self.method, tuple(self.tiles[axis] for axis in order))
+    def transposed(self, order: Sequence[int]) -> "QuantKind":
+        return QuantKind(self.qtype, self.method, tuple(self.tiles[axis] for axis in order))
 
     def in_qwix(self, shape: tuple[int, ...]) -> Any:
         """In Qwix's words: tiles of one element are channels, tiles of the whole axis are none."""
@@ -63,7 +61,9 @@ class Kind:
             qtype=self.qtype,
             channelwise_axes=[i for i, tile in enumerate(self.tiles) if tile == 1],
             tiled_axes={
-                i: tile for i, tile in enumerate(self.tiles) if 1 < tile < shape[i] or tile == TILES.get(self.qtype)
+                i: tile
+                for i, tile in enumerate(self.tiles)
+                if 1 < tile < shape[i] or tile == REQUIRED_TILE_SIZES.get(self.qtype)
             },
             calibration_method=self.method,
         )
@@ -75,34 +75,34 @@ class QwixEncoder:
     the stored scales."""
 
     name: str
-    how: How
+    quant: ParamQuant
     dtype: np.dtype[Any]
     scale_dtype: np.dtype[Any]
 
     @property
     def blocks(self) -> tuple[int, ...]:
         # A mean is rounded by the order in which it is added up: only the whole parameter has Qwix's.
-        return self.how.shape if self.method.startswith("rms") else self.how.tiles
+        return self.quant.shape if self.method.startswith("rms") else self.quant.tiles
 
     @cached_property
     def parts(self) -> tuple[EncodedComponent, ...]:
-        ones = (1,) * len(self.how.shape)
-        codes = stored_dtype(self.how.qtype)
+        ones = (1,) * len(self.quant.shape)
+        qvalues = stored_dtype(self.quant.qtype)
         parts = [
-            EncodedComponent(QVALUE[1:], codes, ones, own=True),
-            EncodedComponent(SCALE[1:], self.scale_dtype, self.how.tiles),
+            EncodedComponent(QVALUE[1:], qvalues, ones, own=True),
+            EncodedComponent(SCALE[1:], self.scale_dtype, self.quant.tiles),
         ]
         if self.is_asymmetric:
-            parts.append(EncodedComponent(ZERO_POINT[1:], codes, self.how.tiles))
+            parts.append(EncodedComponent(ZERO_POINT[1:], qvalues, self.quant.tiles))
         return tuple(parts)
 
     @property
     def method(self) -> str:
-        return str(self.how.how.calibration_method)
+        return str(self.quant.qwix_how.calibration_method)
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.how.qtype, self.method, self.how.tiles)
+    def kind(self) -> QuantKind:
+        return QuantKind(self.quant.qtype, self.method, self.quant.tiles)
 
     @property
     def by_tables(self) -> bool:
@@ -114,9 +114,9 @@ class QwixEncoder:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "qtype": self.how.qtype,
-            "rule": self.how.rule,
-            "tiles": list(self.how.tiles),
+            "qtype": self.quant.qtype,
+            "rule": self.quant.rule,
+            "tiles": list(self.quant.tiles),
             "method": self.method,
             "bits": self.bits,
         }
@@ -124,8 +124,8 @@ class QwixEncoder:
     @property
     def bits(self) -> float:
         """Bits of a weight, its share of the scales included."""
-        scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.how.qtype] if self.is_asymmetric else 0)
-        return QTYPES[self.how.qtype] + scales / prod(self.how.tiles)
+        scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.quant.qtype] if self.is_asymmetric else 0)
+        return QTYPES[self.quant.qtype] + scales / prod(self.quant.tiles)
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
         """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles.
@@ -138,9 +138,9 @@ class QwixEncoder:
         if self.by_tables:
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
             with np.errstate(all="ignore"):  # scales that are 0 are found below, absurd values have absurd figures
-                parts, figures = _by_tables(values.transpose(order), kind.transposed(order))
+                parts, statistics = _by_tables(values.transpose(order), kind.transposed(order))
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
-                parts, figures = _by_qwix(values.transpose(order), kind.transposed(order))
+                parts, statistics = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
             if not parts[1].all():
                 raise UnsupportedConfig(
@@ -149,10 +149,10 @@ class QwixEncoder:
                 )
             _compare_once(self.name, kind, values, *parts)
         else:
-            parts, figures = _by_qwix(values, kind)
-        codes, scales, *zero_points = parts
-        codes, *zero_points = (part.view(self.parts[0].dtype) for part in (codes, *zero_points))
-        return [codes, scales.astype(self.scale_dtype), *zero_points], figures
+            parts, statistics = _by_qwix(values, kind)
+        qvalues, scales, *zero_points = parts
+        qvalues, *zero_points = (part.view(self.parts[0].dtype) for part in (qvalues, *zero_points))
+        return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
 
     def check(self) -> None:
         """Waits until what was encoded is compared with what Qwix makes of it.
@@ -160,14 +160,14 @@ class QwixEncoder:
         Raises:
             GateError: they differ.
         """
-        if compared := _compared.get(self.kind.group):
+        if compared := _compared.get(self.kind.comparison_key):
             compared.result()
 
     def rounded(self, values: np.ndarray) -> jax.Array:
         """What codes and scales of the whole parameter stand for, exactly, so in float32. Of symmetric ranges only."""
-        (codes, scales), _ = self(values)
+        (qvalues, scales), _ = self(values)
         self.check()
-        array = qarray.QArray(jnp.asarray(codes), jnp.asarray(scales, jnp.float32), None, self.how.qtype)
+        array = qarray.QArray(jnp.asarray(qvalues), jnp.asarray(scales, jnp.float32), None, self.quant.qtype)
         decoded: jax.Array = qarray.dequantize(array)
         return decoded
 
@@ -192,10 +192,10 @@ def _is_symmetric(method: str) -> bool:
 # -- by tables --------------------------------------------------------------------------------------------------------
 
 
-_beside = ThreadPoolExecutor(1, "qwix")
+_compile_pool = ThreadPoolExecutor(1, "qwix")
 """What Qwix is asked for, tables and comparisons, is compiled without the interpreter's lock, beside all other work."""
 
-ALL = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+ALL_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(BF16)
 """Every bfloat16, by its bits."""
 
 
@@ -203,39 +203,39 @@ def prepare(encoders: Iterable[QwixEncoder]) -> None:
     """Begins to fill the tables that they need first."""
     for encoder in encoders:
         if encoder.by_tables:
-            _scales(encoder.how.qtype, encoder.method)
+            _scale_table(encoder.quant.qtype, encoder.method)
 
 
 @cache
-def _codes(qtype: str) -> np.ndarray:
+def _qvalue_table(qtype: str) -> np.ndarray:
     """[65536]: the code of every quotient of value and scale, by its bits."""
-    return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL))
+    return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL_BFLOAT16))
 
 
 @cache
-def _code_bytes(qtype: str) -> np.ndarray:
-    return as_bytes(_codes(qtype))
+def _qvalue_byte_table(qtype: str) -> np.ndarray:
+    return as_bytes(_qvalue_table(qtype))
 
 
-def as_bytes(codes: np.ndarray) -> np.ndarray:
+def as_bytes(qvalues: np.ndarray) -> np.ndarray:
     """Codes of Qwix as they are stored: a byte each, 4-bit integers with their sign."""
-    own: np.ndarray = codes.astype(np.int8) if codes.dtype.name == "int4" else codes.astype(stored(codes.dtype))
+    own: np.ndarray = qvalues.astype(np.int8) if qvalues.dtype.name == "int4" else qvalues.astype(stored(qvalues.dtype))
     return own.view(np.uint8)
 
 
 @cache
-def _decoded(qtype: str) -> np.ndarray:
+def _value_table(qtype: str) -> np.ndarray:
     """[256]: the value of every code, by its byte, without its scale."""
-    codes = np.arange(256, dtype=np.uint8)
+    qvalues = np.arange(256, dtype=np.uint8)
     if qtype == "nf4":
-        values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[codes & 15]
+        values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[qvalues & 15]
     else:
-        values = np.nan_to_num(codes.view(stored_dtype(qtype)).astype(np.float32))
+        values = np.nan_to_num(qvalues.view(stored_dtype(qtype)).astype(np.float32))
     return values.astype(np.float32)
 
 
 @cache
-def _scales(qtype: str, method: str) -> "Future[np.ndarray]":
+def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
     """[32768]: the scale of every largest absolute value, by its bits; float32 that bfloat16 can hold."""
     factor = [float(number) for number in method.split(",")[1:]]
 
@@ -244,14 +244,14 @@ def _scales(qtype: str, method: str) -> "Future[np.ndarray]":
         out: jax.Array = qarray.compute_scale_zero_point({"absmax": absmax}, qtype)[0]
         return out.astype(jnp.bfloat16)
 
-    return _beside.submit(lambda: np.asarray(jax.jit(scale)(ALL[: 1 << 15])).astype(np.float32))
+    return _compile_pool.submit(lambda: np.asarray(jax.jit(scale)(ALL_BFLOAT16[: 1 << 15])).astype(np.float32))
 
 
 NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
 """Of integers, which are computed."""
 
 
-def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
+def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     """`values` lie in memory in the order of their axes, nearly."""
     shape, tiles = values.shape, kind.tiles
     counts = [n // tile for n, tile in zip(shape, tiles, strict=True)]
@@ -263,26 +263,26 @@ def _by_tables(values: np.ndarray, kind: Kind) -> Parts:
     kernels.absmax(bits, tile_row, tiles[-1], largest)
     if largest.max() >= INFINITY:
         raise FloatingPointError
-    scales = _scales(kind.qtype, kind.method).result()[largest]
-    codes = np.empty(bits.shape, np.uint8)
-    integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGERS else 0
-    bound = _largest(kind.qtype) if "," in kind.method else np.inf
-    tables = NO_TABLES if integers else (_code_bytes(kind.qtype), _decoded(kind.qtype))
-    signal, noise, clipped = kernels.encode(bits, tile_row, tiles[-1], scales, integers, *tables, bound, codes)
-    figures = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
-    return [codes.reshape(shape), scales.astype(BF16).reshape(counts)], figures
+    scales = _scale_table(kind.qtype, kind.method).result()[largest]
+    qvalues = np.empty(bits.shape, np.uint8)
+    integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGER_QTYPES else 0
+    bound = _symmetric_bound(kind.qtype) if "," in kind.method else np.inf
+    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
+    signal, noise, clipped = kernels.encode(bits, tile_row, tiles[-1], scales, integers, *tables, bound, qvalues)
+    statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
+    return [qvalues.reshape(shape), scales.astype(BF16).reshape(counts)], statistics
 
 
-def _largest(qtype: str) -> float:
+def _symmetric_bound(qtype: str) -> float:
     return float(numerics.get_symmetric_bound(qtype))
 
 
-_compared: "dict[Kind, Future[None]]" = {}
+_compared: "dict[QuantKind, Future[None]]" = {}
 
 
-def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+def _compare_once(name: str, kind: QuantKind, values: np.ndarray, qvalues: np.ndarray, scales: np.ndarray) -> None:
     """Begins to compare some random tiles of the first box of each kind with what Qwix itself makes of them."""
-    if kind.group in _compared:
+    if kind.comparison_key in _compared:
         return
     rng = np.random.default_rng(len(_compared))
     box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.tiles)
@@ -292,14 +292,14 @@ def _compare_once(name: str, kind: Kind, values: np.ndarray, codes: np.ndarray, 
         first = int(rng.integers(0, n // tile - count + 1))
         box.append(slice(first * tile, (first + count) * tile))
         scale_box.append(slice(first, first + count))
-    part, own, own_scales = values[tuple(box)], codes[tuple(box)], scales[tuple(scale_box)]
+    part, own, own_scales = values[tuple(box)], qvalues[tuple(box)], scales[tuple(scale_box)]
     compared = partial(_compare, name, kind, part.copy(), own.copy(), own_scales.copy())  # their memory is used again
-    _compared[kind.group] = _beside.submit(compared)
+    _compared[kind.comparison_key] = _compile_pool.submit(compared)
 
 
-def _compare(name: str, kind: Kind, part: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, scales: np.ndarray) -> None:
     array = jax.jit(lambda x: qarray.quantize(x, kind.in_qwix(part.shape)))(part)
-    same = as_bytes(np.asarray(array.qvalue)) == codes
+    same = as_bytes(np.asarray(array.qvalue)) == qvalues
     same_scale = np.asarray(array.scale).view(np.uint16) == scales.view(np.uint16)
     if not same.all() or not same_scale.all():
         raise GateError(
@@ -312,21 +312,21 @@ def _compare(name: str, kind: Kind, part: np.ndarray, codes: np.ndarray, scales:
 # -- by Qwix ----------------------------------------------------------------------------------------------------------
 
 
-def _by_qwix(values: np.ndarray, kind: Kind) -> Parts:
+def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
     wide = jnp.asarray(values).astype(jnp.float32)
     if not jnp.isfinite(wide).all():
         raise FloatingPointError
     array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
     decoded = qarray.dequantize(array).astype(jnp.float32)
     quotient = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, array.scale.astype(jnp.float32)))
-    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > _largest(kind.qtype) * (1 + 1e-6))
-    figures = {
+    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > _symmetric_bound(kind.qtype) * (1 + 1e-6))
+    statistics = {
         "signal": float(jnp.sum(jnp.square(wide))),
         "noise": float(jnp.sum(jnp.square(decoded - wide))),
         "clipped": float(clipped),
         "count": float(values.size),
     }
     shape = tuple(n // tile for n, tile in zip(values.shape, kind.tiles, strict=True))
-    codes = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
-    own, *zero_points = (as_bytes(np.asarray(part)) for part in codes)
-    return [own, *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points))], figures
+    qvalues = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
+    own, *zero_points = (as_bytes(np.asarray(part)) for part in qvalues)
+    return [own, *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points))], statistics

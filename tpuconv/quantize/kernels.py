@@ -32,13 +32,13 @@ def absmax_of_run(bits: np.ndarray) -> np.uint16:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def widened(bits: np.uint16) -> np.float32:
+def to_float32(bits: np.uint16) -> np.float32:
     """The value of a bfloat16 by its bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @compiled  # type: ignore[untyped-decorator]
-def rounded(value: np.float32) -> np.uint16:
+def to_bfloat16(value: np.float32) -> np.uint16:
     """The bits of the bfloat16 nearest to a float32; even where two are as near."""
     wide = np.float32(value).view(np.uint32)
     return np.uint16((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
@@ -50,16 +50,19 @@ def rounded(value: np.float32) -> np.uint16:
 
 @compiled_sum  # type: ignore[untyped-decorator]
 def encode_integers(
-    bits: np.ndarray, own: np.ndarray, least: np.float32, most: np.float32, codes: np.ndarray
+    bits: np.ndarray, own: np.ndarray, least: np.float32, most: np.float32, qvalues: np.ndarray
 ) -> tuple[np.float32, np.float32]:
-    """Fills `codes` of a row of values with scales `own`; returns the sums of the squares of its values and of what is
-    lost of them."""
+    """Fills `qvalues` [C] of a row of values [C] with the scales `scales` [C].
+
+    Returns:
+        The sum of the squares of the values, and of the rounding errors.
+    """
     signal, noise = np.float32(0), np.float32(0)
     for j in range(bits.size):
-        value, scale = widened(bits[j]), own[j]
+        value, scale = to_float32(bits[j]), own[j]
         quotient = value / scale
-        code = max(min(np.rint(widened(rounded(quotient))), most), least)
-        codes[j] = np.uint8(np.int8(np.int32(code)))
+        code = max(min(np.rint(to_float32(to_bfloat16(quotient))), most), least)
+        qvalues[j] = np.uint8(np.int8(np.int32(code)))
         lost = (code - quotient) * scale
         signal += value * value
         noise += lost * lost
@@ -68,19 +71,19 @@ def encode_integers(
 
 @compiled_sum  # type: ignore[untyped-decorator]
 def encode_by_tables(
-    bits: np.ndarray, own: np.ndarray, code_of: np.ndarray, value_of: np.ndarray, codes: np.ndarray
+    bits: np.ndarray, own: np.ndarray, qvalue_table: np.ndarray, value_table: np.ndarray, qvalues: np.ndarray
 ) -> tuple[np.float32, np.float32]:
     """The same by tables."""
     quotients, decoded = np.empty(bits.size, np.uint16), np.empty(bits.size, np.float32)
     for j in range(bits.size):
-        quotients[j] = rounded(widened(bits[j]) / own[j])
+        quotients[j] = to_bfloat16(to_float32(bits[j]) / own[j])
     for j in range(bits.size):
-        codes[j] = code_of[quotients[j]]
+        qvalues[j] = qvalue_table[quotients[j]]
     for j in range(bits.size):
-        decoded[j] = value_of[codes[j]]
+        decoded[j] = value_table[qvalues[j]]
     signal, noise = np.float32(0), np.float32(0)
     for j in range(bits.size):
-        value, scale = widened(bits[j]), own[j]
+        value, scale = to_float32(bits[j]), own[j]
         lost = (decoded[j] - value / scale) * scale
         signal += value * value
         noise += lost * lost
@@ -92,7 +95,7 @@ def count_clipped(bits: np.ndarray, own: np.ndarray, bound: np.float32) -> np.in
     """How many values of a row are larger than `bound` times their scales."""
     count = np.int32(0)
     for j in range(bits.size):
-        count = np.int32(count + np.int32(abs(widened(bits[j]) / own[j]) > bound))
+        count = np.int32(count + np.int32(abs(to_float32(bits[j]) / own[j]) > bound))
     return count
 
 
@@ -103,14 +106,20 @@ def encode(
     tile: int,
     scales: np.ndarray,
     integers: int,
-    code_of: np.ndarray,
-    value_of: np.ndarray,
+    qvalue_table: np.ndarray,
+    value_table: np.ndarray,
     bound: float,
-    codes: np.ndarray,
+    qvalues: np.ndarray,
 ) -> tuple[float, float, int]:
-    """Fills `codes`; returns the sums of the squares of the values and of what is lost of them, and how many values are
-    clipped, beyond `bound` times their scales. Codes are integers from -`integers` to `integers` - 1, or where that is
-    0 those of the tables: of each bfloat16 quotient [65536], and the value of each code [256]."""
+    """Fills `qvalues` [R, C].
+
+    Quantized values are the integers from -`integers` to `integers` - 1; if that is 0, they are looked up:
+    `qvalue_table` [65536] holds them for each bfloat16 quotient, `value_table` [256] the number that each stands for.
+
+    Returns:
+        The sums of the squares of the values and of the rounding errors, and how many values are clipped: larger than
+        `bound` times their scales.
+    """
     rows, columns = bits.shape
     spread = np.empty(columns, np.float32)
     signal, noise, clipped = 0.0, 0.0, 0
@@ -122,9 +131,9 @@ def encode(
                 spread[i * tile : (i + 1) * tile] = own[i]
             own = spread
         if integers:
-            a, b = encode_integers(bits[r], own, least, most, codes[r])
+            a, b = encode_integers(bits[r], own, least, most, qvalues[r])
         else:
-            a, b = encode_by_tables(bits[r], own, code_of, value_of, codes[r])
+            a, b = encode_by_tables(bits[r], own, qvalue_table, value_table, qvalues[r])
         signal, noise = signal + a, noise + b
         if largest < np.inf:
             clipped += count_clipped(bits[r], own, largest)

@@ -59,17 +59,17 @@ def report(manifest: Mapping[str, Any]) -> Report:
     """The report of a quantized checkpoint's manifest."""
     rows = []
     for name, own in manifest["quantization"]["parameters"].items():
-        figures = own["figures"]
-        noise = figures["noise"]
+        statistics = own["figures"]
+        noise = statistics["noise"]
         rows.append(
             Row(
                 name=name,
                 qtype=own["qtype"],
                 rule=own["rule"],
                 bits=own["bits"],
-                count=int(figures["count"]),
-                snr_db=10 * log10(figures["signal"] / noise) if noise and figures["signal"] else inf,
-                clipped=figures["clipped"] / figures["count"],
+                count=int(statistics["count"]),
+                snr_db=10 * log10(statistics["signal"] / noise) if noise and statistics["signal"] else inf,
+                clipped=statistics["clipped"] / statistics["count"],
                 source=next((how for how in ("kept", "requantized") if how in own), ""),
             )
         )
@@ -89,7 +89,7 @@ def report(manifest: Mapping[str, Any]) -> Report:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PatternSummary:
     """The parameters of one pattern of names, and their range of signal-to-noise ratios."""
 
     pattern: str
@@ -104,10 +104,10 @@ class Kind:
         return sum(row.snr_db for row in self.rows) / len(self.rows)
 
 
-def kinds(rows: Sequence[Row]) -> list[Kind]:
+def by_pattern(rows: Sequence[Row]) -> list[PatternSummary]:
     """The rows by pattern, the one with the worst row first."""
     by_name = {row.name: row for row in sorted(rows, key=lambda row: row.name)}
-    out = [Kind(pattern, [by_name[name] for name in names]) for pattern, names in collapse(by_name).items()]
+    out = [PatternSummary(pattern, [by_name[name] for name in names]) for pattern, names in collapse(by_name).items()]
     return sorted(out, key=lambda kind: kind.worst.snr_db)
 
 
@@ -124,10 +124,10 @@ svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill
 """
 
 
-def html(manifest: Mapping[str, Any]) -> str:
+def report_page(manifest: Mapping[str, Any]) -> str:
     """A page that needs nothing but itself: totals, a plot of every parameter's ratio, and the table, worst first."""
     own = report(manifest)
-    groups = kinds(own.rows)
+    groups = by_pattern(own.rows)
     title = f"{manifest['source']['name']}, {own.config}"
     lines = "".join(
         f"<tr><td>{escape(kind.pattern)}</td><td class=n>{len(kind.rows)}</td><td>{escape(kind.worst.qtype)}</td>"
@@ -153,7 +153,7 @@ def html(manifest: Mapping[str, Any]) -> str:
 """
 
 
-def _plot(groups: Sequence[Kind]) -> str:
+def _plot(groups: Sequence[PatternSummary]) -> str:
     """A line for each kind, a dot on it for each parameter."""
     values = [row.snr_db for kind in groups for row in kind.rows if row.snr_db < inf]
     if not values:

@@ -16,7 +16,7 @@ from qwix._src.core.ragged_dot import ragged_dot
 from qwix._src.providers import ptq
 from qwix._src.utils import flax_util
 
-from tpuconv.checkpoint.manifest import KEPT
+from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
 from tpuconv.mapping.passthrough import Stored
 from tpuconv.models.common.decoder import Decoder
@@ -72,7 +72,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
                 calibration_method=rule.weight_calibration_method,
             )
             rhs = ptq.create_quantized_param(name, rhs, how).array
-        if _is_codes(rhs) and rule.act_qtype is None:
+        if _is_plain_qarray(rhs) and rule.act_qtype is None:
             return grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
@@ -85,19 +85,23 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
         return ragged_dot(lhs, rhs, group_sizes)
 
 
-def _is_codes(x: Any) -> bool:
+def _is_plain_qarray(x: Any) -> bool:
     """Whether these are codes that are values themselves, and scales."""
     return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
 
 
 def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
     """Qwix's; on a TPU that of `tiled` where that pays."""
-    if isinstance(lhs, qarray.QArray) or not _is_codes(rhs) or not tiled.is_for(equation, lhs, rhs.qvalue, rhs.scale):
+    if (
+        isinstance(lhs, qarray.QArray)
+        or not _is_plain_qarray(rhs)
+        or not tiled.is_for(equation, lhs, rhs.qvalue, rhs.scale)
+    ):
         y: jax.Array = einsum(equation, lhs, rhs)
         return y
 
-    def by_qwix(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        y: jax.Array = einsum(equation, x, rhs.replace(qvalue=codes, scale=scale))
+    def by_qwix(x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> jax.Array:
+        y: jax.Array = einsum(equation, x, rhs.replace(qvalue=qvalues, scale=scale))
         return y.astype(x.dtype)
 
     operands, on_tpu = (lhs, rhs.qvalue, rhs.scale), partial(tiled.einsum, equation)
@@ -105,31 +109,31 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class How:
+class ParamQuant:
     """How one parameter is quantized: `tiles` is how many elements of each axis share a scale; `rule` the number of
     the rule; `how` in Qwix's words, of one layer where layers are stacked."""
 
     shape: tuple[int, ...]
     tiles: tuple[int, ...]
     rule: int
-    how: Any
+    qwix_how: Any
 
     @property
     def qtype(self) -> str:
-        return str(self.how.qtype)
+        return str(self.qwix_how.qtype)
 
 
-def kept_rules(kept: Mapping[str, Mapping[str, Any]], *, stacked: bool = False) -> QuantConfig:
+def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], *, stacked: bool = False) -> QuantConfig:
     """A config that quantizes the modules of these parameters and no others, each in the type that it is kept in; their
     scales are those of the checkpoint, not what Qwix would make."""
     modules: dict[str, list[str]] = {}
-    for name, facts in kept.items():
+    for name, facts in passthrough.items():
         path = re.escape("/".join(name.split(".")[:-1]))
         if stacked:
             path = re.sub("^layers/", r"layers/\\d+/", path)
         modules.setdefault(facts["qtype"], []).append(path)
     rules = [Rule(0, module_path="|".join(paths), weight_qtype=qtype) for qtype, paths in modules.items()]
-    return QuantConfig(KEPT, "", tuple(rules))
+    return QuantConfig(AS_RELEASED, "", tuple(rules))
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
@@ -137,15 +141,21 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
     return qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
 
 
-def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False) -> Any:
+def abstract_quantized_model(
+    build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False
+) -> Any:
     """The model with shapes instead of arrays, quantized as a manifest says: by rules, or kept as it was released.
     `build` makes it with separate layers, which rules name; where a checkpoint has them `stacked`, they are then.
 
     Raises:
         ConfigError: the pattern of a rule is none, or takes for ever.
     """
-    kept = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
-    config = QuantConfig.from_json(quantization) if "rules" in quantization else kept_rules(kept, stacked=stacked)
+    passthrough = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
+    config = (
+        QuantConfig.from_json(quantization)
+        if "rules" in quantization
+        else passthrough_rules(passthrough, stacked=stacked)
+    )
 
     def traced() -> Any:
         model = build()
@@ -158,19 +168,19 @@ def abstract(build: Callable[[], Any], quantization: Mapping[str, Any], *, stack
 
     graphdef, state = nnx.split(nnx.eval_shape(traced))
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
-    for name, facts in kept.items():  # scales of their own, whatever Qwix would make
+    for name, facts in passthrough.items():  # scales of their own, whatever Qwix would make
         known = {name + SCALE, name + QVALUE} <= flat.keys() and facts["stored"]
         if not known or len(facts["tiles"]) != flat[name + QVALUE][1].ndim:
             raise CorruptOutput(f"the manifest has {name} as released, and the model has no such parameter")
         path, scale = flat[name + SCALE]
-        codes = flat[name + QVALUE][1].shape
-        shape = tuple(n // tile for n, tile in zip(codes, facts["tiles"], strict=True))
+        qvalues = flat[name + QVALUE][1].shape
+        shape = tuple(n // tile for n, tile in zip(qvalues, facts["tiles"], strict=True))
         dtype = jnp.promote_types(Stored.from_json(facts["stored"][0]).scale_dtype, scale.dtype)
         flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[no-untyped-call]
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 
-def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = False) -> dict[str, How]:
+def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = False) -> dict[str, ParamQuant]:
     """For every parameter that is quantized how, by name; where layers are `stacked`, of all layers by the name of
     their one array. `build` makes the model with separate layers.
 
@@ -179,7 +189,7 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
         UnsupportedConfig: layers that are to be stacked are not quantized alike.
     """
     provider = Provider(config)
-    hows: dict[str, How] = {}
+    param_quants: dict[str, ParamQuant] = {}
 
     def trace() -> None:
         model = build()
@@ -189,10 +199,12 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
         for path, node in nnx.iter_graph(quantized(model, provider)):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
             if isinstance(node, ptq.WithAux):
-                hows[name] = How(tuple(node.shape), _tiles(node), _first_match(config, module), node.how)
+                param_quants[name] = ParamQuant(tuple(node.shape), _tiles(node), _first_match(config, module), node.how)
             elif isinstance(node, Skipped):
                 first = f"layers.{node.like}."
-                hows.update({f"{name}.{n.removeprefix(first)}": hows[n] for n in hows if n.startswith(first)})
+                param_quants.update(
+                    {f"{name}.{n.removeprefix(first)}": param_quants[n] for n in param_quants if n.startswith(first)}
+                )
 
     try:
         jax.eval_shape(trace)
@@ -204,10 +216,10 @@ def resolve(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = Fa
             ) from None
         raise
     _check_used(config, provider)
-    return _stacked(hows, config, provider) if stacked else hows
+    return _stacked(param_quants, config, provider) if stacked else param_quants
 
 
-def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider) -> dict[str, How]:
+def _stacked(param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider) -> dict[str, ParamQuant]:
     """Of all layers what one says: each has scales of its own.
 
     Raises:
@@ -221,15 +233,15 @@ def _stacked(hows: Mapping[str, How], config: QuantConfig, provider: Provider) -
                     f"{config.name} does not quantize {first} and {path} alike, so that they cannot be stacked",
                     hint="convert without --scan-layers, or give all layers the same rules",
                 )
-    matches = {name: LAYER.fullmatch(name) for name in hows}
+    matches = {name: LAYER.fullmatch(name) for name in param_quants}
     layers = len({match[1] for match in matches.values() if match})
     out = {}
-    for name, how in hows.items():
+    for name, quant in param_quants.items():
         match = matches[name]
         if match is None:
-            out[name] = how
+            out[name] = quant
         elif match[1] == "0":
-            out[f"layers.{match[2]}"] = replace(how, shape=(layers, *how.shape), tiles=(1, *how.tiles))
+            out[f"layers.{match[2]}"] = replace(quant, shape=(layers, *quant.shape), tiles=(1, *quant.tiles))
     return out
 
 

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from tpuconv.models.kernels.grouped import DEPTH
 
 
-def is_for(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> bool:
+def is_for(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> bool:
     """Whether that pays: tiles are as deep as the matrix unit, and sums of one tile less than its codes."""
     left, right, out = _letters(equation)
     summed = [letter for letter in right if letter not in out]
-    tiles = {letter: size // count for letter, size, count in zip(right, codes.shape, scale.shape, strict=True)}
+    tiles = {letter: size // count for letter, size, count in zip(right, qvalues.shape, scale.shape, strict=True)}
     rows = prod(size for letter, size in zip(left, x.shape, strict=True) if letter not in summed)
     depth = prod(tiles[letter] for letter in summed)
     is_tiled = any(scale.shape[right.index(letter)] > 1 for letter in summed)
     return is_tiled and depth >= DEPTH and 2 * rows <= depth
 
 
-def einsum(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """`jnp.einsum` of `x` and of `codes` times `scale`, which has one number for each tile of codes. Sums are in
+def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> jax.Array:
+    """`jnp.einsum` of `x` and of `qvalues` times `scale`, which has one number for each tile of codes. Sums are in
     float32."""
     left, right, out = _letters(equation)
     counts = dict(zip(right, scale.shape, strict=True))
@@ -38,21 +38,21 @@ def einsum(equation: str, x: jax.Array, codes: jax.Array, scale: jax.Array) -> j
             shape += [counts[letter], size // counts[letter]] if letter in tiled else [size]
         return names, array.reshape(shape)
 
-    (left, x_split), (right_split, codes_split) = split(left, x), split(right, codes)
+    (left, x_split), (right_split, qvalues_split) = split(left, x), split(right, qvalues)
     sums = jnp.einsum(
         f"{left},{right_split}->{numbers}{out}",
         x_split,
-        codes_split.astype(x.dtype),
+        qvalues_split.astype(x.dtype),
         preferred_element_type=jnp.float32,
     )
     scale = scale.astype(jnp.float32)
-    for axis, (letter, size) in enumerate(zip(right, codes.shape, strict=True)):
+    for axis, (letter, size) in enumerate(zip(right, qvalues.shape, strict=True)):
         if letter in out:
             scale = jnp.repeat(scale, size // counts[letter], axis=axis)
-    kept = "".join(letter for letter in out if letter in right)
+    shared = "".join(letter for letter in out if letter in right)
     names = "".join(letter.lower() if letter in tiled else letter for letter in right)
-    scale = jnp.einsum(f"{names}->{numbers}{kept}", scale)
-    missing = [len(numbers) + at for at, letter in enumerate(out) if letter not in kept]
+    scale = jnp.einsum(f"{names}->{numbers}{shared}", scale)
+    missing = [len(numbers) + at for at, letter in enumerate(out) if letter not in shared]
     return jnp.sum(sums * jnp.expand_dims(scale, missing), axis=tuple(range(len(numbers)))).astype(x.dtype)
 
 

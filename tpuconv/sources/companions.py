@@ -49,7 +49,7 @@ NEVER = (
 )
 """Weights in other formats, and files that run code when they are loaded."""
 
-FORMATS = (".json", ".model", ".tiktoken", ".txt", ".jinja")
+COMPANION_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".jinja")
 """Of files that a tokenizer or a config is made of: what has their name must be one."""
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
@@ -77,7 +77,11 @@ def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) ->
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
     if not trusted:
         check_inside(folder, names)
-    return {name: _facts(folder / name) for name in names if name.endswith(FORMATS) or not (folder / name).is_dir()}
+    return {
+        name: _facts(folder / name)
+        for name in names
+        if name.endswith(COMPANION_SUFFIXES) or not (folder / name).is_dir()
+    }
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def _facts(path: Path) -> dict[str, Any]:
         start = os.pread(fd, 1024, 0)
         facts = hash_file(path)
     # A template or a vocabulary may begin with a tag, and a licence or a card be a page.
-    is_page = path.suffix == ".json" or (path.suffix in FORMATS and _PAGE.match(start))
+    is_page = path.suffix == ".json" or (path.suffix in COMPANION_SUFFIXES and _PAGE.match(start))
     if (what := stand_in(start)) and (is_page or start.startswith(b"version https://git-lfs")):
         raise SourceError(f"{path} is {what}")
     return facts

@@ -35,9 +35,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Safetensors' names of element types (safetensors README, "Format")."""
 MAX_NAME_LENGTH = 512
 MAX_AXES = 64
-MAX_TENSORS = 250_000
+MAX_SHARD_TENSORS = 250_000
 """Of one shard; the largest real checkpoints have as many in all of theirs."""
-MAX_SIGNS = {b"{": MAX_TENSORS + 2, b":": 5 * MAX_TENSORS, b",": 10 * MAX_TENSORS}
+MAX_SIGNS = {b"{": MAX_SHARD_TENSORS + 2, b":": 5 * MAX_SHARD_TENSORS, b",": 10 * MAX_SHARD_TENSORS}
 """How often signs occur in a header of so many tensors: each is an object of three keys and a few numbers."""
 
 
@@ -75,7 +75,7 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
         raw = os.pread(fd, length, 8)
     what = f"the header of {path}"
     if any(raw.count(sign) > most for sign, most in MAX_SIGNS.items()):  # before a parser makes objects of them
-        raise SourceError(f"{what} describes more than {MAX_TENSORS} tensors, more than any real checkpoint")
+        raise SourceError(f"{what} describes more than {MAX_SHARD_TENSORS} tensors, more than any real checkpoint")
     if not raw.startswith(b"{"):
         raise SourceError(f"{what} is no JSON object")
     header = parse(raw, what, SourceError, constants=False)

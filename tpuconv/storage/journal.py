@@ -41,9 +41,9 @@ WORK = "tpuconv.work"
 MARK = b"work folder of tpuconv\n"
 
 MAX_ENTRY_BYTES = 1 << 30
-ENTRY = "entry"
+ENTRY_KEY = "entry"
 """The key under which an entry has its own name."""
-SCHEMAS: Mapping[str, Any] = {
+ENTRY_SCHEMAS: Mapping[str, Any] = {
     "plan": {"fingerprint": str, "facts": dict},
     "complete": {"fingerprint": str, "identity": str},
 }
@@ -193,16 +193,16 @@ class Journal:
             return None
         try:
             data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
-            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY: str}, str(path), OutputError)
-            if facts[ENTRY] != part or sealed.seal_of(data) is None:
+            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
+            if facts[ENTRY_KEY] != part or sealed.seal_of(data) is None:
                 raise OutputError(f"{path} was changed, or is of another version of tpuconv")
-            return dict(check(facts, SCHEMAS.get(part, schema), str(path), OutputError))
+            return dict(check(facts, ENTRY_SCHEMAS.get(part, schema), str(path), OutputError))
         except OutputError as e:
             raise OutputError(e.message, hint=f"move {self.folder} away, and run again to begin anew") from None
 
     def record(self, part: str, facts: Mapping[str, Any]) -> None:
         """Marks a part as done. Its results must be on the disk."""
-        disk.replace_file(self.folder / f"{part}.done", sealed.seal({ENTRY: part, **facts}))
+        disk.replace_file(self.folder / f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
 
     def forget(self, parts: list[str]) -> None:
         """Marks parts as not done."""
@@ -299,7 +299,7 @@ def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         elif _is_hash(old) and _is_hash(new) and old != new:
             lines.append(f"{prefix}{key}: not the same as at the beginning")
         elif old != new:
-            lines.append(f"{prefix}{key}: began with {_shown(old)}, now {_shown(new)}")
+            lines.append(f"{prefix}{key}: began with {_value_text(old)}, now {_value_text(new)}")
     return lines
 
 
@@ -308,9 +308,9 @@ def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_shown(own)}" for key, own in value.items() if not _is_hash(own))
+        return ", ".join(f"{key} {_value_text(own)}" for key, own in value.items() if not _is_hash(own))
     return "nothing" if value is None else repr(value)
 
 

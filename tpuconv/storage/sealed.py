@@ -23,7 +23,7 @@ from tpuconv.names import MANIFEST
 from tpuconv.storage.disk import PARTIAL, Writer, replace_file
 from tpuconv.storage.hashes import blocks, hash_file, stamp
 
-FORMAT = 2
+MANIFEST_FORMAT = 2
 """Of the manifest; changes when conversions of the same source and table begin to write something else."""
 SEALED_SINCE = 2
 """The first format whose manifests are sealed and list the files."""
@@ -36,7 +36,7 @@ STAGED = ".tpuconv-staged"
 
 MAX_MANIFEST_BYTES = 1 << 30
 
-SCHEMA = {
+SEALED_SCHEMA = {
     "format": Range(1),
     "fingerprint": str,
     "kind": Optional(str),
@@ -82,7 +82,7 @@ def read_sealed(folder: Path) -> Sealed:
     """
     path = folder / MANIFEST
     own_stamp, data = stamp_of(path), _read_manifest(path)
-    raw = check(parse(data, str(path), CorruptOutput), SCHEMA, str(path), CorruptOutput)
+    raw = check(parse(data, str(path), CorruptOutput), SEALED_SCHEMA, str(path), CorruptOutput)
     if raw["format"] < SEALED_SINCE:
         return Sealed(raw, xxhash.xxh3_128_hexdigest(data), own_stamp)
     found = seal_of(data)
@@ -221,7 +221,7 @@ def why_not_ours(folder: Path) -> list[str]:
         return []
     try:
         raw = parse(_read_manifest(folder / MANIFEST), MANIFEST, CorruptOutput)
-        check(raw, SCHEMA, MANIFEST, CorruptOutput)
+        check(raw, SEALED_SCHEMA, MANIFEST, CorruptOutput)
     except TpuconvError:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return [f"it holds {', '.join(names[:5])}{more}, and no manifest of tpuconv"]

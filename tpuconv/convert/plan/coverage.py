@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.convert.plan.cutting import cut_binding, gather
-from tpuconv.convert.plan.types import FLOATS, Array, Options, Plan, Quantization, Skip, WorkUnit
-from tpuconv.encodings.decode import Tensor, decode_names, why_unread
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, WorkUnit
+from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
-from tpuconv.mapping.passthrough import Kept, keep
+from tpuconv.mapping.passthrough import Passthrough, pass_through
 from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
@@ -67,7 +67,7 @@ def make_plan(
         elif original := _original(name, known_copies, expected):
             copies[name] = original
             reason = f"a copy of {original}"
-        elif (why := why_ignored(name) or (why_unread(name) if source.encoding else None)) is not None:
+        elif (why := why_ignored(name) or (unused_reason(name) if source.encoding else None)) is not None:
             reason = why
         else:
             unmapped.append(name)
@@ -82,20 +82,20 @@ def make_plan(
     for pattern, names in collapse(wrong).items():
         faults.append(_describe(tensors, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
     for copy, original in copies.items():
-        if original in tensors and _kind(tensors[copy]) != _kind(tensors[original]):
+        if original in tensors and _stored_kind(tensors[copy]) != _stored_kind(tensors[original]):
             faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
     faults += _dtype_faults(tensors, bindings)
 
-    kept: dict[str, Kept] = {}
+    passthrough: dict[str, Passthrough] = {}
     if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
         raise UsageError(
             f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
         )
-    wanted = [b for b in bindings if options.encoding == "keep" or _all_kept(b, quantization)]
+    wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and not faults:
-        tensors, bindings, kept, faults = keep(tensors, bindings, wanted)
+        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted)
 
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, OutputArray] = {}
     units: tuple[WorkUnit, ...] = ()
     if not faults:
         slabs = []
@@ -113,7 +113,7 @@ def make_plan(
         table=table,
         options=options,
         quantization=quantization,
-        kept=kept,
+        passthrough=passthrough,
         bindings=tuple(bindings),
         arrays=arrays,
         units=units,
@@ -132,8 +132,8 @@ def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape
     return original
 
 
-def _all_kept(binding: Binding, quantization: Quantization | None) -> bool:
-    return quantization is not None and all(name in quantization.kept for s in binding.dst for name in s.names)
+def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool:
+    return quantization is not None and all(name in quantization.passthrough for s in binding.dst for name in s.names)
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,19 @@ def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
     if layers is None:
         return config
     axes = dict(config.axes)
-    have = _values(axes[LAYERS])
+    have = _layer_numbers(axes[LAYERS])
     if not layers or layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
         raise UsageError(f"--layers {wanted} is no part of the model's layers {have[0]}-{have[-1]}")
-    cut = {x: [i for i in _values(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
+    cut = {x: [i for i in _layer_numbers(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
     return _CutConfig(config, axes | cut)
 
 
-def _values(axis: int | Sequence[int]) -> Sequence[int]:
+def _layer_numbers(axis: int | Sequence[int]) -> Sequence[int]:
     return range(axis) if isinstance(axis, int) else axis
 
 
-def _kind(tensor: Tensor) -> tuple[str, Shape, bool]:
+def _stored_kind(tensor: Tensor) -> tuple[str, Shape, bool]:
     return tensor.values.dtype, tensor.shape, tensor.scheme is None
 
 
@@ -177,7 +177,7 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
     odd, mixed = [], []
     for binding in bindings:
         own = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
-        odd += [tensor.name for tensor in own if tensor.dtype.name not in FLOATS]
+        odd += [tensor.name for tensor in own if tensor.dtype.name not in FLOAT_DTYPES]
         if len({(tensor.values.dtype, tensor.scheme is None) for tensor in own}) > 1:
             mixed.append(own[0].name)
     return [

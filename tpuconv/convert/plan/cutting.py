@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.types import FLOATS, Array, EncodedComponent, Encoder, Slab, WorkUnit, stored_bytes
+from tpuconv.convert.plan.types import (
+    FLOAT_DTYPES,
+    EncodedComponent,
+    Encoder,
+    OutputArray,
+    Slab,
+    WorkUnit,
+    stored_bytes,
+)
 from tpuconv.encodings.decode import Tensor
 from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
 from tpuconv.mapping.table import EXPERTS, LAYERS, Binding
@@ -18,7 +26,7 @@ from tpuconv.sources.source import Source
 
 def cut_binding(
     tensors: Mapping[str, Tensor], binding: Binding, dtype: str, encoders: Mapping[str, Encoder]
-) -> tuple[list[Array], list[Slab]]:
+) -> tuple[list[OutputArray], list[Slab]]:
     """The arrays of a binding, and the slabs in which it is converted: boxes of at most about SLAB_BYTES, cut along the
     letters that are outermost in the source first, so that reading goes on in long runs. What is encoded together stays
     together."""
@@ -27,7 +35,7 @@ def cut_binding(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    values = first.dtype if dtype == "auto" or binding.row.buffer or first.kept else FLOATS[dtype]
+    values = first.dtype if dtype == "auto" or binding.row.buffer or first.passthrough else FLOAT_DTYPES[dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
     targets = [
         _Target(axes, shape, encoders.get(stack.names[0]), values, letters)
@@ -70,7 +78,7 @@ class _Target:
         self.parts = encoder.parts if encoder else (EncodedComponent("", dtype, ones, own=True),)
         self.blocks = encoder.blocks if encoder else ones
         itemsize = next(part.dtype.itemsize for part in self.parts if part.own)
-        self.chunks = _chunks(shape, self.leads, letters, itemsize)
+        self.chunks = _chunk_shape(shape, self.leads, letters, itemsize)
 
     def least(self, letter: str, size: int) -> int:
         """The smallest range of a letter that is whole chunks and blocks."""
@@ -80,7 +88,7 @@ class _Target:
 
     def arrays(
         self, name: str, lengths: Mapping[str, int], steps: Mapping[str, int], sources: tuple[str, ...], buffer: bool
-    ) -> Iterator[Array]:
+    ) -> Iterator[OutputArray]:
         slabs = tuple(
             n // lengths[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
         )
@@ -91,10 +99,10 @@ class _Target:
             shards = tuple(-(-n // c) * c for n, c in zip(slab, chunks, strict=True))
             full_name = f"{name}.{part.suffix}" if part.suffix else name
             is_buffer = buffer or not part.own
-            yield Array(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
+            yield OutputArray(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
 
 
-def _chunks(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
+def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
     """The shape in which an array is stored and read: stacked axes are cut first, then those that a mesh divides, eight
     ways where it does not make crumbs, then whatever is left until a chunk is small enough."""
     ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}

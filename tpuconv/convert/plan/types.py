@@ -16,17 +16,17 @@ from tpuconv.convert.plan import sizes
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, Shape, cut_sizes, lead, runs
-from tpuconv.mapping.passthrough import Kept
+from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.table import Binding, MappingTable
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
-from tpuconv.storage.sealed import FORMAT
+from tpuconv.storage.sealed import MANIFEST_FORMAT
 
 REPORT = "quantization.html"
 
 ENCODINGS = ("dequantize", "keep")
 
-FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
+FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,24 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which parameters are encoded, and what the manifest is to say of why. `report` makes, of the whole manifest, the
-    text of the file `REPORT`. `kept` are the parameters that the source has in the very type that is asked for, with
-    the number of the rule that asks."""
+    """Which parameters are encoded, and by which rules.
+
+    Attributes:
+        encoders: of each parameter that is quantized.
+        config: what the manifest says of the rules.
+        report: makes the text of the file `REPORT` from the whole manifest.
+        passthrough: the parameters that the source has in exactly the type that is asked for, with the number of the
+            rule that asks. Their quantized values and scales are copied.
+    """
 
     encoders: Mapping[str, Encoder]
     config: Mapping[str, Any]
     report: Callable[[Mapping[str, Any]], str]
-    kept: Mapping[str, int] = field(default_factory=dict)
+    passthrough: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Array(ShardedArraySpec):
+class OutputArray(ShardedArraySpec):
     """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. A
     `buffer` counts as no parameter."""
 
@@ -205,7 +211,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
+    """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
     raises them."""
 
     source: Source
@@ -214,9 +220,9 @@ class Plan:
     table: MappingTable
     options: Options
     quantization: Quantization | None
-    kept: Mapping[str, Kept]
+    passthrough: Mapping[str, Passthrough]
     bindings: tuple[Binding, ...]
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, OutputArray]
     units: tuple[WorkUnit, ...]
     skipped: tuple[Skip, ...]
     copies: Mapping[str, str]
@@ -293,7 +299,7 @@ class Plan:
         others its size and digest."""
         shards = [[s.name, s.sha256 or [s.size, s.digest]] for s in self.source.shards]
         return {
-            "format": FORMAT,
+            "format": MANIFEST_FORMAT,
             "source": {
                 "repo": self.source.repo,
                 "commit": self.source.commit,

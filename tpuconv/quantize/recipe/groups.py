@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
-from tpuconv.checkpoint.reader import read_config
+from tpuconv.checkpoint.reader import read_checkpoint_config
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.registry import get_family
 from tpuconv.quantize.config import QuantConfig, Rule
 from tpuconv.quantize.encode import QwixEncoder
-from tpuconv.quantize.recipe.search import Group, Model, Option
-from tpuconv.quantize.rules import How, resolve
+from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace
+from tpuconv.quantize.rules import ParamQuant, resolve_rules
 
-TILES = (32, 16, 8)
+INT4_TILE_SIZES = (32, 16, 8)
 """Of int4: the first that divides the axis that is tiled of all parameters of a group; a scale a channel where none
 does."""
 
@@ -31,10 +31,10 @@ ROUTER = "router"
 
 @dataclass(frozen=True)
 class Choices:
-    """`model` has the groups with their bits, not yet with what they cost; `encoders` has of each option's type how
+    """`space` has the groups with their bits, not yet with what they cost; `encoders` has of each option's type how
     each parameter is quantized."""
 
-    model: Model
+    space: SearchSpace
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
 
 
@@ -47,17 +47,17 @@ def find_choices(manifest: Manifest) -> Choices:
     """
     _check_plain(manifest)
     family = get_family(manifest.family)
-    config = family.config.from_hf(read_config(manifest))
+    config = family.config.from_hf(read_checkpoint_config(manifest))
 
     def encoders(rules: Iterable[Rule]) -> dict[str, QwixEncoder]:
         named = QuantConfig("sensitivity", "", tuple(rules))
-        hows = resolve(lambda: family.model_class(config, dtype=jnp.bfloat16), named)
-        dtypes = {name: np.dtype(manifest.arrays[name].dtype) for name in hows}
-        return {name: QwixEncoder(name, how, dtypes[name], dtypes[name]) for name, how in hows.items()}
+        quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), named)
+        dtypes = {name: np.dtype(manifest.arrays[name].dtype) for name in quants}
+        return {name: QwixEncoder(name, quant, dtypes[name], dtypes[name]) for name, quant in quants.items()}
 
     int8 = encoders([Rule(0, weight_qtype="int8")])
     groups = _groups(list(int8))
-    tiles = {path: _tile([int8[name].how for name in names]) for path, names in groups.items()}
+    tiles = {path: _tile([int8[name].quant for name in names]) for path, names in groups.items()}
     int4 = encoders(
         Rule(0, module_path=path.format(layer), weight_qtype="int4", tile_size=tiles[path, layer])
         for path, layer in groups
@@ -65,14 +65,14 @@ def find_choices(manifest: Manifest) -> Choices:
     plain = {name: 8 * element_bytes(a.dtype) * prod(a.shape) for name, a in manifest.arrays.items()}
 
     def option(names: Sequence[str], qtype: str, tile: int | None, by: Mapping[str, QwixEncoder]) -> Option:
-        return Option(qtype, tile, sum(round(by[name].bits * prod(by[name].how.shape)) for name in names))
+        return Option(qtype, tile, sum(round(by[name].bits * prod(by[name].quant.shape)) for name in names))
 
     found = tuple(
-        Group(
+        ParamGroup(
             path,
             layer,
             tuple(names),
-            sum(prod(int8[name].how.shape) for name in names),
+            sum(prod(int8[name].quant.shape) for name in names),
             (
                 Option(None, None, sum(plain[name] for name in names), 0.0),
                 option(names, "int8", None, int8),
@@ -83,7 +83,7 @@ def find_choices(manifest: Manifest) -> Choices:
     )
     rest = sum(plain.values()) - sum(group.options[0].bits for group in found)
     parameters = sum(prod(array.shape) for array in manifest.arrays.values())
-    return Choices(Model(found, parameters, rest), {"int8": int8, "int4": int4})
+    return Choices(SearchSpace(found, parameters, rest), {"int8": int8, "int4": int4})
 
 
 def _check_plain(manifest: Manifest) -> None:
@@ -124,9 +124,10 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
     return out
 
 
-def _tile(hows: Sequence[How]) -> int | None:
+def _tile(quants: Sequence[ParamQuant]) -> int | None:
     """Qwix tiles the last of the axes along which a product adds up."""
     sizes = [
-        max((axis, n) for axis, n in enumerate(how.shape) if axis not in how.how.channelwise_axes)[1] for how in hows
+        max((axis, n) for axis, n in enumerate(quant.shape) if axis not in quant.qwix_how.channelwise_axes)[1]
+        for quant in quants
     ]
-    return next((tile for tile in TILES if not any(size % tile for size in sizes)), None)
+    return next((tile for tile in INT4_TILE_SIZES if not any(size % tile for size in sizes)), None)

@@ -14,7 +14,7 @@ import numpy as np
 from tpuconv.errors import GateError
 from tpuconv.models.logits import divergences, forward, log_softmax
 from tpuconv.quantize.recipe.groups import Choices
-from tpuconv.quantize.recipe.search import Group, Option
+from tpuconv.quantize.recipe.search import Option, ParamGroup
 
 DTYPE = "float32"
 
@@ -40,12 +40,12 @@ class Probe:
         self._weights = {".".join(map(str, path)): leaf for path, leaf in params}
         self._reference = [log_softmax(logits) for logits in self._run()]
 
-    def each(self) -> Iterator[Group]:
+    def each(self) -> Iterator[ParamGroup]:
         """The groups with what each option costs."""
-        for group in self._choices.model.groups:
+        for group in self._choices.space.groups:
             yield replace(group, options=tuple(self._alone(group, option) for option in group.options))
 
-    def _alone(self, group: Group, option: Option) -> Option:
+    def _alone(self, group: ParamGroup, option: Option) -> Option:
         if option.qtype is None:
             return option
         originals = {name: self._weights[name][...] for name in group.names}
@@ -58,12 +58,12 @@ class Probe:
     def together(self, options: Sequence[Option]) -> float:
         """What these options of the groups cost the whole model. The last measurement: weights are not put back, so
         that no second model is in memory."""
-        for group, option in zip(self._choices.model.groups, options, strict=True):
+        for group, option in zip(self._choices.space.groups, options, strict=True):
             if option.qtype is not None:
                 self._round(group, option)
         return self._divergence()
 
-    def _round(self, group: Group, option: Option) -> None:
+    def _round(self, group: ParamGroup, option: Option) -> None:
         """Puts what codes and scales stand for in the place of the weights, as the conversion makes them of the stored
         ones: float32 holds the stored values and the rounded ones exactly."""
         import jax

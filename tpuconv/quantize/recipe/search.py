@@ -41,7 +41,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters that get one rule: `names`, of `count` weights in all. `path` is the pattern of their modules, with {}
     for the number of the layer; `layer` is that, None outside of layers. The first option leaves the group as it is."""
 
@@ -70,11 +70,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Model:
+class SearchSpace:
     """What there is to choose from: the groups, and what is never quantized. `parameters` counts all weights,
     `other_bits` are the bits of those in no group."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     parameters: int
     other_bits: int
 
@@ -97,7 +97,7 @@ class Model:
             )
 
 
-def choose(model: Model, target: float) -> list[Option]:
+def choose(space: SearchSpace, target: float) -> list[Option]:
     """Of each group the option so that the sum of KL is least and bits a weight are at most `target`.
 
     It takes for granted that divergences add up, which they do only nearly: measure the whole afterwards. Under that
@@ -107,12 +107,12 @@ def choose(model: Model, target: float) -> list[Option]:
     worth. Which are kept does not depend on the target, so that a larger target never has a larger KL.
 
     Raises:
-        UsageError: see `Model.check`.
+        UsageError: see `SearchSpace.check`.
     """
-    model.check(target)
-    bits, kl = np.array([model.other_bits]), np.zeros(1)
+    space.check(target)
+    bits, kl = np.array([space.other_bits]), np.zeros(1)
     steps: list[tuple[np.ndarray, int]] = []
-    for group in model.groups:
+    for group in space.groups:
         all_bits = np.concatenate([bits + option.bits for option in group.options])
         all_kl = np.concatenate([kl + option.kl for option in group.options])
         order = np.lexsort((all_kl, all_bits))
@@ -124,9 +124,9 @@ def choose(model: Model, target: float) -> list[Option]:
             kept = kept[np.diff(slots, prepend=-1) > 0]  # the least bits of each slot
         steps.append((kept, len(bits)))
         bits, kl = all_bits[kept], all_kl[kept]
-    at = int(np.searchsorted(bits / model.parameters, target, side="right")) - 1
+    at = int(np.searchsorted(bits / space.parameters, target, side="right")) - 1
     chosen = []
-    for group, (kept, count) in zip(reversed(model.groups), reversed(steps), strict=True):
+    for group, (kept, count) in zip(reversed(space.groups), reversed(steps), strict=True):
         option, at = divmod(int(kept[at]), count)
         chosen.append(group.options[option])
     return chosen[::-1]
@@ -135,7 +135,7 @@ def choose(model: Model, target: float) -> list[Option]:
 # -- as a file --------------------------------------------------------------------------------------------------------
 
 
-def rules(groups: Sequence[Group], options: Sequence[Option]) -> list[str]:
+def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
     """The rules in YAML, one for all layers whose modules of a path get the same."""
     layers: dict[tuple[str, Option], list[int | None]] = {}
     for group, option in zip(groups, options, strict=True):
@@ -151,17 +151,17 @@ def rules(groups: Sequence[Group], options: Sequence[Option]) -> list[str]:
     return out
 
 
-def to_yaml(model: Model, options: Sequence[Option], made: Sequence[str]) -> str:
+def to_yaml(space: SearchSpace, options: Sequence[Option], made: Sequence[str]) -> str:
     """A config with these options of the groups. Comments are `made`, lines that say where it comes from, and a table
     of what was measured."""
-    lines = [f"summary: {model.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
+    lines = [f"summary: {space.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
     # A name from elsewhere may hold what breaks a comment.
     lines += [f"# {plain(line)}" for line in made]
-    lines += ["#", *(f"#   {plain(line)}" for line in _table(model.groups, options))]
-    return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(model.groups, options)), ""])
+    lines += ["#", *(f"#   {plain(line)}" for line in _table_lines(space.groups, options))]
+    return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options)), ""])
 
 
-def _table(groups: Sequence[Group], options: Sequence[Option]) -> Iterator[str]:
+def _table_lines(groups: Sequence[ParamGroup], options: Sequence[Option]) -> Iterator[str]:
     width = max(len(group.pattern) for group in groups)
     yield f"{'group':{width}}  {'weights':>14}  {'chosen':>8}  KL of each type, nats a token"
     for group, chosen in sorted(zip(groups, options, strict=True), key=lambda pair: -pair[0].worst):

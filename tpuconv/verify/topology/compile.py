@@ -188,9 +188,9 @@ def model_of(question: Question, family: Any, config: Any) -> Any:
 
     if question.quantize is None:
         return nnx.eval_shape(build)
-    from tpuconv.quantize.rules import abstract
+    from tpuconv.quantize.rules import abstract_quantized_model
 
-    return abstract(build, question.quantize)
+    return abstract_quantized_model(build, question.quantize)
 
 
 def _placed(x: Any, where: Any) -> Any:

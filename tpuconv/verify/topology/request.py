@@ -194,15 +194,15 @@ def as_released(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     from tpuconv.checkpoint import manifest
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.plan.types import Options
-    from tpuconv.convert.source_from_config import released
+    from tpuconv.convert.source_from_config import source_from_config
     from tpuconv.models.registry import find_family
 
     family = find_family(config)
     parsed = family.config.from_hf(config)
-    described = released(source, config, family.table, parsed)
+    described = source_from_config(source, config, family.table, parsed)
     plan = make_plan(described, family.name, family.table, parsed, Options(encoding="keep"))
     plan.check()
-    return manifest.as_released(plan.kept)
+    return manifest.passthrough_facts(plan.passthrough)
 
 
 @dataclass(frozen=True)
