@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpu_compiler import answers_of, compiler
 
+from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.models.kernels.grouped import DEPTH, FEW_ROWS, FP4, KINDS, by_xla, expected_groups, few_rows, product
 from tpuconv.verify.topology.request import CHIPS
 

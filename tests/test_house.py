@@ -74,6 +74,13 @@ def test_only_the_command_line_prints_and_exits(module):
     assert not imports(MODULES[module], everywhere=True) & {"click", "rich"}
 
 
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_what_tests_share_is_in_helpers(path):
+    """No test module imports another one, at its top or in a function, nor what is no module of `helpers`."""
+    neighbours = {other.stem for other in path.parent.glob("*.py")} | {other.stem for other in ROOT.glob("tests/*.py")}
+    assert not {name.partition(".")[0] for name in imports(path, everywhere=True)} & (neighbours - {"__init__"})
+
+
 def test_the_readme_knows_every_option_of_the_commands():
     """An option that is not in the README is not there for a reader."""
     readme = (ROOT / "README.md").read_text()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_server import HubServer, commit_of, is_lfs, sha256_of
 from safetensors.numpy import save_file
 
+from helpers.hub_server import HubServer, commit_of, is_lfs, sha256_of
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 from tpuconv.sources import download
 from tpuconv.sources import hub as hub_module

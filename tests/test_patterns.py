@@ -4,10 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from helpers.canaries import canaries
 from tpuconv import patterns
 from tpuconv.errors import ConfigError
 from tpuconv.patterns import check_patterns
@@ -57,16 +57,6 @@ def test_a_child_that_gets_no_processor_is_given_up(monkeypatch):
     with pytest.raises(ConfigError, match="takes for ever"):
         check_patterns([("x", "a")], NAMES, ConfigError)
     assert time.monotonic() - began < 20
-
-
-CANARIES = ("json", "re", "signal", "numpy", "jax", "sitecustomize", "usercustomize", "encodings", "collections")
-
-
-def canaries(folder: Path) -> Path:
-    """Modules of the current folder that leave a trace where they are imported."""
-    for name in CANARIES:
-        (folder / f"{name}.py").write_text(f"open({str(folder / f'{name}.run')!r}, 'w')\n")
-    return folder
 
 
 def test_the_child_runs_no_code_of_the_current_folder(tmp_path, monkeypatch):

@@ -23,17 +23,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from adversarial_counts import count
-from checkpoints import (
-    INDEX,
-    hollow_checkpoint,
-    qwen3_config,
-    random_checkpoint,
-    read_tensors,
-    write_checkpoint,
-    write_safetensors,
-)
-from helpers import (
+
+from helpers.attacks.counts import count
+from helpers.attacks.processes import (
     COMMAND,
     LISTED,
     MEASURED,
@@ -45,9 +37,17 @@ from helpers import (
     used,
     wait_for,
 )
-from hub_server import HubServer, sha256_of
-from simulated import contents, copy_tree
-
+from helpers.attacks.simulated import contents, copy_tree
+from helpers.checkpoints import (
+    INDEX,
+    hollow_checkpoint,
+    qwen3_config,
+    random_checkpoint,
+    read_tensors,
+    write_checkpoint,
+    write_safetensors,
+)
+from helpers.hub_server import HubServer, sha256_of
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan

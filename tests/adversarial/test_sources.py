@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import made
 import pytest
-from adversarial_counts import count
-from simulated import contents, copy_tree, simulated
 
+from helpers.attacks import made
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import contents, copy_tree, simulated
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.sources import source

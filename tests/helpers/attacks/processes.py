@@ -15,7 +15,8 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
-from limits import limited
+
+from helpers.limits import limited
 
 COMMAND = [sys.executable, "-m", "tpuconv"]
 LISTED = {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 130, 143}
