@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from helpers.configs import ENCODINGS, NAMES, WEIGHTS, config_json, plan_of
+from helpers.times import HANG
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names
@@ -203,7 +204,7 @@ def test_a_pattern_that_is_matched_for_ever_is_refused(encoding, where):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"):
         plan_of(config_json("llama", quantization_config={"quant_method": "compressed-tensors", **encoding}))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < HANG / 2  # a pattern's child alone is given up after half of that
 
 
 def test_wildcards_are_harmless():

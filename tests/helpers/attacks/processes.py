@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -147,10 +146,3 @@ def small_disk(folder: Path, options: str = "size=20m") -> Iterator[Path]:
 
 def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -203,7 +203,7 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
     raises them."""
@@ -222,6 +222,10 @@ class Plan:
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """One line: all that is in a plan of a large model takes minutes to print."""
+        return f"<Plan of {self.source.folder}: {len(self.arrays)} arrays in {len(self.units)} units>"
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:
