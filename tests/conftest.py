@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from families import Case
+    from helpers.families import Case
+
+pytest.register_assert_rewrite("helpers")
 
 # Commands that tests interrupt would inherit that a signal is ignored, as of a run in the background.
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +49,7 @@ def quick_compiler() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
     """The folder of a case as transformers saves it, in float32."""
-    from families import save
+    from helpers.families import save
 
     return cache(lambda case: save(case, tmp_path_factory.mktemp("hf")))
 
@@ -55,7 +57,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
 @pytest.fixture(scope="session")
 def orbax(hf: "Callable[[Case], Path]", tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
     """The folder of a case as tpuconv converts it."""
-    from test_convert import convert
+    from helpers.conversions import convert
 
     def converted(case: "Case") -> Path:
         out = tmp_path_factory.mktemp("orbax") / "out"
@@ -63,3 +65,32 @@ def orbax(hf: "Callable[[Case], Path]", tmp_path_factory: pytest.TempPathFactory
         return out
 
     return cache(converted)
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example's checkpoint in it, made by the command as the README has it."""
+    from helpers.commands import EXAMPLE, tpuconv
+
+    folder = tmp_path_factory.mktemp("example")
+    tpuconv("convert", EXAMPLE, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
+    from tpuconv.convert.plan import sizes
+
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 240)
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 1800)
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 12_000)
+
+
+@pytest.fixture(scope="session")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek V3 of 3 layers as `save_pretrained` writes it, and a layer of that kind beside, with its copies."""
+    from helpers.families import CASES, save_with_mtp
+
+    case = next(case for case in CASES if case.id == "kimi_k2-one-group")
+    return save_with_mtp(case, tmp_path_factory.mktemp("mtp"))

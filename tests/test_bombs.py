@@ -10,50 +10,22 @@ from typing import Any, get_args
 
 import pytest
 
+from helpers.configs import ENCODINGS, NAMES, WEIGHTS, config_json, plan_of
+from helpers.times import HANG
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import decode_names
 from tpuconv.encodings.schemes import METHOD_SCHEMAS
 from tpuconv.errors import ConfigError, MappingError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.config import _hints
 from tpuconv.models.common.rope import OPTIONAL
-from tpuconv.models.registry import all_families, find_family
+from tpuconv.models.registry import find_family
 from tpuconv.models.tokenizer import end_tokens
 from tpuconv.sources.config import read_config
 from tpuconv.sources.source import Source
 
 SECONDS, BYTES = 10, 300_000_000
 """Of the processor; a second on a machine that does nothing else."""
-
-NAMES = [name for family in all_families() for name in family.architectures.values()]
-SMALL = {
-    "num_hidden_layers": 2,
-    "num_experts": 16,
-    "num_local_experts": 16,
-    "n_routed_experts": 16,
-    "first_k_dense_replace": 1,
-    "vocab_size": 64,
-}
-
-
-def config_json(name: str, **changes: Any) -> dict[str, Any]:
-    """A small config.json of a model_type with some keys changed."""
-    known = {field.name for field, _ in _hints(find_family({"model_type": name}).config)}
-    text = {key: value for key, value in SMALL.items() if key in known} | changes
-    return {"model_type": name, "text_config": text} if name == "llama4" else {"model_type": name, **text}
-
-
-def plan_of(raw: dict[str, Any]) -> None:
-    """All that is made of a config.json alone, and of one beside the headers of another model."""
-    family = find_family(raw)
-    config = family.config.from_hf(raw)
-    assert len(config.windows) == config.num_hidden_layers
-    source = source_from_config("x", raw, family.table, config)
-    few = dict(list(source.tensors.items())[:10])
-    make_plan(Source(source.folder, raw, few, source.shards), family.name, family.table, config, Options())
-    if source.nbytes < 100 << 30:  # larger ones there are, in pieces that take some microseconds each
-        make_plan(source, family.name, family.table, config, Options())
 
 
 def refused(raw: dict[str, Any]) -> Exception | None:
@@ -157,25 +129,6 @@ def test_a_million_keys_are_refused_at_once(name):
 
 # -- encodings --------------------------------------------------------------------------------------------------------
 
-WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
-ENCODINGS = {
-    "fp8": {"modules_to_not_convert": ["lm_head"], "weight_block_size": [128, 128], "fmt": "e4m3"},
-    "fbgemm_fp8": {"modules_to_not_convert": ["lm_head"]},
-    "mxfp4": {"modules_to_not_convert": ["lm_head"]},
-    "modelopt": {
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"model.layers.0": {"quant_algo": "FP8_PB_WO", "group_size": 128}},
-    },
-    "modelopt_fp4": {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
-    "compressed-tensors": {
-        "format": "float-quantized",
-        "ignore": ["lm_head", "re:.*router"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "format": None, "weights": WEIGHTS}},
-        "sparsity_config": {},
-        "transform_config": None,
-    },
-}
-
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
@@ -252,7 +205,7 @@ def test_a_pattern_that_is_matched_for_ever_is_refused(encoding, where):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"):
         plan_of(config_json("llama", quantization_config={"quant_method": "compressed-tensors", **encoding}))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < HANG / 2  # a pattern's child alone is given up after half of that
 
 
 def test_wildcards_are_harmless():

@@ -5,11 +5,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CASES, OWN_CACHE, Case, one_fast_of_each
 from flax import nnx
-from test_generate import PROMPTS
 
 import tpuconv
+from helpers.families import CASES, OWN_CACHE, PROMPTS, Case, one_fast_of_each
 from tpuconv.models.common.cache import rounded
 from tpuconv.models.generate import left_padded
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import EXAMPLE, converted  # noqa: F401
-from test_patterns import canaries
-from tpu_compiler import compiler
 
+from helpers.canaries import canaries
+from helpers.commands import EXAMPLE
+from helpers.tpu_compiler import compiler
 from tpuconv.errors import ConfigError
 from tpuconv.verify.topology.request import PACKAGES, Question, Slice, ask
 
@@ -29,7 +29,7 @@ def run(folder: Path, *args: object, **environment: str) -> str:
     return done.stdout
 
 
-def test_quantizing_runs_nothing_of_the_current_folder(converted, tmp_path):  # noqa: F811
+def test_quantizing_runs_nothing_of_the_current_folder(converted, tmp_path):
     (ckpt,) = (path for path in converted.iterdir() if path.is_dir())
     canaries(tmp_path)
     run(tmp_path, "quantize", ckpt, "--config", "int8_weight_only", "--explain")
@@ -68,7 +68,7 @@ except SystemExit as e:
 """
 
 
-def test_a_rule_that_is_matched_for_ever_is_refused_before_jax_is_imported(converted, tmp_path):  # noqa: F811
+def test_a_rule_that_is_matched_for_ever_is_refused_before_jax_is_imported(converted, tmp_path):
     (ckpt,) = (path for path in converted.iterdir() if path.is_dir())
     config = tmp_path / "redos.yaml"
     config.write_text("qwix: {rules: [{module_path: '(((.+)+)+)+!', weight_qtype: int8}]}")

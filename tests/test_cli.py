@@ -8,28 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from itertools import product
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
 from tpuconv import cli
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
-SAMPLE = EXAMPLE.parent / "sample.txt"
 COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families")
-
-
-def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command; its exit code must be `code`, and it never shows a traceback."""
-    command = [sys.executable, "-m", "tpuconv", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +35,6 @@ def few_prompts(prompts) -> Path:
     path = prompts.with_name("few.txt")
     path.write_text("\n".join(prompts.read_text().splitlines()[:6]))
     return path
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory) -> Path:
-    """A folder with the example's checkpoint in it, made by the command as the README has it."""
-    folder = tmp_path_factory.mktemp("example")
-    tpuconv("convert", EXAMPLE, cwd=folder)
-    return folder
 
 
 # -- the whole way -----------------------------------------------------------------------------------------------------
@@ -247,19 +228,6 @@ def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):
     assert facts["error"]["exit_code"] == 5
     assert "model.mtp.weight" in tpuconv("convert", "hf", cwd=tmp_path, code=5).stderr
     assert os.listdir(tmp_path) == ["hf"]
-
-
-LISTINGS = json.loads((Path(__file__).parent / "listings.json").read_text())
-
-
-def every_name(pattern: str) -> list[str]:
-    """`layers.{0...3,7}.weight` written out."""
-    fixed, spans = re.split(r"\{[^}]*\}", pattern), re.findall(r"\{([^}]*)\}", pattern)
-    values = []
-    for text in spans:
-        ends = [(int(span.split("...")[0]), int(span.split("...")[-1])) for span in text.split(",")]
-        values.append([str(i) for first, last in ends for i in range(first, last + 1)])
-    return ["".join(a + b for a, b in zip(fixed, (*at, ""), strict=True)) for at in product(*values)]
 
 
 def seconds_of_children() -> float:

@@ -16,11 +16,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from families import CASES, save
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.conversions import LIMITS, assert_same, convert, flatten, plan_for, restore
+from helpers.families import CASES, save
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import run as run_module
@@ -50,36 +51,6 @@ from tpuconv.verify.checksums import check
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 FLOATS = ("float32", "float16", "bfloat16")
-LIMITS = Limits(jobs=2, max_memory=2**30)
-PLAIN = Options()
-
-
-def plan_for(folder: Path, options: Options = PLAIN):
-    source = open_source(folder)
-    family = find_family(source.config)
-    return make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
-
-
-def convert(folder: Path, out: Path, options: Options = PLAIN, **kwargs):
-    plan = plan_for(folder, options)
-    for _ in run(plan, out, kwargs.pop("limits", LIMITS), **kwargs):
-        pass
-    return plan
-
-
-def flatten(tree, front=""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{front}{key}.")
-        else:
-            yield front + key, np.asarray(value)
-
-
-def restore(out: Path) -> dict[str, np.ndarray]:
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        return dict(flatten(checkpointer.restore((out / "params").absolute())))
 
 
 def expected(folder: Path, options: Options) -> dict[str, np.ndarray]:
@@ -92,26 +63,6 @@ def expected(folder: Path, options: Options) -> dict[str, np.ndarray]:
     for binding in table.bind(family.config.from_hf(raw)):
         out |= binding(tensors.__getitem__)
     return out if options.dtype == "auto" else {n: x.astype(np.dtype(options.dtype)) for n, x in out.items()}
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    bits = f"u{a.dtype.itemsize}"
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and np.array_equal(
-        np.ascontiguousarray(a).view(bits), np.ascontiguousarray(b).view(bits)
-    )
-
-
-def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
-    assert set(have) == set(want)
-    assert not [name for name in want if not same_bits(have[name], want[name])]
-
-
-@pytest.fixture
-def small_cuts(monkeypatch):
-    """Chunks, pieces and units so small that tiny tensors are cut as large ones are."""
-    monkeypatch.setattr(sizes, "CHUNK_BYTES", 240)
-    monkeypatch.setattr(sizes, "SLAB_BYTES", 1800)
-    monkeypatch.setattr(sizes, "UNIT_BYTES", 12_000)
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------

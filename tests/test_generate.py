@@ -6,20 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import CASES, Case, one_fast_of_each
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpuconv
+from helpers.families import CASES, PROMPTS, Case, one_fast_of_each
 from tpuconv.errors import UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NEW = 6
-RNG = np.random.default_rng(3)
-PROMPTS = [list(map(int, RNG.integers(3, 101, length))) for length in (9, 4, 1)]
 
 
 BY_ID = {case.id: case for case in CASES}

@@ -4,16 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tpu_compiler import answers_of, compiler
 
+from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.models.kernels.grouped import DEPTH, FEW_ROWS, FP4, KINDS, by_xla, expected_groups, few_rows, product
 from tpuconv.verify.topology.request import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (1440, 720)]
 TILES = [None, ("D", 1), ("D", "M"), (8, 1), (32, 1), (32, 40), (96, 1), (128, 128), (288, 1)]
-"""Of scales, as deep and wide; a tile that does not divide a shape is not tried with it."""
+"""Of scales, as deep and wide."""
+TILED = [
+    (shape, tile and tuple(dict(zip("DM", shape, strict=True)).get(size, size) for size in tile))
+    for shape in SHAPES
+    for tile in TILES
+]
+TILED = [(shape, tile) for shape, tile in TILED if not tile or not (shape[0] % tile[0] or shape[1] % tile[1])]
 LIMIT = 1e-5  # of the largest: products are exact, or in float32, and added up in float32
 
 
@@ -21,24 +27,20 @@ LIMIT = 1e-5  # of the largest: products are exact, or in float32, and added up 
 @given(
     counts=st.lists(st.sampled_from([0, 0, 1, 3, 8, 60, 128, 150]), min_size=1, max_size=9),
     others=st.integers(0, 40),
-    shape=st.sampled_from(SHAPES),
+    tiled=st.sampled_from(TILED),
     kind=st.sampled_from(KINDS),
-    tile=st.sampled_from(TILES),
     seed=st.integers(0, 99),
 )
-def test_the_kernel_multiplies_each_row_with_its_groups_matrix(counts, others, shape, kind, tile, seed):
-    rows = sum(counts) + others
-    if not 0 < rows <= FEW_ROWS:
-        return
+def test_the_kernel_multiplies_each_row_with_its_groups_matrix(counts, others, tiled, kind, seed):
+    rows, (shape, tile) = sum(counts) + others, tiled
+    assume(0 < rows <= FEW_ROWS)
     rng, (D, M), E = np.random.default_rng(seed), shape, len(counts)
     x = jnp.asarray(rng.standard_normal((rows, D)), "float32" if kind == "float32" else "bfloat16")
     kernel = jnp.asarray(rng.standard_normal((E, D, M)) * {"int8": 40, "int4": 3}.get(kind, 1), kind)
     matrices, scale = np.asarray(kernel.astype(jnp.float32)), None
     multiplied = matrices
     if tile is not None:
-        deep, wide = ({"D": D, "M": M}.get(size, size) for size in tile)
-        if D % deep or M % wide:
-            return
+        deep, wide = tile
         scale = jnp.asarray(rng.uniform(0.5, 2, (E, D // deep, M // wide)), "float32")
         matrices = multiplied = matrices * np.asarray(scale).repeat(deep, axis=1).repeat(wide, axis=2)
         if deep < DEPTH:  # as the matrix unit has them

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from limits import limited
 
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.limits import limited
 from tpuconv import text
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.card import model_card

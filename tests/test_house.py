@@ -95,6 +95,13 @@ def test_the_page_of_commands_is_up_to_date():
     assert (ROOT / "docs" / "cli.md").read_text() == page(), "run `python docs/make_cli.py`"
 
 
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_what_tests_share_is_in_helpers(path):
+    """No test module imports another one, at its top or in a function, nor what is no module of `helpers`."""
+    neighbours = {other.stem for other in path.parent.glob("*.py")} | {other.stem for other in ROOT.glob("tests/*.py")}
+    assert not {name.partition(".")[0] for name in imports(path, everywhere=True)} & (neighbours - {"__init__"})
+
+
 def test_the_readme_knows_every_family():
     from tpuconv.models.registry import FAMILIES
 

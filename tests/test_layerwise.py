@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from families import CASES, OWN_CACHE, Case, one_fast_of_each, save
-from test_codecs import encode
-from test_convert import convert
 
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.conversions import convert
+from helpers.families import CASES, OWN_CACHE, Case, one_fast_of_each, save
+from helpers.schemes import encode
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UsageError

@@ -4,16 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import qwen3_config, random_checkpoint
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import tpuconv as command
-from test_convert import convert
-from test_keep import encoded, fp8
-from tpu_compiler import compiler
 
 import tpuconv
+from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.commands import tpuconv as command
+from helpers.conversions import convert
+from helpers.encoded import encoded, fp8
+from helpers.tpu_compiler import compiler
 from tpuconv.checkpoint.device_layouts import LAYOUTS, DeviceLayout, read_layouts, write_layouts
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError

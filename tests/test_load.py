@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
-from test_convert import convert
 
 import tpuconv
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from helpers.conversions import convert
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from test_cli import EXAMPLE
-from test_convert import convert
 
+from helpers.commands import EXAMPLE
+from helpers.conversions import convert
 from tpuconv.verify.logits import GATES, are_tied, compare, model_logits, reference_logits, tokenize
 
 TOKENS, VOCABULARY = 200, 50

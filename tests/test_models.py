@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each, save
 from flax import nnx
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from helpers.families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each, save
+from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models import registry
@@ -93,11 +94,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return Built(hf_model(case), family, family.config.from_hf(raw), load_file(folder / "model.safetensors"))
 
     return build
-
-
-@nnx.jit
-def forward(model: Any, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    return model(ids_BT, mask_BT)
 
 
 def _extend(model: Any, ids_BT: jax.Array, mask_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:

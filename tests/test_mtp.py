@@ -3,18 +3,16 @@
 import json
 import warnings
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import random_tensor, read_tensors, write_checkpoint
 from click.testing import CliRunner
-from families import CASES, save
 from flax import nnx
-from test_cli import LISTINGS, every_name
-from test_convert import LIMITS, assert_same, convert, plan_for, restore, same_bits
 
 import tpuconv
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.commands import LISTINGS, every_name
+from helpers.conversions import LIMITS, assert_same, convert, plan_for, restore, same_bits
 from tpuconv import cli
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.coverage import make_plan
@@ -28,28 +26,6 @@ from tpuconv.sources.source import open_source
 from tpuconv.storage.sealed import seal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
-@pytest.fixture(scope="module")
-def with_mtp(tmp_path_factory) -> Path:
-    """A DeepSeek V3 of 3 layers as `save_pretrained` writes it, and a layer of that kind beside, with its copies."""
-    folder = tmp_path_factory.mktemp("mtp")
-    save(next(case for case in CASES if case.id == "kimi_k2-one-group"), folder, "bfloat16")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
-    tensors, rng = read_tensors(folder), np.random.default_rng(0)
-    front, last = "model.layers.3.", "model.layers.2."
-    layer = {name.replace(last, front): x[::-1] for name, x in tensors.items() if name.startswith(last)}
-    D = config["hidden_size"]
-    norms = {
-        f"{front}{name}.weight": random_tensor(rng, (D,), "bfloat16") for name in ("enorm", "hnorm", "shared_head.norm")
-    }
-    copies = {
-        f"{front}embed_tokens.weight": tensors["model.embed_tokens.weight"],
-        f"{front}shared_head.head.weight": tensors["lm_head.weight"],
-    }
-    tensors |= layer | norms | copies | {f"{front}eh_proj.weight": random_tensor(rng, (D, 2 * D), "bfloat16")}
-    return write_checkpoint(folder, config, tensors)
 
 
 def test_a_layer_that_predicts_further_tokens_is_skipped_or_converted(with_mtp, tmp_path):

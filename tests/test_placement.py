@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from families import CASES
+
+from helpers.families import CASES
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

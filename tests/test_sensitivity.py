@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import qwen3_config, random_checkpoint
-from families import Case, save
 from hypothesis import given
 from hypothesis import strategies as st
-from test_convert import Options, convert
-from test_quantize import ONE_OF_EACH, leaves, quantize
 
 import tpuconv
+from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.conversions import Options, convert
+from helpers.families import Case, save
+from helpers.quantizing import ONE_OF_EACH, leaves, quantize
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
 from tpuconv.errors import GateError, OutputError, ResourceError, UnsupportedConfig, UsageError

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import struct
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from helpers.times import ProcessorTime
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
 from tpuconv.sources.files import ENCODING_FILE, MAX_HEADER_BYTES
 from tpuconv.sources.headers import read_header
@@ -156,17 +156,6 @@ def test_a_huge_header_is_refused_without_reading_it(tmp_path):
 
 
 EMPTY = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-
-
-class ProcessorTime:
-    """The processor time that a block takes, in seconds; compared with another block's, it holds on any machine."""
-
-    def __enter__(self) -> "ProcessorTime":
-        self.seconds = -time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.process_time()
 
 
 CROWDS = {

@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import qwen3_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpu_compiler import answers_of, compiler
 
+from helpers.checkpoints import qwen3_config
+from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.quantize.tiled import einsum, is_for
 
 SIZES = {"B": 2, "T": 3, "D": 256, "N": 6, "H": 128, "F": 96, "C": 384}

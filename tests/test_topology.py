@@ -6,12 +6,12 @@ import json
 from math import prod
 
 import pytest
-from checkpoints import qwen3_config, source_shapes
-from families import CASES
 from rich.console import Console
-from test_cli import EXAMPLE, tpuconv
-from tpu_compiler import answers_of, compiler
 
+from helpers.checkpoints import qwen3_config, source_shapes
+from helpers.commands import EXAMPLE, tpuconv
+from helpers.families import CASES
+from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.api import Fit
 from tpuconv.commands.fit import tables
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError

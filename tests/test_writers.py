@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import read_tensors, write_checkpoint
-from families import CASES, Case, hf_model, save
-from test_convert import convert, restore, same_bits
-from test_keep import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
-from test_models import forward
 
 import tpuconv
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.conversions import convert, restore, same_bits
+from helpers.encoded import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
+from helpers.families import CASES, Case, hf_model, save
+from helpers.logits import forward
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from adversarial_counts import COUNTS
+
+from helpers.attacks.counts import COUNTS
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import made
 import pytest
-from adversarial_counts import count
-from simulated import contents, simulated
 
+from helpers.attacks import made
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import contents, simulated
 from tpuconv.cli import tpuconv as command
 
 pytestmark = [

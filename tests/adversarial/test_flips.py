@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
-from adversarial_counts import count
-from simulated import contents, copy_tree
 
 import tpuconv
+from helpers.attacks import made
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import contents, copy_tree
 from tpuconv.api import verify
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command

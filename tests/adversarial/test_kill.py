@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from adversarial_counts import count
-from checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
-from simulated import contents
 
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import contents
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.verify.checksums import check
 

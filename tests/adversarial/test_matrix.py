@@ -23,17 +23,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from adversarial_counts import count
-from checkpoints import (
-    INDEX,
-    hollow_checkpoint,
-    qwen3_config,
-    random_checkpoint,
-    read_tensors,
-    write_checkpoint,
-    write_safetensors,
-)
-from helpers import (
+
+from helpers.attacks.counts import count
+from helpers.attacks.processes import (
     COMMAND,
     LISTED,
     MEASURED,
@@ -43,11 +35,19 @@ from helpers import (
     strace,
     tpuconv,
     used,
-    wait_for,
 )
-from hub_server import HubServer, sha256_of
-from simulated import contents, copy_tree
-
+from helpers.attacks.simulated import contents, copy_tree
+from helpers.checkpoints import (
+    INDEX,
+    hollow_checkpoint,
+    qwen3_config,
+    random_checkpoint,
+    read_tensors,
+    write_checkpoint,
+    write_safetensors,
+)
+from helpers.hub_server import HubServer, sha256_of
+from helpers.times import HANG, wait_for
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
@@ -356,7 +356,7 @@ def test_row_09_two_at_once(large, tmp_path):
     first.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     err = tpuconv("convert", large, tmp_path / "out", code=9).stderr
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < HANG
     assert f"{tmp_path / 'out'} is being written by another process" in err
     first.send_signal(signal.SIGCONT)
     assert first.wait() == 0

@@ -2,7 +2,7 @@
 
 The inputs are those of `mutations`; the same seed makes the same one again:
 
-    cd tests/adversarial && PYTHONPATH=.. python mutations.py FOLDER KIND SEED 1
+    PYTHONPATH=tests python -m helpers.attacks.mutations FOLDER KIND SEED 1
 """
 
 import json
@@ -11,14 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import made
-import mutations
 import pytest
-from adversarial_counts import count
-from simulated import simulated
 
+from helpers.attacks import made, mutations
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import simulated
 from tpuconv.convert.plan.types import Options
 
+TESTS = Path(__file__).parent.parent
 TRIALS = {
     "config.json": (150, 15_000),
     "index": (150, 13_000),
@@ -59,13 +59,12 @@ def prepared(tmp_path_factory) -> Path:
 
 
 def attack(prepared: Path, name: str, first: int, trials: int) -> None:
-    here = Path(mutations.__file__).parent
-    path = os.pathsep.join(map(str, (here, here.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Threads would each reserve addresses for memory of their own, which count as used.
     env = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
     for start in range(first, first + trials, BATCH):
         n = min(BATCH, first + trials - start)
-        command = [sys.executable, mutations.__file__, prepared, name, start, n]
+        command = [sys.executable, "-m", mutations.__name__, prepared, name, start, n]
         done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False, timeout=1200)
         assert done.returncode == 0, f"{name}, one of {n} seeds from {start}: {done.stderr[-2000:]}"
         result = json.loads(done.stdout.splitlines()[-1])

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from adversarial_counts import count
-from checkpoints import qwen3_config, random_checkpoint
-from made import folder_in_memory
-from simulated import Crash, Disk, contents, copy_tree, simulated
 
+from helpers.attacks.counts import count
+from helpers.attacks.made import folder_in_memory
+from helpers.attacks.simulated import Crash, Disk, contents, copy_tree, simulated
+from helpers.checkpoints import qwen3_config, random_checkpoint
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import export as exporter

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
-from adversarial_counts import count
-from simulated import contents, copy_tree
 
 import tpuconv
+from helpers.attacks import made
+from helpers.attacks.counts import count
+from helpers.attacks.simulated import contents, copy_tree
 from tpuconv import api
 from tpuconv.checkpoint import reader as checkpoint_module
 from tpuconv.errors import CorruptOutput, SourceError, TpuconvError

@@ -209,7 +209,7 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
     raises them."""
@@ -228,6 +228,10 @@ class Plan:
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """One line: all that is in a plan of a large model takes minutes to print."""
+        return f"<Plan of {self.source.folder}: {len(self.arrays)} arrays in {len(self.units)} units>"
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint

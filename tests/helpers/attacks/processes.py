@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,8 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
-from limits import limited
+
+from helpers.limits import limited
 
 COMMAND = [sys.executable, "-m", "tpuconv"]
 LISTED = {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 130, 143}
@@ -147,10 +147,3 @@ def small_disk(folder: Path, options: str = "size=20m") -> Iterator[Path]:
 
 def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -330,3 +332,31 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"model_type": case.written_as}))
     return folder
+
+
+_RNG = np.random.default_rng(3)
+PROMPTS = [list(map(int, _RNG.integers(3, 101, length))) for length in (9, 4, 1)]
+"""Token ids that every case knows, of three lengths."""
+
+
+def save_with_mtp(case: Case, folder: Path) -> Path:
+    """Writes the model of a case of DeepSeek's kind, of 3 layers, with a layer for further tokens beside and its
+    copies of the embedding and the head; gives the folder back."""
+    from helpers.checkpoints import random_tensor, read_tensors, write_checkpoint
+
+    save(case, folder, "bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    tensors, rng = read_tensors(folder), np.random.default_rng(0)
+    front, last = "model.layers.3.", "model.layers.2."
+    layer = {name.replace(last, front): x[::-1] for name, x in tensors.items() if name.startswith(last)}
+    D = config["hidden_size"]
+    norms = {
+        f"{front}{name}.weight": random_tensor(rng, (D,), "bfloat16") for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    copies = {
+        f"{front}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        f"{front}shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    tensors |= layer | norms | copies | {f"{front}eh_proj.weight": random_tensor(rng, (D, 2 * D), "bfloat16")}
+    return write_checkpoint(folder, config, tensors)

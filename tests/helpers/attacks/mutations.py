@@ -213,9 +213,8 @@ def scratch(base: Path, name: str, source: str) -> Path:
 
 
 def config_json(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
-    from test_bombs import NAMES, config_json
-    from test_bombs import plan_of as plan_of_config
-
+    from helpers.configs import NAMES, config_json
+    from helpers.configs import plan_of as plan_of_config
     from tpuconv.sources.config import read_config
 
     folder = scratch(base, "config", "source")
@@ -292,9 +291,8 @@ def header(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 
 
 def quantization_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
-    from test_bombs import ENCODINGS, config_json
-    from test_bombs import plan_of as plan_of_config
-
+    from helpers.configs import ENCODINGS, config_json
+    from helpers.configs import plan_of as plan_of_config
     from tpuconv.encodings.decode import decode_names
     from tpuconv.sources.config import read_config
 
@@ -533,8 +531,7 @@ def yaml_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """An entry of a work folder, with its seal or sealed again, of a conversion that is half done or not yet published:
     it goes on and ends as if nothing was, or is refused."""
-    from simulated import contents
-
+    from helpers.attacks.simulated import contents
     from tpuconv.storage.journal import ENTRY_KEY
 
     folders = {state: base / state for state in ("begun", "ready")}

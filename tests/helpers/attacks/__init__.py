@@ -1,0 +1,1 @@
+"""What the campaign of tests/adversarial is made of."""

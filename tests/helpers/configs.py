@@ -1,0 +1,59 @@
+"""Small config.json files of every model_type, and descriptions of encodings."""
+
+from typing import Any
+
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.source_from_config import source_from_config
+from tpuconv.models.common.config import _hints
+from tpuconv.models.registry import all_families, find_family
+from tpuconv.sources.source import Source
+
+NAMES = [name for family in all_families() for name in family.architectures.values()]
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "first_k_dense_replace": 1,
+    "vocab_size": 64,
+}
+
+
+def config_json(name: str, **changes: Any) -> dict[str, Any]:
+    """A small config.json of a model_type with some keys changed."""
+    known = {field.name for field, _ in _hints(find_family({"model_type": name}).config)}
+    text = {key: value for key, value in SMALL.items() if key in known} | changes
+    return {"model_type": name, "text_config": text} if name == "llama4" else {"model_type": name, **text}
+
+
+def plan_of(raw: dict[str, Any]) -> None:
+    """All that is made of a config.json alone, and of one beside the headers of another model."""
+    family = find_family(raw)
+    config = family.config.from_hf(raw)
+    assert len(config.windows) == config.num_hidden_layers
+    source = source_from_config("x", raw, family.table, config)
+    few = dict(list(source.tensors.items())[:10])
+    make_plan(Source(source.folder, raw, few, source.shards), family.name, family.table, config, Options())
+    if source.nbytes < 100 << 30:  # larger ones there are, in pieces that take some microseconds each
+        make_plan(source, family.name, family.table, config, Options())
+
+
+WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
+ENCODINGS = {
+    "fp8": {"modules_to_not_convert": ["lm_head"], "weight_block_size": [128, 128], "fmt": "e4m3"},
+    "fbgemm_fp8": {"modules_to_not_convert": ["lm_head"]},
+    "mxfp4": {"modules_to_not_convert": ["lm_head"]},
+    "modelopt": {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"model.layers.0": {"quant_algo": "FP8_PB_WO", "group_size": 128}},
+    },
+    "modelopt_fp4": {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
+    "compressed-tensors": {
+        "format": "float-quantized",
+        "ignore": ["lm_head", "re:.*router"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": None, "weights": WEIGHTS}},
+        "sparsity_config": {},
+        "transform_config": None,
+    },
+}

@@ -1,0 +1,204 @@
+"""Whole checkpoints in each encoding, the values that they stand for, and the way back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from helpers import quantizing
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.conversions import same_bits
+from helpers.families import CASES, Case
+from helpers.schemes import BF16, FP4, FP8, compressed_config, fp8_config, packed
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.export import export, released_config
+from tpuconv.convert.plan.types import Options
+from tpuconv.models.registry import get_family
+from tpuconv.names import QVALUE, SCALE
+from tpuconv.quantize.config import parse_config
+from tpuconv.sources.headers import DTYPES
+
+
+def expanded(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """As a QArray does it: each axis is a multiple of that of the scales."""
+    for axis, (n, s) in enumerate(zip(shape, scales.shape, strict=True)):
+        assert n % s == 0
+        scales = np.repeat(scales, n // s, axis)
+    return scales
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return (codes.astype("f4") * expanded(scales, codes.shape).astype("f4")).astype(BF16)
+
+
+def encode_fp8(x, block=(5, 7), scale_dtype="f4"):
+    grid = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+    scales = np.random.default_rng(x.size).uniform(0.5, 2, grid) * np.abs(x).max() / 448
+    if np.dtype(scale_dtype) == DTYPES["F8_E8M0"]:
+        scales = 2.0 ** np.ceil(np.log2(scales))
+    scales = scales.astype(scale_dtype)
+    every = np.repeat(np.repeat(scales.astype("f4"), block[0], 0), block[1], 1)[tuple(map(slice, x.shape))]
+    codes = (x / every).clip(-448, 448).astype(FP8)
+    return codes, scales, codes.astype("f4") * every
+
+
+def fp8(name, x):
+    codes, scales, values = encode_fp8(x)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, values
+
+
+def fp8_powers_of_two(name, x):
+    codes, scales, values = encode_fp8(x, (8, 4), ml_dtypes.float8_e8m0fnu)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, values
+
+
+def fp8_channel(name, x):
+    codes, scales, values = encode_fp8(x, (1, x.shape[1]), BF16)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, values
+
+
+def fp8_tensor(name, x):
+    codes, scales, values = encode_fp8(x, x.shape)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales.reshape(1)}, values
+
+
+def int4(name, x):
+    if x.shape[1] % 8:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    groups = -(-x.shape[1] // 16)
+    scales = (np.random.default_rng(x.size).uniform(0.5, 2, (x.shape[0], groups)) * np.abs(x).max() / 7).astype(BF16)
+    every = np.repeat(scales.astype("f4"), 16, 1)[:, : x.shape[1]]
+    values = np.round(x / every).clip(-8, 7) + 0.0  # no negative zero
+    stored = {
+        f"{name}.weight_packed": packed(values + 8, 4),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": np.array(x.shape, np.int64),
+    }
+    return stored, values * every
+
+
+def int8(name, x):
+    if x.shape[1] % 4:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    scales = (np.abs(x).max(1, keepdims=True) / 120).astype(BF16)
+    values = np.round(x / scales.astype("f4")) + 0.0
+    stored = {f"{name}.weight_packed": packed(values + 128, 8), f"{name}.weight_scale": scales}
+    return stored, values * scales.astype("f4")
+
+
+INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
+ENCODINGS = {
+    fp8: fp8_config(5, 7),
+    fp8_powers_of_two: fp8_config(8, 4),
+    fp8_channel: compressed_config(type="float", num_bits=8, strategy="channel"),
+    fp8_tensor: compressed_config(type="float", num_bits=8, strategy="tensor"),
+    int4: INT4,
+    int8: compressed_config(type="int", num_bits=8, strategy="channel"),
+}
+PARTS = (".w1", ".w2", ".w3", "_proj", "_mqa", "q_a_proj", "q_b_proj", "kv_b_proj")
+
+
+def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, np.ndarray]:
+    """Writes the checkpoint `plain` with its matrices encoded, and gives the values that they stand for. A weight and
+    its scales lie in different shards."""
+    tensors: dict[str, np.ndarray] = {}
+    values: dict[str, np.ndarray] = {}
+    source = read_tensors(plain)
+    if ENCODINGS[encoding]["quant_method"] == "compressed-tensors":
+        source = one_by_one(source)
+    for name, x in source.items():
+        base = name.removesuffix(".weight")
+        if base != name and base.endswith(PARTS) and "vision" not in name:
+            stored, own = encoding(base, x.astype("f4"))
+            tensors |= stored
+            values[name] = own.astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": ENCODINGS[encoding]}
+    write_checkpoint(folder, config, tensors, shards)
+    return values
+
+
+def one_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Llama 4's experts as its quantized releases have them: each a matrix [out, in] of its own."""
+    out = {}
+    for name, x in tensors.items():
+        base, _, kind = name.rpartition(".")
+        if base.endswith("feed_forward.experts"):
+            parts = {"down_proj": x}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2, axis=2), strict=True))
+            out |= {f"{base}.{e}.{part}.weight": each[e].T for part, each in parts.items() for e in range(len(x))}
+        else:
+            out[name] = x
+    return out
+
+
+def mxfp4(plain: Path, folder: Path) -> dict[str, np.ndarray]:
+    """The same of gpt-oss with random experts in MXFP4."""
+    rng, tensors = np.random.default_rng(3), read_tensors(plain)
+    values = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape  # of the plain form, which is transposed
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16)).astype(np.uint8)
+        scales = rng.integers(120, 127, (experts, columns, rows // 32)).astype(np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        own = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], -1).reshape(experts, columns, rows)
+        values[name] = (own * np.repeat(np.exp2(scales.astype("f4") - 127), 32, -1)).astype(BF16)
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    write_checkpoint(folder, config, tensors, 2)
+    return values
+
+
+GPT_OSS = [
+    replace(
+        case,
+        id=f"{case}-wide",
+        config={**case.config, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
+    )
+    for case in CASES
+    if case.family == "gpt_oss"
+]
+
+
+def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.ndarray]:
+    return mxfp4(saved(case), folder) if encoding is mxfp4 else encoded(saved(case), folder, encoding)
+
+
+def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    out = {name: x for name, x in arrays.items() if not name.endswith((QVALUE, SCALE))}
+    for name in arrays:
+        if name.endswith(QVALUE):
+            base = name.removesuffix(QVALUE)
+            out[base] = decoded(arrays[name], arrays[base + SCALE])
+    return out
+
+
+def exported(ckpt: Path, out: Path) -> dict[str, np.ndarray]:
+    manifest = read_manifest(ckpt)
+    family = get_family(manifest.family)
+    config = family.config.from_hf(released_config(manifest))
+    done = [at.done for at in export(manifest, family.table, config, out)]
+    assert done == sorted(done)
+    return read_tensors(out)
+
+
+def assert_came_back(folder: Path, out: Path, plan) -> None:
+    """What was not skipped, bit for bit."""
+    want, have = read_tensors(folder), exported(out, out.with_name("back"))
+    gone = want.keys() - have.keys()
+    assert have.keys() <= want.keys()
+    assert len(gone) == sum(skip.count for skip in plan.skipped)
+    assert not [name for name in have if not same_bits(have[name], want[name])]
+    again = json.loads((out.with_name("back") / "config.json").read_text())
+    assert again == json.loads((folder / "config.json").read_text())
+
+
+def quantized(folder: Path, out: Path, text: str, options: Options | None = None) -> Any:
+    """In one pass from the source, as `convert --quantize` does it."""
+    rules = parse_config(text.encode(), "mine", "mine.yaml")
+    quantizing.quantize_source(folder, out, rules, options)
+    return rules

@@ -1,0 +1,100 @@
+"""Quantization in this process, of a small model of each family."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+import tpuconv
+from helpers.conversions import LIMITS, assert_same
+from helpers.families import CASES, Case
+from tpuconv.checkpoint.reader import open_checkpoint
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.run import run
+from tpuconv.models.registry import find_family, get_family
+from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.rules import LAYER
+from tpuconv.sources.source import open_source
+from tpuconv.verify.logits import forward
+
+MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+}
+EVEN = {
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "deepseek_v3": MLA,
+    "kimi_k2": MLA,
+    "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
+    "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
+    "qwen2": {"num_attention_heads": 2},
+    "olmo2": {"num_attention_heads": 2},
+}
+"""Sizes that tiles of 32 divide, beside those that all families have."""
+
+
+def even(case: Case) -> Case:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4} | EVEN.get(
+        case.family, {"head_dim": 32}
+    )
+    if not {"num_hidden_layers", "layer_types"} & set(case.config):
+        sizes["num_hidden_layers"] = 3
+    return replace(case, config={**case.config, **sizes})
+
+
+ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
+
+
+def quantize(ckpt: Path, out: Path, rules: QuantConfig):
+    """As `tpuconv quantize` does it."""
+    source = open_checkpoint(ckpt)
+    options = Options(scan_layers=source.manifest.scan_layers)
+    return _quantize(source, get_family(source.manifest.family), source.table(), options, out, rules)
+
+
+def quantize_source(folder: Path, out: Path, rules: QuantConfig, options: Options | None = None):
+    """In one pass from the source, as `convert --quantize` does it."""
+    source = open_source(folder)
+    family = find_family(source.config)
+    return _quantize(source, family, family.table, options or Options(), out, rules)
+
+
+def _quantize(source, family, table, options: Options, out: Path, rules: QuantConfig):
+    config = family.config.from_hf(source.config)
+    plain = make_plan(source, family.name, table, config, options)
+    plan = make_plan(source, family.name, table, config, options, quantization(plain, family, config, rules))
+    for _ in run(plan, out, LIMITS):
+        pass
+    return plan
+
+
+def leaves(model) -> dict[str, np.ndarray]:
+    return {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model))}
+
+
+def stacked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of all layers as one array each."""
+    out: dict[str, np.ndarray] = {}
+    by_layer: dict[str, dict[int, np.ndarray]] = {}
+    for name, x in arrays.items():
+        if match := LAYER.fullmatch(name):
+            by_layer.setdefault(f"layers.{match[2]}", {})[int(match[1])] = x
+        else:
+            out[name] = x
+    return out | {name: np.stack([own[i] for i in sorted(own)]) for name, own in by_layer.items()}
+
+
+def assert_same_model(scanned: Path, separate: Path) -> None:
+    """The same arrays and logits, to the bit; these in float32, since what XLA leaves unrounded of bfloat16 is not the
+    same in a loop, quantized or not."""
+    have, want = tpuconv.load(scanned), tpuconv.load(separate)
+    assert_same(leaves(have), stacked(leaves(want)))
+    logits = [forward(tpuconv.load(path, "float32"), [[3, 1, 4, 1, 5]], "float32")() for path in (scanned, separate)]
+    assert np.array_equal(*logits)

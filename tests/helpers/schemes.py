@@ -1,0 +1,232 @@
+"""Encoded tensors by the definition of each scheme, and the values that they stand for."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+def fp8_config(rows: int, columns: int) -> dict:
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
+
+
+def compressed_config(**weights) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+def expand(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+    scales = np.repeat(np.repeat(scales.astype(np.float32), block[0], 0), block[1], 1)
+    return scales[: shape[0], : shape[1]]
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # OCP MX v1.0, table 5
+FP4 = np.concatenate([FP4, -FP4])
+
+
+def fp8_blocks(rng, rows, columns, block=(4, 6), scale_dtype="f4"):
+    codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    scales = (2.0 ** rng.integers(-9, 3, grid)).astype(scale_dtype)
+    if np.dtype(scale_dtype) == np.float32:
+        scales *= rng.uniform(1, 2, grid).astype("f4")
+    # As the official code does it: torch's own cast, a float32 product.
+    values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).to(torch.float32).numpy()
+    stored = {"w.weight": codes.view(FP8), "w.weight_scale_inv": scales}
+    return stored, fp8_config(*block), values * expand(scales, block, values.shape)
+
+
+def fp8_bf16_scales(rng, rows, columns):
+    return fp8_blocks(rng, rows, columns, (3, 5), BF16)
+
+
+def fp8_e8m0_scales(rng, rows, columns):
+    return fp8_blocks(rng, rows, columns, (3, 5), ml_dtypes.float8_e8m0fnu)
+
+
+def fp8_channel(rng, rows, columns):
+    stored, _, _ = fp8_blocks(rng, rows, columns, (1, columns))
+    scales = stored.pop("w.weight_scale_inv").astype(BF16)
+    stored["w.weight_scale"] = scales
+    codes = stored["w.weight"].astype(np.float32)
+    return stored, compressed_config(type="float", num_bits=8, strategy="channel"), codes * scales.astype("f4")
+
+
+def fp8_tensor(rng, rows, columns):
+    stored, _, _ = fp8_blocks(rng, rows, columns)
+    stored.pop("w.weight_scale_inv")
+    stored["w.weight_scale"] = np.array([0.37], "f4")
+    values = stored["w.weight"].astype(np.float32) * np.float32(0.37)
+    return stored, compressed_config(type="float", num_bits=8, strategy="tensor"), values
+
+
+def int4_groups(rng, rows, columns):
+    groups = -(-columns // 32)
+    values = rng.integers(-8, 8, (rows, groups * 32))
+    scales = rng.uniform(0.001, 2, (rows, groups)).astype(BF16)
+    stored = {
+        "w.weight_packed": packed(values + 8, 4),
+        "w.weight_scale": scales,
+        "w.weight_shape": np.array(values.shape, np.int32),
+    }
+    config = compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=True)
+    return stored, config, values.astype(np.float32) * np.repeat(scales.astype("f4"), 32, 1)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes [O, I] in words of 32 bits, the first one lowest."""
+    n, words = 32 // bits, np.zeros((codes.shape[0], codes.shape[1] * bits // 32), np.uint32)
+    for i in range(n):
+        words |= codes[:, i::n].astype(np.uint32) << np.uint32(bits * i)
+    return words.view(np.int32)
+
+
+def int8_packed(rng, rows, columns):
+    columns = 4 * columns
+    values = rng.integers(-128, 128, (rows, columns))
+    scales = rng.uniform(0.001, 2, (rows, 1)).astype(BF16)
+    stored = {"w.weight_packed": packed(values + 128, 8), "w.weight_scale": scales}
+    config = compressed_config(type="int", num_bits=8, strategy="channel", symmetric=True)
+    return stored, config, values.astype("f4") * scales.astype("f4")
+
+
+def int8_tensor(rng, rows, columns):
+    values = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+    stored = {"w.weight": values, "w.weight_scale": np.array([0.37], "f4")}
+    config = compressed_config(type="int", num_bits=8, strategy="tensor")
+    return stored, config, values.astype("f4") * np.float32(0.37)
+
+
+def fp4_groups(rng, rows, columns):
+    """Scales in powers of two, as bytes."""
+    groups = -(-columns // 32)
+    codes, scales = rng.integers(0, 256, (rows, groups * 16)), rng.integers(100, 150, (rows, groups))
+    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
+    stored = {"w.weight_packed": codes.astype(np.uint8), "w.weight_scale": scales.astype(np.uint8)}
+    config = compressed_config(type="float", num_bits=4, strategy="group", group_size=32)
+    return stored, config, values * np.repeat(np.exp2(scales.astype("f4") - 127), 32, 1)
+
+
+def fp8_modelopt_channel(rng, rows, columns):
+    stored, _, values = fp8_blocks(rng, rows, columns, (1, columns))
+    stored["w.weight_scale"] = stored.pop("w.weight_scale_inv").reshape(rows)
+    return stored, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, values
+
+
+def nvfp4(rng, rows, columns):
+    """Codes, scales of 16 values in FP8 and the values without the scale of the tensor."""
+    groups = -(-columns // 16)
+    codes, scales = rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8), rng.integers(1, 127, (rows, groups))
+    values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
+    return codes, scales.astype(np.uint8).view(FP8), values
+
+
+def nvfp4_modelopt(rng, rows, columns):
+    """ModelOpt's formula: codes times the product of both scales, in float32."""
+    codes, scales, values = nvfp4(rng, rows, columns)
+    whole = np.float32(rng.uniform(1e-5, 1e-3))
+    stored = {"w.weight": codes, "w.weight_scale": scales, "w.weight_scale_2": np.array(whole)}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    return stored, config, values * np.repeat(scales.astype("f4") * whole, 16, 1)
+
+
+def nvfp4_compressed(rng, rows, columns):
+    """That of compressed-tensors: the scale of the tensor divides."""
+    codes, scales, values = nvfp4(rng, rows, columns)
+    whole = np.float32(rng.uniform(1e3, 1e5))
+    stored = {"w.weight_packed": codes, "w.weight_scale": scales, "w.weight_global_scale": np.array([whole])}
+    config = compressed_config(type="float", num_bits=4, strategy="tensor_group", group_size=16)
+    return stored, config, values * np.repeat(scales.astype("f4") / whole, 16, 1)
+
+
+def fp8_modelopt_blocks(rng, rows, columns):
+    """The scales of [rows, columns] in blocks have four axes, of which those within a block are 1."""
+    stored, _, values = fp8_blocks(rng, rows, columns, (4, 4))
+    grid = stored.pop("w.weight_scale_inv")
+    stored["w.weight_scale"] = grid.reshape(grid.shape[0], 1, grid.shape[1], 1)
+    return stored, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 4}, values
+
+
+def fp8_named_otherwise(rng, rows, columns):
+    stored, _, values = fp8_tensor(rng, rows, columns)
+    stored["w.weight_scale_inv"] = stored.pop("w.weight_scale").reshape(())
+    return stored, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, values
+
+
+def fp8_stacked(rng, rows, columns):
+    """Experts in one tensor: blocks lie within each of them."""
+    each = [fp8_blocks(rng, rows, columns, (3, 4)) for _ in range(3)]
+    stored = {name: np.stack([one[name] for one, _, _ in each]) for name in each[0][0]}
+    return stored, each[0][1], np.stack([values for _, _, values in each])
+
+
+def encode(folder: Path, block: tuple[int, int], shards: int = 1) -> dict[str, np.ndarray]:
+    """Makes an FP8 checkpoint of a plain one; gives the values that it stands for."""
+    rng, tensors, values = np.random.default_rng(1), {}, {}
+    for name, x in read_tensors(folder).items():
+        if name.endswith("_proj.weight"):
+            grid = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+            scales = rng.uniform(0.001, 0.1, grid).astype("f4")
+            every = expand(scales, block, x.shape)
+            codes = (x.astype("f4") / every).clip(-448, 448).astype(FP8)
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            values[name] = (codes.astype("f4") * every).astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": fp8_config(*block)}
+    # Dealt in turn, a weight and its scales lie in different shards.
+    write_checkpoint(folder, config, tensors, shards)
+    return values
+
+
+def fp8_modelopt(rng, rows, columns):
+    stored, _, values = fp8_tensor(rng, rows, columns)
+    return stored | {"w.weight_scale": stored["w.weight_scale"].reshape(())}, None, values
+
+
+BY_MODULE = {
+    **{f"self_attn.{x}_proj": (fp8_modelopt, {"quant_algo": "FP8"}) for x in "qkvo"},
+    **{f"mlp.{x}_proj": (fp8_modelopt_blocks, {"quant_algo": "FP8_PB_WO", "group_size": 4}) for x in ("gate", "down")},
+    "mlp.up_proj": (nvfp4_modelopt, {"quant_algo": "NVFP4", "group_size": 16}),
+}
+MODELOPT = {
+    "FP8": {"quant_algo": "FP8"},
+    "FP8_PB_WO": {"quant_algo": "FP8_PB_WO", "group_size": 4},
+    "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
+    "MIXED_PRECISION": {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {f"model.layers.{i}.{name}": how for i in range(3) for name, (_, how) in BY_MODULE.items()},
+    },
+}
+
+
+def modelopt(algorithm: str, folder: Path) -> dict[str, np.ndarray]:
+    """A release whose config.json says nothing of its encoding, and a file beside it does; the values."""
+    encoders, rng = {how["quant_algo"]: encode for encode, how in BY_MODULE.values()}, np.random.default_rng(2)
+    tensors: dict[str, np.ndarray] = {}
+    values = {}
+    for name, x in read_tensors(random_checkpoint(folder, qwen3_config())).items():
+        base = name.removesuffix(".weight")
+        if base.endswith("_proj"):
+            module = base.split(".", 3)[3]
+            encode = BY_MODULE[module][0] if algorithm == "MIXED_PRECISION" else encoders[algorithm]
+            stored, _, own = encode(rng, *x.shape)
+            tensors |= {part.replace("w", base, 1): y for part, y in stored.items()}
+            tensors[f"{base}.input_scale"] = np.array(0.5, "f4")
+            values[name] = own.astype(BF16)
+        else:
+            tensors[name] = values[name] = x
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.array(1, "f4")
+    write_checkpoint(folder, qwen3_config(), tensors)
+    told = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head*"], **MODELOPT[algorithm]}
+    file = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": told}
+    (folder / "hf_quant_config.json").write_text(json.dumps(file))
+    return values

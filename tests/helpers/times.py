@@ -1,0 +1,35 @@
+"""Bounds on time that hold on any machine: processor time, compared with that of something else in the same test."""
+
+import os
+import time
+from collections.abc import Callable
+
+HANG = 120.0
+"""Seconds. What takes some milliseconds, or a second at most, takes this long only if it waits for ever."""
+
+
+class ProcessorTime:
+    """The processor time that a block takes, in seconds: of this process, or with `children` of those that it started
+    and waited for."""
+
+    def __init__(self, *, children: bool = False) -> None:
+        self.children = children
+
+    def now(self) -> float:
+        times = os.times()
+        return times.children_user + times.children_system if self.children else time.process_time()
+
+    def __enter__(self) -> "ProcessorTime":
+        self.seconds = -self.now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += self.now()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = HANG) -> None:
+    """Waits until the condition holds; that it never does is a failure."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited for {seconds:.0f} s"
+        time.sleep(0.002)
