@@ -4,7 +4,7 @@
 
 Weights and cache are exact, of the whole model. The rest is what the compiler says of the same model cut to its first
 layers, where each kind of layer is: temporaries do not grow with depth, and the program grows with it evenly. That
-takes a minute for each cell; `tpuconv verify benchmarks/configs/NAME.json --topology v5e` compiles the whole model.
+takes a minute for each cell; `tpuconv fit benchmarks/configs/NAME.json --topology v5e` compiles the whole model.
 """
 
 import json

@@ -41,7 +41,7 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
         dtype: of parameters and activations; the checkpoint's own where None. Quantized values stay as they are.
         mesh: devices with axes of the names in `tpuconv.sharding.AXES`, over which the parameters are divided:
             each device reads its part only. One device holds all where None. Arrays lie as `layouts.json` has it for
-            devices and mesh, where `verify --write-layouts` wrote that.
+            devices and mesh, where `fit --write-layouts` wrote that.
 
     Raises:
         UsageError: the folder is no such checkpoint, or only a part of a model; no axis of the mesh has such a name.
@@ -160,7 +160,7 @@ def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -
         if known and sorted(known.major_to_minor) != list(range(len(array.shape))):
             raise CorruptOutput(
                 f"{manifest.folder / LAYOUTS} has the axes {known.major_to_minor} for {name}, which is {array.shape}",
-                hint="delete the file, and let `verify --topology --write-layouts` write it",
+                hint="delete the file, and let `tpuconv fit --write-layouts` write it",
             )
         layout = Layout(known.major_to_minor, known.tiling) if known and known.dtype == dtype else None
         out[name] = Format(layout, where)

@@ -108,7 +108,7 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
     except (CorruptOutput, ValueError) as e:
         raise CorruptOutput(
             f"{path} is no file of layouts: {e}",
-            hint="delete it, and let `verify --topology --write-layouts` write it",
+            hint="delete it, and let `tpuconv fit --write-layouts` write it",
         ) from None
     return entries
 

@@ -108,7 +108,7 @@ def export(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:
 
 
 def with_layouts(ckpt: Path) -> Path:
-    """Written into a checkpoint, as `verify --write-layouts` does it."""
+    """Written into a checkpoint, as `fit --write-layouts` does it."""
     names = [a.name for a in read_manifest(ckpt).arrays.values() if len(a.shape) == 2]
     write_layouts(
         ckpt, "TPU v5 lite", {"tensor": 8}, dict.fromkeys(names, DeviceLayout("bfloat16", (1, 0), ((8, 128),)))
