@@ -638,7 +638,7 @@ def test_tensors_that_are_not_converted() -> None:
         (
             {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
             UnsupportedConfig,
-            "(?s)llama reads model_type 'llama', but not its architecture LlamaForSeq.*nearest is LlamaForCausalLM",
+            "(?s)llama reads model_type 'llama', but not its architecture LlamaForSeq.*known are LlamaForCausalLM",
         ),
         ({"model_type": "llama", "architectures": ["MistralForCausalLM"]}, UnsupportedConfig, "MistralForCausalLM"),
         ({}, ConfigError, "model_type=None"),

@@ -18,7 +18,7 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tpuconv.models.registry import find_family
-from tpuconv.sharding import partition
+from tpuconv.sharding import partition, undivided
 
 @nnx.jit
 def logits(model, ids):
@@ -76,3 +76,9 @@ def differences():
 @pytest.mark.parametrize("family", FIRST)
 def test_a_mesh_changes_no_logits(family, differences):
     assert differences[family] < 2e-5
+
+
+def test_what_a_mesh_cannot_divide_is_told() -> None:
+    assert undivided("D N H", (160, 6, 32), {"tensor": 4}) == {"N": 6}
+    assert undivided("D N H", (160, 8, 32), {"tensor": 4}) == {}
+    assert undivided("D", (160,), {"tensor": 4}) == {}

@@ -365,3 +365,20 @@ def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
             assert out == whole[info.offset + start :][: len(out)]
         for shard in source.shards:
             assert reader.sha256(shard.name) == hashlib.sha256((folder / shard.name).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("file", "answer"),
+    [
+        ("adapter_config.json", "holds an adapter"),
+        ("model-Q4_K_M.gguf", "holds GGUF files"),
+        ("pytorch_model-00001-of-00002.bin", "holds pickled weights"),
+        ("notes.txt", "holds no model.safetensors"),
+    ],
+)
+def test_a_folder_without_a_model_in_safetensors_is_told_what_it_holds(file, answer, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).touch()
+    with pytest.raises(UsageError, match=answer) as error:
+        open_source(tmp_path)
+    assert error.value.hint

@@ -75,6 +75,15 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
     return tuple(parts)
 
 
+def undivided(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> dict[str, int]:
+    """The axes of an array that a mesh could divide if their sizes were multiples of it: size by letter."""
+    letters = [lead(letters) for letters in parse_axes(axes)]
+    multiples = tuple(size * prod(mesh.values()) for size in shape)
+    now, then = partition(axes, shape, mesh, rules), partition(axes, multiples, mesh, rules)
+    pairs = zip(letters, shape, now, then, strict=True)
+    return {letter: size for letter, size, part, possible in pairs if part is None and possible is not None}
+
+
 def shard_shape(shape: Shape, parts: tuple[AxisSharding, ...], mesh: Mapping[str, int]) -> Shape:
     """The shape of one device's part."""
     names = [(part,) if isinstance(part, str) else part or () for part in parts]

@@ -64,6 +64,7 @@ def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspe
             facts[key] = sum(tensors[name][key] for name in names)
         if mesh:
             facts["partition"] = tensors[names[0]]["partition"]
+            facts["undivided"] = tensors[names[0]]["undivided"]
         patterns.append(facts)
     return Inspection(
         format="tpuconv" if ours else "safetensors",
@@ -78,7 +79,7 @@ def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspe
 def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """The arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
-    from tpuconv.sharding import partition, shard_shape
+    from tpuconv.sharding import partition, shard_shape, undivided
 
     tensors = {}
     for name, array in read_manifest(path).arrays.items():
@@ -89,6 +90,7 @@ def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any
             "axes": array.axes,
             "bytes": prod(array.shape) * itemsize,
             "partition": parts,
+            "undivided": undivided(array.axes, array.shape, mesh),
             "device_bytes": prod(shard_shape(array.shape, parts, mesh)) * itemsize,
         }
     return tensors

@@ -152,18 +152,17 @@ def show_report(report: "Report", out: Path) -> None:
     from tpuconv.quantize.report import by_pattern
 
     table = Table(
-        f"{report.config}: {report.weight_bits:.2f} bits a weight",
+        f"{report.config}: {report.weight_bits:.2f} bits a weight, {format_size(report.bytes)} on disk",
         ("parameters", "count", "type", "bits", "worst dB", "mean dB", "clipped"),
         right=("count", "bits", "worst dB", "mean dB", "clipped"),
         optional=("clipped", "mean dB", "count"),
     )
     for kind in by_pattern(report.rows):
         worst = kind.worst
-        source = ", ".join(dict.fromkeys(row.source for row in kind.rows if row.source))
         table.add_row(
             kind.pattern,
             str(len(kind.rows)),
-            f"{worst.qtype}, {source}" if source else worst.qtype,
+            f"{worst.qtype}, {worst.source}" if worst.source else worst.qtype,
             f"{worst.bits:.2f}",
             f"{worst.snr_db:.1f}",
             f"{kind.mean_db:.1f}",

@@ -49,6 +49,10 @@ def inspect(path: str, mesh: dict[str, int] | None, as_json: bool) -> None:
             *([_mesh_axes(facts["partition"]), format_size(facts["device_bytes"])] if mesh else []),
         )
     console().print(table)
+    for facts in found.patterns if mesh else ():
+        if facts["undivided"]:
+            sizes = ", ".join(f"{letter} of {size}" for letter, size in facts["undivided"].items())
+            show(f"  {facts['pattern']}: {sizes} is not a multiple of the mesh, and is replicated")
     per_device = f", {format_size(found.device_bytes)} per device" if found.device_bytes is not None else ""
     show(f"{found.tensors} tensors, {format_size(found.bytes)}{per_device}")
 

@@ -113,5 +113,5 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    near = get_close_matches(name, known, n=1, cutoff=0.8)  # a typing mistake, not a relative
     return f"known are {', '.join(known)}" + (f"; the nearest is {near[0]}" if near else "")

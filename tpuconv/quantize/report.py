@@ -105,9 +105,12 @@ class PatternSummary:
 
 
 def by_pattern(rows: Sequence[Row]) -> list[PatternSummary]:
-    """The rows by pattern, the one with the worst row first."""
-    by_name = {row.name: row for row in sorted(rows, key=lambda row: row.name)}
-    out = [PatternSummary(pattern, [by_name[name] for name in names]) for pattern, names in collapse(by_name).items()]
+    """The rows by type and pattern, the one with the worst row first."""
+    out = []
+    for kind in dict.fromkeys((row.qtype, row.bits, row.source) for row in rows):
+        by_name = {row.name: row for row in rows if (row.qtype, row.bits, row.source) == kind}
+        collapsed = collapse(sorted(by_name)).items()
+        out += [PatternSummary(pattern, [by_name[name] for name in names]) for pattern, names in collapsed]
     return sorted(out, key=lambda kind: kind.worst.snr_db)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -35,10 +35,12 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
                 f"{folder} is converted already",
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
             )
+        if other := _other_kind(names):
+            raise UsageError(f"{folder} {other[0]}", hint=other[1])
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",
-                hint="a Hugging Face checkpoint in safetensors is needed",
+                hint="give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
             )
         raise SourceError(
             f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
@@ -54,6 +56,24 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
         )
     return shards, weight_map
+
+
+OTHER_KINDS = (
+    ("adapter_config.json", "holds an adapter (LoRA), not a model",
+     "merge it into its base model with peft (merge_and_unload, save_pretrained), then convert that"),
+    (".gguf", "holds GGUF files, which have weights in formats of llama.cpp",
+     "convert the repository that they were made from"),
+    (".bin", "holds pickled weights (.bin), which can run code and are not read",
+     "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
+    (".pth", "holds pickled weights (.pth), which can run code and are not read",
+     "look for a safetensors version of this model"),
+)  # fmt: skip
+"""What a folder without a model in safetensors may hold: the end of a file's name, what it is, what to do."""
+
+
+def _other_kind(names: Collection[str]) -> tuple[str, str] | None:
+    found = (kind for kind in OTHER_KINDS if any(name.endswith(kind[0]) for name in names))
+    return next(((what, todo) for _, what, todo in found), None)
 
 
 def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> list[str]:

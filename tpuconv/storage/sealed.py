@@ -103,9 +103,15 @@ def seal_of(data: bytes) -> str | None:
 
 def _read_manifest(path: Path) -> bytes:
     with suppress(OSError, ValueError):
+        if not os.path.lexists(path.parent):
+            raise UsageError(f"{path.parent} does not exist", hint="make a checkpoint with `tpuconv convert SRC`")
         if not os.path.lexists(path):
+            if os.path.lexists(path.parent.parent / MANIFEST):
+                raise UsageError(
+                    f"{path.parent} is a part of a checkpoint of tpuconv", hint=f"give {path.parent.parent}"
+                )
             raise UsageError(
-                f"{path.parent} is no checkpoint made by tpuconv: it has no {MANIFEST}",
+                f"{path.parent} is not a checkpoint of tpuconv: it has no {MANIFEST}",
                 hint="make one with `tpuconv convert SRC`",
             )
     return read_bytes(path, MAX_MANIFEST_BYTES, CorruptOutput)
