@@ -1554,7 +1554,7 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
         quantization, own = manifest.quantization, manifest.dtype
         checkpoint = str(manifest.folder.absolute()) if quantize is None else None
         if as_stored:
-            manifest.check_whole()
+            manifest.check_complete()
     if as_stored and not checkpoint:
         raise UsageError(
             f"--write-layouts writes into a checkpoint: {src} is " + ("still to be quantized" if quantize else "none"),
