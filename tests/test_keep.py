@@ -163,7 +163,7 @@ def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
     for name, want in at_once.items():
         own, scale = targets[0][name + QVALUE], targets[1][name + SCALE]
         assert own.dtype == FP8
-        assert kept[name].tiles == tuple(n // s for n, s in zip(own.shape, scale.shape, strict=True))
+        assert kept[name].group_shape == tuple(n // s for n, s in zip(own.shape, scale.shape, strict=True))
         assert same_bits(decoded(own, scale), want)
 
 

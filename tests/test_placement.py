@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from helpers.families import CASES
+from tpuconv.sharding import undivided
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -18,7 +19,7 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tpuconv.models.registry import find_family
-from tpuconv.sharding import partition, undivided
+from tpuconv.sharding import partition
 
 @nnx.jit
 def logits(model, ids):

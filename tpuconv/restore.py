@@ -50,7 +50,7 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
         SourceError: the checkpoint was replaced while it was read.
     """
     manifest = read_manifest(Path(ckpt))
-    manifest.check_whole()
+    manifest.check_complete()
     if mesh is not None:
         if not set(AXES) & set(mesh.axis_names):
             raise UsageError(

@@ -245,7 +245,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
         quantization = quantization or manifest.quantization
         checkpoint = str(manifest.folder.absolute()) if rules is None else None
         if write_layouts:
-            manifest.check_whole()
+            manifest.check_complete()
     if write_layouts and not checkpoint:
         state = "not quantized yet" if rules else "not a checkpoint of tpuconv"
         raise UsageError(

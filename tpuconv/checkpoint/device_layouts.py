@@ -1,6 +1,7 @@
-"""How the TPU's compiler would have the arrays of a checkpoint lie in memory: `layouts.json`, beside the manifest.
+"""The memory layouts that the TPU's compiler prefers for the arrays of a checkpoint: `layouts.json`, beside the
+manifest.
 
-It is a hint: without it arrays are laid out anew when a step starts. The manifest holds its hash.
+They are a hint: without them arrays are laid out anew when a step starts. The manifest holds the file's hash.
 """
 
 import json
@@ -19,12 +20,12 @@ LAYOUTS = "layouts.json"
 LAYOUTS_FORMAT = 1
 
 MAX_ARRAYS = 100_000
-"""That one file tells of; a checkpoint has a few thousand."""
+"""In one file. A checkpoint has a few thousand."""
 
 
 class DeviceLayout(NamedTuple):
-    """Of one array: the axes, the slowest first, and the tiles into which a device cuts its part. It holds for one
-    dtype, since tiles of narrower elements are larger."""
+    """The layout of one array: its axes, the slowest first, and the tiles into which a device cuts its part. It holds
+    for one dtype, since tiles of narrower elements are larger."""
 
     dtype: str
     major_to_minor: tuple[int, ...]
@@ -32,7 +33,7 @@ class DeviceLayout(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str, major_to_minor: Iterable[int], tiling: Iterable[Iterable[int]]) -> "DeviceLayout":
-        """From what JSON has instead of tuples."""
+        """A layout from lists, as JSON has them."""
         return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
 
 
@@ -44,11 +45,14 @@ LAYOUT_SCHEMA = {
 
 
 def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
-    """By array, for devices of a kind ("TPU v5 lite") and a mesh, its sizes by axis; empty where none were written.
+    """Reads the layouts for a kind of device ("TPU v5 lite") and a mesh, given by the sizes of its axes.
+
+    Returns:
+        The layout of each array, by name; empty if none were written.
 
     Raises:
         CorruptOutput: the file cannot be understood.
-        UsageError: it was written by a newer tpuconv.
+        UsageError: a newer tpuconv wrote it.
     """
     out: dict[str, DeviceLayout] = {}
     for entry in _read_entries(folder):
@@ -59,23 +63,25 @@ def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str
 
 
 def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: Mapping[str, DeviceLayout]) -> Path:
-    """Writes the layouts for devices of a kind and a mesh in the place of those that were there; those of others stay.
-    Gives the file.
+    """Writes the layouts for a kind of device and a mesh. They replace earlier ones for both; others stay.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        CorruptOutput: the file that is there, or the manifest, cannot be understood.
+        CorruptOutput: the existing file, or the manifest, cannot be understood.
         ResourceError: the file cannot be written.
     """
-    others = [entry for entry in _read_entries(folder) if not _is_for(entry, device, mesh)]
+    kept_entries = [entry for entry in _read_entries(folder) if not _is_for(entry, device, mesh)]
     alike: dict[DeviceLayout, list[str]] = {}
     for name, layout in layouts.items():
         alike.setdefault(layout, []).append(name)
     arrays: dict[str, Any] = {}
     for layout, names in alike.items():
         for pattern, members in collapse(names).items():
-            whole = set(expand(pattern)) == set(members)
-            arrays |= dict.fromkeys([pattern] if whole else members, layout._asdict())
-    entries = [*others, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
+            is_complete = set(expand(pattern)) == set(members)
+            arrays |= dict.fromkeys([pattern] if is_complete else members, layout._asdict())
+    entries = [*kept_entries, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
     path = folder / LAYOUTS
     replace_file(path, _to_text(entries).encode())
     take_in(folder, LAYOUTS)
@@ -83,7 +89,7 @@ def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: M
 
 
 def _to_text(entries: list[dict[str, Any]]) -> str:
-    """JSON with an array a line."""
+    """JSON with one array per line."""
     parts = []
     for entry in entries:
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(facts)}" for name, facts in entry["arrays"].items())
@@ -114,5 +120,5 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_for(entry: Mapping[str, Any], device: str, mesh: Mapping[str, int]) -> bool:
-    own, asked = ({name: size for name, size in sizes.items() if size > 1} for sizes in (entry["mesh"], mesh))
-    return bool(entry["device"] == device and own == asked)
+    found, asked = ({name: size for name, size in sizes.items() if size > 1} for sizes in (entry["mesh"], mesh))
+    return bool(entry["device"] == device and found == asked)

@@ -1,12 +1,13 @@
 """The manifest `tpuconv.json`: where a checkpoint comes from, how it was made, and what every array and file must hold.
 
-The checksum of an array is the sum, modulo 2^64, of xxh3_64(chunk, seed=i) over its chunks, where i counts the chunks
-in row-major order of their grid, and a chunk is its row-major bytes, filled up with zeros where it ends outside of the
-array. It can be computed in any order and by parts, and for an array of one chunk it is xxh3_64 of its bytes.
+The checksum of an array is the sum, modulo 2^64, of xxh3_64(chunk, seed=i) over its chunks. i counts the chunks in
+row-major order of their grid; a chunk is its row-major bytes, padded with zeros outside of the array. The sum can be
+computed in any order and in parts. For an array of one chunk it is xxh3_64 of its bytes.
 
-A second sum, over its shards, is of xxh3_64(crcs, seed=i), where crcs are the crc32c that stand behind the chunks in
-the file, in the order of the file, and i counts the shards in row-major order. It tells, from a few bytes, whether a
-file holds the chunks that the manifest means; that the chunks hold their crc32c is found by whoever reads them.
+A second checksum is the sum over the array's shards of xxh3_64(crcs, seed=i). crcs are the crc32c that follow the
+chunks in the file, in the order of the file; i counts the shards in row-major order. It tells, from a few bytes,
+whether a file holds the chunks of the manifest. Whether the chunks match their crc32c is checked by those who read
+them.
 """
 
 import re
@@ -33,24 +34,23 @@ from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_cu
 
 PARAMS = "params"
 AS_RELEASED = "as released"
-"""The name, in the place of a config's, under which parameters are quantized that stay encoded."""
+"""The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 PLAIN = {dtype.name for dtype in DTYPES.values()}
-"""Types of elements that a source may have."""
+"""Dtypes that a source may have."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
-"""Of an array, which would have 5 TB."""
+"""Of one array, which would have 5 TB."""
 
 NUMBERS = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn", "float16", "bfloat16", "float32", "float64"),
 )
-"""Types of stored elements."""
+"""Dtypes of stored elements."""
 
 _SUM = AtLeast(0, finite=False)
 STATISTICS = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1)}
-"""What was found when a parameter was quantized; sums over values that are not finite, where these are allowed, are
-not."""
+"""What was found when a parameter was quantized. The sums may be infinite or NaN if such values are allowed."""
 
 _ENCODED = {"qtype": str, "tiles": [Range(1)], "bits": AtLeast(0)}
 _QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": STATISTICS}
@@ -71,7 +71,7 @@ QUANTIZATIONS = (
     },
     {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_PASSTHROUGH)},
 )
-"""Of parameters that were quantized by rules, which `quantize.config` reads, and of those that are as released."""
+"""Of parameters that were quantized by rules, which `quantize.config` reads, and of parameters that stay encoded."""
 
 CHECKPOINT_SCHEMA = {
     "source": {
@@ -112,15 +112,16 @@ CHECKPOINT_SCHEMA = {
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
-    """The share of the chunk at `start` in the checksum of its array. `chunk` is contiguous and whole."""
+    """The part of the chunk at `start` in the checksum of its array. `chunk` is contiguous and of the full shape
+    `chunks`."""
     index = 0
-    for n, c, at in zip(shape, chunks, start, strict=True):
-        index = index * -(-n // c) + at // c
+    for n, c, first in zip(shape, chunks, start, strict=True):
+        index = index * -(-n // c) + first // c
     return xxhash.xxh3_64_intdigest(chunk.reshape(-1).view(np.uint8).data, seed=index)
 
 
 def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
-    """The share of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks."""
+    """The part of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks, `crcs`."""
     number = 0
     for n, i in zip(grid, index, strict=True):
         number = number * n + i
@@ -128,18 +129,19 @@ def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
 
 
 def add_checksums(parts: Iterable[int]) -> int:
+    """The sum of parts of a checksum, modulo 2^64."""
     return sum(parts) % (1 << 64)
 
 
 def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
-    """Adds what an encoder found in a part of a parameter to what it found in others."""
+    """Adds the statistics of a part of a parameter to those of other parts."""
     for name, value in part.items():
         total[name] = total.get(name, 0) + value
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """What the manifest says of one array. `shards` and `crc32c` are None in manifests of format 1."""
+    """An array as the manifest describes it. `shards` and `crc32c` are None in manifests of format 1."""
 
     name: str
     shape: Shape
@@ -153,15 +155,15 @@ class StoredArray:
     crc32c: str | None
 
     @property
-    def cut(self) -> ShardedArraySpec:
-        """How it lies in files. Only of a format that says so."""
+    def spec(self) -> ShardedArraySpec:
+        """How the array is divided among files. Not for manifests of format 1."""
         assert self.shards is not None
         return ShardedArraySpec(self.shape, np.dtype(self.dtype), self.shards, self.chunks)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that was read; `raw` is all of it."""
+    """A manifest that was read. `raw` is all of it."""
 
     folder: Path
     sealed: Sealed
@@ -169,17 +171,22 @@ class Manifest:
 
     @property
     def raw(self) -> Mapping[str, Any]:
+        """The parsed JSON."""
         return self.sealed.raw
 
     def check_current(self) -> None:
-        """Raises SourceError if the folder holds another checkpoint by now: what was read since is of both."""
+        """Checks that the folder still holds this checkpoint.
+
+        Raises:
+            SourceError: it was replaced, so that what was read since may be of both.
+        """
         check_current(self.folder, self.sealed)
 
     def read_file(self, name: str) -> bytes:
         """The bytes of a small file beside the arrays.
 
         Raises:
-            CorruptOutput: it cannot be read, or is not the one that the manifest means.
+            CorruptOutput: it cannot be read, or does not match the manifest.
             SourceError: the checkpoint was replaced.
         """
         path = self.folder / name
@@ -197,56 +204,58 @@ class Manifest:
         return data
 
     def size_faults(self) -> Iterator[tuple[str, str]]:
-        """Files that are missing or not of their size, by their path in the folder; nothing is read. Of a manifest of
-        format 1, which lists none, only whether the folders of arrays are there."""
+        """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong. Reads
+        no contents. Manifests of format 1 list no files: only the folders of arrays are checked."""
         if not self.sealed.is_sealed:
             missing = (name for name in self.arrays if not (self.params / name).is_dir())
             yield from ((f"{PARAMS}/{name}", "is missing") for name in missing)
             return
         sizes = {name: facts["bytes"] for name, facts in self.sealed.files.items()}
         for array in self.arrays.values():
-            sizes |= {f"{PARAMS}/{array.name}/{name}": size for name, size in array.cut.shard_sizes().items()}
+            sizes |= {f"{PARAMS}/{array.name}/{name}": size for name, size in array.spec.shard_sizes().items()}
         yield from size_faults(self.folder, sizes)
 
     @property
     def params(self) -> Path:
-        """The Orbax checkpoint."""
+        """The folder of the Orbax checkpoint."""
         return self.folder / PARAMS
 
     @property
     def family(self) -> str:
+        """The name of the model's family."""
         return str(self.raw["family"])
 
     @property
     def scan_layers(self) -> bool:
+        """Whether the layers are stacked in one array each."""
         return bool(self.raw["options"]["scan_layers"])
 
     @property
     def include_mtp(self) -> bool:
-        """Whether the layers that predict further tokens are there."""
+        """Whether it has the layers that predict further tokens."""
         return bool(self.raw["options"].get("include_mtp"))
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The rules by which parameters were quantized, and what became of each; without rules where they are kept as
-        they were released; None where none is quantized."""
+        """The rules of the quantization, and what became of each parameter. Without rules, the parameters are encoded
+        as they were released. None if no parameter is quantized."""
         quantization: Mapping[str, Any] | None = self.raw.get("quantization")
         return quantization
 
     @property
     def is_rounded(self) -> bool:
-        """Whether parameters were quantized by rules, so that values are not the source's."""
+        """Whether parameters were quantized by rules, so that their values are not the source's."""
         return self.quantization is not None and "rules" in self.quantization
 
     @property
     def passthrough(self) -> Mapping[str, Any]:
-        """Of each parameter that is encoded as it was released, how."""
+        """The parameters that are encoded as they were released, with their facts."""
         parameters = (self.quantization or {}).get("parameters", {})
         return {name: facts for name, facts in parameters.items() if "kept" in facts}
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the model computes: that of most of the bytes, quantized ones aside."""
+        """The dtype in which the model computes: that of most of its bytes, quantized parameters aside."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
             if array.name.endswith((QVALUE, SCALE, ZERO_POINT)):
@@ -256,12 +265,16 @@ class Manifest:
 
     @property
     def layers(self) -> list[int] | None:
-        """First and last layer, where only a part of the model was converted."""
+        """The first and last layer, if only a part of the model was converted; else None."""
         layers: list[int] | None = self.raw["options"]["layers"]
         return layers
 
-    def check_whole(self) -> None:
-        """Raises UsageError if only a part of the model was converted."""
+    def check_complete(self) -> None:
+        """Checks that the complete model was converted.
+
+        Raises:
+            UsageError: only a part of its layers was.
+        """
         if self.layers is not None:
             raise UsageError(
                 f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}, a part of the layers: "
@@ -271,30 +284,31 @@ class Manifest:
 
     @property
     def layer_range(self) -> range | None:
-        """The same as a range."""
+        """The converted layers, if only a part of the model was converted; else None."""
         return None if self.layers is None else range(self.layers[0], self.layers[1] + 1)
 
 
 def element_bytes(dtype: str) -> int:
+    """The number of bytes of an element as numpy holds it."""
     return np.dtype(dtype).itemsize
 
 
 def passthrough_facts(passthrough: Mapping[str, Passthrough]) -> dict[str, Any]:
-    """What the manifest says of parameters that stay encoded."""
-    titles = dict.fromkeys(own.scheme.title for own in passthrough.values())
+    """What the manifest says about parameters that stay encoded."""
+    titles = dict.fromkeys(parameter.scheme.title for parameter in passthrough.values())
     return {
         "name": AS_RELEASED,
         "summary": f"codes and scales as released: {', '.join(titles)}",
-        "parameters": {name: own.to_json() for name, own in passthrough.items()},
+        "parameters": {name: parameter.to_json() for name, parameter in passthrough.items()},
     }
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a converted checkpoint.
+    """Reads the manifest of a converted checkpoint.
 
     Raises:
-        UsageError: the folder is none.
-        CorruptOutput: the manifest cannot be understood, or does not hold its seal.
+        UsageError: the folder has none.
+        CorruptOutput: the manifest cannot be understood, or does not match its seal.
     """
     sealed, path = read_sealed(folder), folder / MANIFEST
     raw = sealed.raw
@@ -331,7 +345,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @cache
 def _rank(axes: str) -> int | None:
-    """How many axes letters stand for; None where they are none."""
+    """The number of axes that letters stand for; None if they are not valid."""
     try:
         return len(parse_axes(axes)) if len(axes) <= 200 else None
     except ValueError:
@@ -339,7 +353,7 @@ def _rank(axes: str) -> int | None:
 
 
 def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str | None:
-    """What in a manifest's description of an array cannot be."""
+    """What is impossible in the manifest's description of an array; None if nothing."""
     if array.dtype not in PLAIN and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
         return f"has the dtype {array.dtype}, which only quantized values have"
     if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):

@@ -1,7 +1,7 @@
-"""A converted checkpoint as the source of another one, which holds the same parameters in another form.
+"""A converted checkpoint as a source: reading its arrays.
 
-Its shard files are read around the page cache where the file system can, as they were written; those that are in it
-already, from there. Nothing that is read goes unchecked: each chunk, and the index of each shard, holds its checksum.
+Shard files are read around the page cache if the file system can, as they were written, unless they are in the cache
+already. Everything that is read is checked: each chunk, and the index of each shard, has its checksum.
 """
 
 import errno
@@ -55,10 +55,10 @@ from tpuconv.storage.hashes import hash_bytes, open_regular
 from tpuconv.storage.sealed import copy_file
 
 READ_BYTES = 4 * MIB
-"""Read at once, or a chunk more."""
+"""Read at once, or one chunk more."""
 
 MAX_ZARR_BYTES = 1 * MIB
-"""Of a zarr.json, which has about 900."""
+"""Of a zarr.json, which has about 900 bytes."""
 
 _own = threading.local()
 
@@ -67,8 +67,8 @@ SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Checkpoint(Source):
-    """The arrays of a checkpoint made by `tpuconv convert` as tensors, each a shard of its own. Chunks carry checksums,
-    so that nothing needs to be hashed."""
+    """A checkpoint made by `tpuconv convert` as a source: its arrays are the tensors, each a shard of its own. Chunks
+    have checksums, so that nothing is hashed."""
 
     manifest: Manifest = field(kw_only=True)
 
@@ -76,18 +76,23 @@ class Checkpoint(Source):
 
     @property
     def name(self) -> str:
+        """The name of the folder."""
         return self.folder.resolve().name
 
     @cached_property
     def contents_checked(self) -> "Future[None]":
-        """Begins `check_contents` of all arrays beside other work; its result raises what it does."""
+        """The result of `check_contents` for all arrays, which begins beside other work. It raises the same errors."""
         pool = ThreadPoolExecutor(1)
         future = pool.submit(check_contents, self.manifest, self.manifest.arrays)
         pool.shutdown(wait=False)
         return future
 
     def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> "CheckpointReader":
-        """A reader of the arrays. Waits until their contents are checked, and raises what is wrong with them."""
+        """A reader of the arrays. Waits until their contents are checked.
+
+        Raises:
+            CorruptOutput, SourceError: see `check_contents`.
+        """
         self.contents_checked.result()
         return CheckpointReader(self.manifest)
 
@@ -97,29 +102,31 @@ class Checkpoint(Source):
 
     @property
     def encoding(self) -> None:
-        """None: what config.json says of it was true of the original."""
+        """None: config.json describes the encoding of the original source."""
 
     def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
-        """That of the original."""
+        """What the manifest says about the original source."""
         return dict(self.manifest.raw["source"])
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
+        """The shard files of an array: file, first byte and number of bytes."""
         return [(path, 0, path.stat().st_size) for path in sorted((self.manifest.params / info.name).glob("c*"))]
 
     def copy_companion(self, name: str, target: Path) -> None:
+        """Copies a file that came with the weights. Raises SourceError if it was changed."""
         copy_companion(self.manifest, name, target, self.companions[name])
 
     def table(self) -> MappingTable:
-        """Every parameter becomes the one of the same name."""
+        """A table that maps every array to the parameter of the same name."""
         return MappingTable([Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()])
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        UsageError: it is none of ours, holds only a part of a model, or is quantized already.
-        CorruptOutput: its manifest cannot be understood.
+        UsageError: it was not made by tpuconv, or is quantized already.
+        CorruptOutput: its manifest or config.json cannot be understood.
     """
     manifest = read_manifest(folder)
     if manifest.quantization is not None:
@@ -143,12 +150,12 @@ def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """The files that came with the weights, with size and hash."""
     if not manifest.sealed.is_sealed:
         return find_companions(manifest.folder, SOURCE_CARD)
-    own = manifest.sealed.files.items()
-    return {name: dict(facts) for name, facts in own if is_companion(name) or name == SOURCE_CARD}
+    files = manifest.sealed.files.items()
+    return {name: dict(facts) for name, facts in files if is_companion(name) or name == SOURCE_CARD}
 
 
 def copy_companion(manifest: Manifest, name: str, target: Path, facts: Mapping[str, Any]) -> None:
-    """Copies a file that came with the weights, of which size and hash are known.
+    """Copies a file that came with the weights, whose size and hash are `facts`.
 
     Raises:
         SourceError: it cannot be read, or was changed; or the checkpoint was replaced.
@@ -161,11 +168,11 @@ def copy_companion(manifest: Manifest, name: str, target: Path, facts: Mapping[s
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
-    """The config.json of a checkpoint.
+    """The parsed config.json of a checkpoint.
 
     Raises:
-        CorruptOutput: it is not the one that the manifest means.
-        ConfigError: it is no JSON object.
+        CorruptOutput: it does not match the manifest.
+        ConfigError: it holds no JSON object.
     """
     path = str(manifest.folder / CONFIG_FILE)
     raw = parse(manifest.read_file(CONFIG_FILE), path, ConfigError)
@@ -173,11 +180,18 @@ def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.ndarray) -> None:
-    """Fills `out` with a box of an array. An axis with an integer in `box` is none of `out`; those that `box` lacks are
-    whole.
+    """Reads a box of an array into `out`.
+
+    Args:
+        manifest: of the checkpoint.
+        name: of the array.
+        box: a slice or an integer for each of the first axes. `out` lacks axes with an integer; axes that `box` lacks
+            are
+            read completely.
+        out: in the array's dtype.
 
     Raises:
-        CorruptOutput: it cannot be read, or a chunk does not hold its checksum.
+        CorruptOutput: the array cannot be read, or a chunk does not match its checksum.
         SourceError: the checkpoint was replaced.
     """
     folder, array = manifest.params / name, manifest.arrays[name]
@@ -206,63 +220,63 @@ def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
     if manifest.sealed.is_sealed:
         if hash_bytes(data) != manifest.sealed.files.get(f"{PARAMS}/{array.name}/zarr.json"):
             raise ValueError("zarr.json was changed")
-        return array.cut
+        return array.spec
     try:
         found = parse(data, "zarr.json", CorruptOutput)
         shards = tuple(found["chunk_grid"]["configuration"]["chunk_shape"])
-        cut = ShardedArraySpec(array.shape, np.dtype(array.dtype), shards, array.chunks)
+        spec = ShardedArraySpec(array.shape, np.dtype(array.dtype), shards, array.chunks)
         divide = all(s and s % c == 0 for s, c in zip(shards, array.chunks, strict=True))
-        if divide and prod(cut.slots) <= MAX_SLOTS and found == cut.zarr_json():
-            return cut
+        if divide and prod(spec.slots) <= MAX_SLOTS and found == spec.zarr_json():
+            return spec
     except (CorruptOutput, ValueError, KeyError, TypeError):
         pass
     raise ValueError("zarr.json does not describe the array of the manifest")
 
 
-def _read_box(folder: Path, cut: ShardedArraySpec, box: Sequence[slice], out: np.ndarray) -> None:
-    """`out` is of unsigned integers as large as the elements."""
-    for index in product(*(range(b.start // n, -(-b.stop // n)) for b, n in zip(box, cut.shards, strict=True))):
+def _read_box(folder: Path, spec: ShardedArraySpec, box: Sequence[slice], out: np.ndarray) -> None:
+    """`out` has unsigned integers of the size of the elements."""
+    for index in product(*(range(b.start // n, -(-b.stop // n)) for b, n in zip(box, spec.shards, strict=True))):
         slots, sources, targets = [], [], []
-        for slot, start in cut.starts(index):
-            ends = (min(a + c, b.stop) for a, c, b in zip(start, cut.chunks, box, strict=True))
-            both = [(max(a, b.start), end) for a, b, end in zip(start, box, ends, strict=True)]
-            if all(first < end for first, end in both):
+        for slot, start in spec.starts(index):
+            ends = (min(a + c, b.stop) for a, c, b in zip(start, spec.chunks, box, strict=True))
+            ranges = [(max(a, b.start), end) for a, b, end in zip(start, box, ends, strict=True)]
+            if all(first < end for first, end in ranges):
                 slots.append(slot)
-                sources.append(tuple(slice(f - a, e - a) for (f, e), a in zip(both, start, strict=True)))
-                targets.append(tuple(slice(f - b.start, e - b.start) for (f, e), b in zip(both, box, strict=True)))
+                sources.append(tuple(slice(f - a, e - a) for (f, e), a in zip(ranges, start, strict=True)))
+                targets.append(tuple(slice(f - b.start, e - b.start) for (f, e), b in zip(ranges, box, strict=True)))
         if not slots:
             continue
         with open_regular(folder / shard_name(index)) as file:
-            for chunk, source, target in zip(_read_chunks(file, cut, slots), sources, targets, strict=True):
-                out[target] = chunk.view(out.dtype).reshape(cut.chunks)[source]
+            for chunk, source, target in zip(_read_chunks(file, spec, slots), sources, targets, strict=True):
+                out[target] = chunk.view(out.dtype).reshape(spec.chunks)[source]
 
 
 def read_checksum(manifest: Manifest, name: str) -> str:
-    """The checksum of the array that is stored under a name, whose every byte is read once, past the page cache.
+    """The checksum of an array as it is stored, in hex. Every byte is read once, past the page cache.
 
     Raises:
-        CorruptOutput: it cannot be read, or a chunk does not hold its crc32c.
+        CorruptOutput: it cannot be read, or a chunk does not match its crc32c.
     """
     folder, array = manifest.params / name, manifest.arrays[name]
     total = 0
     try:
-        cut = _stored_spec(manifest, array)
-        for index in product(*map(range, cut.grid)):
-            slots, starts = zip(*cut.starts(index), strict=True)
+        spec = _stored_spec(manifest, array)
+        for index in product(*map(range, spec.grid)):
+            slots, starts = zip(*spec.starts(index), strict=True)
             with open_regular(folder / shard_name(index)) as file:
-                for start, chunk in zip(starts, _read_chunks(file, cut, slots), strict=True):
-                    total += chunk_checksum(cut.shape, cut.chunks, start, chunk)
+                for start, chunk in zip(starts, _read_chunks(file, spec, slots), strict=True):
+                    total += chunk_checksum(spec.shape, spec.chunks, start, chunk)
     except (OSError, ValueError) as e:
         raise CorruptOutput(f"cannot be read: {_error_text(e)}") from None
     return f"{add_checksums((total,)):016x}"
 
 
 def check_contents(manifest: Manifest, names: Collection[str]) -> None:
-    """Whether the files of some arrays hold the chunks that the manifest means, told by the crc32c of each: a few bytes
-    of each chunk are read. Whoever reads the chunks finds whether they hold their crc32c.
+    """Checks that the files of some arrays hold the chunks of the manifest, by the crc32c of each: only a few bytes of
+    each chunk are read. Whether the chunks match their crc32c is checked when they are read.
 
     Raises:
-        CorruptOutput: files are missing, or hold other chunks; the arrays are named.
+        CorruptOutput: files are missing, or hold other chunks. The arrays are named.
         SourceError: the checkpoint was replaced.
     """
     if not manifest.sealed.is_sealed:
@@ -282,25 +296,25 @@ def check_contents(manifest: Manifest, names: Collection[str]) -> None:
 
 
 CHECKERS = 8
-"""Threads: each waits for the disk most of the time."""
+"""Number of threads: each waits for the disk most of the time."""
 
 
 def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
     folder, array = manifest.params / name, manifest.arrays[name]
     total = 0
     try:
-        cut = _stored_spec(manifest, array)
-        for index in product(*map(range, cut.grid)):
+        spec = _stored_spec(manifest, array)
+        for index in product(*map(range, spec.grid)):
             with open_regular(folder / shard_name(index)) as file:
                 size = os.fstat(file.fileno()).st_size
                 was_cached = _is_cached(file, size)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                entries = _read_shard_index(file, cut, size)
-                if not np.array_equal(entries, cut.layout(index)):
+                entries = _read_shard_index(file, spec, size)
+                if not np.array_equal(entries, spec.layout(index)):
                     raise ValueError(f"{shard_name(index)} does not hold the chunks that tpuconv writes")
-                ends = (entries[cut.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
+                ends = (entries[spec.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
                 crcs = b"".join([os.pread(file.fileno(), CRC_BYTES, end) for end in ends])
-                total += crc_checksum(cut.grid, index, crcs)
+                total += crc_checksum(spec.grid, index, crcs)
                 if not was_cached:  # else who reads it next takes the few pages that are there for all
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except (OSError, ValueError) as e:
@@ -308,17 +322,17 @@ def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
     return None if f"{add_checksums((total,)):016x}" == array.crc32c else (name, "holds other values")
 
 
-def _read_chunks(file: FileIO, cut: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
-    """The bytes of some chunks of a shard, each until the next one. Those that lie side by side are read together."""
+def _read_chunks(file: FileIO, spec: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yields the bytes of some chunks of a shard, each valid until the next. Adjacent chunks are read together."""
     name, size = Path(file.name).name, os.fstat(file.fileno()).st_size
     if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not _is_cached(file, size):
         _set_flags(file, os.O_DIRECT)
-    end = size - cut.index_bytes
-    index = _read_shard_index(file, cut, size)
+    end = size - spec.index_bytes
+    index = _read_shard_index(file, spec, size)
     spans = []
     for slot in slots:
         start, length = map(int, index[slot])
-        if length != cut.slot_bytes or start + length > end:
+        if length != spec.slot_bytes or start + length > end:
             raise ValueError(f"a chunk of {name} is missing")
         spans.append((start, start + length))
     while spans:
@@ -332,12 +346,12 @@ def _read_chunks(file: FileIO, cut: ShardedArraySpec, slots: Sequence[int]) -> I
         del spans[:count]
 
 
-def _read_shard_index(file: FileIO, cut: ShardedArraySpec, size: int) -> np.ndarray:
-    """Where each chunk of a shard begins, and how long it is."""
+def _read_shard_index(file: FileIO, spec: ShardedArraySpec, size: int) -> np.ndarray:
+    """[chunks, 2]: where each chunk of a shard begins, and how long it is."""
     name = Path(file.name).name
-    if size < cut.index_bytes:
+    if size < spec.index_bytes:
         raise ValueError(f"{name} is too short")
-    data = _read_pages(file, size - cut.index_bytes, size)
+    data = _read_pages(file, size - spec.index_bytes, size)
     return checked(data, f"the index of {name}").copy().view(INDEX_ENTRY).reshape(-1, 2)
 
 
@@ -350,24 +364,25 @@ def _is_cached(file: FileIO, size: int) -> bool:
 
 
 def _read_pages(file: FileIO, start: int, stop: int) -> np.ndarray:
-    """Bytes of a file, in whole pages as O_DIRECT needs it, in memory of the thread that its next read reuses."""
+    """Bytes [start, stop) of a file. They are read in complete pages, as O_DIRECT needs it, into memory that the
+    thread's next read reuses."""
     first = start - start % mmap.PAGESIZE
     memory: np.ndarray | None = getattr(_own, "memory", None)
     if memory is None or memory.nbytes < stop - first:
         memory = _own.memory = page_buffer(max(stop - first, READ_BYTES + CHUNK_BYTES + mmap.PAGESIZE))
-    at = first
-    while at < stop:
-        rest = memory[at - first : -(-(stop - first) // mmap.PAGESIZE) * mmap.PAGESIZE]
+    position = first
+    while position < stop:
+        rest = memory[position - first : -(-(stop - first) // mmap.PAGESIZE) * mmap.PAGESIZE]
         try:
-            n = os.preadv(file.fileno(), [rest.data], at)
+            n = os.preadv(file.fileno(), [rest.data], position)
         except OSError as e:
             if e.errno != errno.EINVAL:
                 raise
             _set_flags(file, 0)  # the file system has no O_DIRECT, or none from here
-            n = os.preadv(file.fileno(), [rest.data], at)
+            n = os.preadv(file.fileno(), [rest.data], position)
         if n == 0:
             raise ValueError(f"{Path(file.name).name} became shorter while it was read")
-        at += n
+        position += n
     return memory[start - first : stop - first]
 
 
@@ -383,7 +398,7 @@ class CheckpointReader:
         self.manifest = manifest
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of an array from byte `start` on, by way of all rows that hold some of them."""
+        """Fills `out` with the bytes of an array from byte `start` on. Complete rows are read."""
         dtype = np.dtype(self.manifest.arrays[info.name].dtype)
         row_bytes = max(1, prod(info.shape[1:]) * dtype.itemsize)
         first, last = start // row_bytes, -(-(start + len(out)) // row_bytes)

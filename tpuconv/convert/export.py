@@ -1,7 +1,7 @@
-"""From a checkpoint of ours back to safetensors under Hugging Face's names, by the inverse of the table.
+"""Exporting a checkpoint of ours to safetensors with Hugging Face's names, by the inverse of the table.
 
-Of a checkpoint that was not cast, the bytes of the source come back: values, or codes and scales where they were kept.
-One row of the table is in memory at a time.
+If it was not cast, the exported bytes are those of the source: values, or quantized values and scales if they stayed
+encoded. One row of the table is in memory at a time.
 """
 
 import json
@@ -48,22 +48,28 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ExportTensor:
-    """A tensor to be written: its dtype as safetensors names it, and how it is made of what the inverse row gives under
-    the name `of`."""
+    """A tensor to write.
+
+    Attributes:
+        dtype: safetensors' name of its dtype.
+        of: the name of the inverse row's result that it is made from.
+        make: makes its values from that result.
+    """
 
     name: str
     dtype: str
     shape: Shape
     of: str
-    made: Callable[[np.ndarray], np.ndarray]
+    make: Callable[[np.ndarray], np.ndarray]
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
-    """The config.json of what is exported: that of the source, which says nothing of an encoding that was undone."""
+    """The config.json to export: the source's, without the description of an encoding that was undone."""
     raw = _source_config(manifest)
     return raw if manifest.passthrough else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
 
@@ -76,15 +82,23 @@ def _source_config(manifest: Manifest) -> dict[str, Any]:
 def export(
     manifest: Manifest, table: MappingTable, config: HasAxes, out: Path, *, overwrite: bool = False
 ) -> Iterator[Progress]:
-    """Writes the checkpoint to the folder `out`, yielding progress; `out` appears whole or not at all, and an old one
-    stays until it does. `table` is the family's, `config` made of `released_config`.
+    """Writes the checkpoint to the folder `out`, and yields progress.
+
+    `out` appears complete or not at all, and an old one stays until it does.
+
+    Args:
+        manifest: of the checkpoint.
+        table: of the family.
+        config: the family's, made of `released_config`.
+        out: the output folder.
+        overwrite: replace an existing output of ours.
 
     Raises:
-        UsageError: the checkpoint holds only a part of a model, was quantized, or has not the source's scales.
-        CorruptOutput: an array is missing, cannot be read, or does not hold its checksum.
+        UsageError: the checkpoint holds only a part of a model, was quantized, or lacks the source's scales.
+        CorruptOutput: an array is missing, cannot be read, or does not match its checksum.
         SourceError: the checkpoint was replaced while it was read.
         OutputError: `out` exists, and must not be replaced.
-        ResourceError: too little disk.
+        ResourceError: there is too little disk space.
     """
     rows = list(_rows(manifest, table, config))
     shards = _shards([tensor for _, tensors in rows for tensor in tensors])
@@ -111,28 +125,33 @@ def export(
             _write_index_and_companions(manifest, shards, journal.staging, total, files)
             manifest.check_current()
             source = dict(manifest.raw["source"])
-            whole = facts | {"fingerprint": fingerprint, "source": source, "family": manifest.family, "files": files}
-            disk.write_file(journal.staging / MANIFEST, seal(whole))
+            manifest_facts = facts | {
+                "fingerprint": fingerprint,
+                "source": source,
+                "family": manifest.family,
+                "files": files,
+            }
+            disk.write_file(journal.staging / MANIFEST, seal(manifest_facts))
         journal.publish()
     yield Progress(total, total, 0, "published")
 
 
 def _check_exported(out: Path) -> None:
-    """Raises CorruptOutput if files of an earlier export are missing or have another size."""
+    """Raises CorruptOutput if files of an earlier export are missing or have the wrong size."""
     sizes = {name: facts["bytes"] for name, facts in read_sealed(out).files.items()}
     raise_damage(out, size_faults(out, sizes))
 
 
 def file_names(count: int) -> list[str]:
-    """Of so many shards, as Hugging Face names them."""
+    """The names of `count` shards, as Hugging Face names them."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[tuple[Binding, list[ExportTensor]]]:
-    """Every inverse row with the tensors that come of it."""
-    manifest.check_whole()
+    """Yields every inverse row with the tensors that it makes."""
+    manifest.check_complete()
     if manifest.quantization is not None and manifest.is_rounded:
         raise UsageError(
             f"{manifest.folder} is quantized, with {manifest.quantization['name']}: its values are not the source's",
@@ -186,7 +205,7 @@ def _passthrough_rows(
     _check_inverse(manifest, parts.scales)
     qvalues, scales = [], []
     shapes = parts.qvalues.src_shapes()
-    for qvalue_stack, scale_stack, refine, own in zip(
+    for qvalue_stack, scale_stack, refine, stored_scales in zip(
         parts.qvalues.src, parts.scales.src, parts.refine, stored, strict=True
     ):
         for name, scale_name in zip(qvalue_stack.names, scale_stack.names, strict=True):
@@ -194,16 +213,18 @@ def _passthrough_rows(
             qvalues.append(
                 ExportTensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x))
             )
-            for suffix, dtype in zip(scheme.extra, own.extra, strict=False):
+            for suffix, dtype in zip(scheme.extra, stored_scales.extra, strict=False):
                 value = np.array(shape, DTYPES[dtype])
                 qvalues.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
             scales.append(
                 ExportTensor(
                     scale_name,
-                    own.dtype,
-                    own.shape,
+                    stored_scales.dtype,
+                    stored_scales.shape,
                     scale_name,
-                    lambda x, own=own, refine=refine: unrefine(x, refine, own.dtype, own.shape),  # type: ignore[misc]
+                    lambda x, stored_scales=stored_scales, refine=refine: unrefine(
+                        x, refine, stored_scales.dtype, stored_scales.shape
+                    ),  # type: ignore[misc]
                 )
             )
     yield parts.qvalues.inverse, qvalues
@@ -230,32 +251,32 @@ def _write(
     total: int,
     files: dict[str, Any],
 ) -> Iterator[Progress]:
-    """The shards one after the other, in the order of the rows; adds them to `files`."""
-    made, done = _made(manifest, rows), 0
+    """Writes the shards in the order of the rows, and adds them to `files`."""
+    produced, done = _produce(manifest, rows), 0
     for name, shard in zip(file_names(len(shards)), shards, strict=True):
         with disk.Writer(folder / name) as file:
             file.write(_header(shard))
-            for tensor, values in islice(made, len(shard)):
+            for tensor, values in islice(produced, len(shard)):
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
                 done += tensor.nbytes
                 yield Progress(done, total, 0, "export")
         files[name] = file.facts()
 
 
-def _made(
+def _produce(
     manifest: Manifest, rows: list[tuple[Binding, list[ExportTensor]]]
 ) -> Iterator[tuple[ExportTensor, np.ndarray]]:
     for binding, tensors in rows:
         arrays = binding(lambda name: _read_array(manifest, name))
         for tensor in tensors:
-            values = tensor.made(_contiguous(arrays[tensor.of], manifest, binding))
+            values = tensor.make(_contiguous(arrays[tensor.of], manifest, binding))
             if (values.shape, values.nbytes) != (tensor.shape, tensor.nbytes):
                 raise OutputError(f"{tensor.name} would be {values.shape}, not {tensor.shape}: a bug of tpuconv")
             yield tensor, values
 
 
 def _read_array(manifest: Manifest, name: str) -> np.ndarray:
-    """An array of the checkpoint as unsigned integers, which move faster than floats and keep every bit."""
+    """An array of the checkpoint as unsigned integers, which are faster to move than floats and keep every bit."""
     array = manifest.arrays[name]
     values = np.empty(array.shape, np.dtype(array.dtype))
     read_box(manifest, name, tuple(slice(0, n) for n in array.shape), values)
@@ -263,7 +284,7 @@ def _read_array(manifest: Manifest, name: str) -> np.ndarray:
 
 
 def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.ndarray:
-    """In memory of its own and in the dtype of the row's arrays."""
+    """A contiguous copy in the dtype of the row's arrays."""
     out = np.empty(array.shape, array.dtype)
     copy_strided([(out, array)])
     return out.view(np.dtype(manifest.arrays[binding.src[0].names[0]].dtype))
@@ -271,14 +292,14 @@ def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.n
 
 def _header(shard: list[ExportTensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
-    at = 0
+    offset = 0
     for tensor in shard:
         header[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        at += tensor.nbytes
+        offset += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text
@@ -287,7 +308,7 @@ def _header(shard: list[ExportTensor]) -> bytes:
 def _write_index_and_companions(
     manifest: Manifest, shards: list[list[ExportTensor]], folder: Path, total: int, files: dict[str, Any]
 ) -> None:
-    """The index and the files that go with the weights; adds them to `files`."""
+    """Writes the index and the files that go with the weights, and adds them to `files`."""
 
     def write(name: str, text: str) -> None:
         disk.write_file(folder / name, text.encode())

@@ -1,4 +1,4 @@
-"""The loop: converts what is left to do, and publishes the output when it is complete."""
+"""The loop of a conversion: does what is left to do, and publishes the output when it is complete."""
 
 import os
 import threading
@@ -26,12 +26,13 @@ from tpuconv.storage.journal import Journal, State
 from tpuconv.storage.sealed import STAGED, raise_damage, seal
 
 AHEAD_BYTES = 768 * MIB
-"""Of the source, read while the rules of a quantization are resolved: what a disk gives in a second."""
+"""Bytes of the source that are read while the rules of a quantization are resolved: what a disk delivers
+in a second."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a conversion is, in bytes of the source; those of an earlier run are `resumed`."""
+    """How far a conversion is, in bytes of the source. `resumed` are those of an earlier run."""
 
     done: int
     total: int
@@ -40,8 +41,8 @@ class Progress:
 
 
 def read_ahead(plan: Plan) -> None:
-    """Begins to check a checkpoint's contents, and then to bring what `run` reads first to the page cache, while other
-    work leaves the disk idle."""
+    """Begins to check a checkpoint's contents and then to load what `run` reads first into the page cache, while other
+    work leaves the disk idle. Runs in a thread; errors are left to `run`."""
     checked = plan.source.start_checks()
 
     def read() -> None:
@@ -49,7 +50,9 @@ def read_ahead(plan: Plan) -> None:
         left = AHEAD_BYTES
         names = dict.fromkeys(name for unit in plan.units for slab in unit.slabs for name in slab.names())
         with suppress(OSError):  # whoever reads it in earnest says what is wrong
-            for path, start, size in (at for n in names for i in plan.tensors[n].stored for at in plan.source.files(i)):
+            for path, start, size in (
+                place for n in names for i in plan.tensors[n].stored for place in plan.source.files(i)
+            ):
                 with path.open("rb", buffering=0) as file:
                     os.posix_fadvise(file.fileno(), start, min(size, left), os.POSIX_FADV_WILLNEED)
                 left -= size
@@ -60,14 +63,21 @@ def read_ahead(plan: Plan) -> None:
 
 
 def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
-    """Converts, yielding progress. Killed at any moment and run again, it goes on where it was.
+    """Converts, and yields progress. If it is killed at any moment and run again, it resumes.
+
+    Args:
+        plan: what to convert.
+        out: the output folder.
+        limits: jobs and memory.
+        overwrite: replace an existing output of ours.
 
     Raises:
         MappingError: the plan has faults.
         SourceError: the source changed, cannot be read, or holds values that are not finite.
-        DamagedDownload: a shard of the Hub has not the sha256 that is promised of it.
-        ResourceError: too little disk or memory.
-        OutputError: `out` exists, is locked or belongs to another plan.
+        DamagedDownload: a shard from the Hub does not match its promised sha256.
+        ResourceError: there is too little disk space or memory.
+        OutputError: `out` exists, is locked, or belongs to another plan.
+        UsageError: `out` lies in the source folder.
     """
     plan.check()
     job_count = jobs(plan, limits)
@@ -88,17 +98,18 @@ def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> It
 
 
 def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
-    """Whether an output of this plan has all its files, in their sizes, and was made of these very files.
+    """Checks that an output of this plan has all its files, in their sizes, and was made from the files of the source
+    as they are now.
 
     Raises:
-        CorruptOutput: files are missing or have another size.
-        OutputError: it was made of a source with the same headers and other values.
+        CorruptOutput: files are missing or have the wrong size.
+        OutputError: it was made from a source with the same headers and other values.
     """
-    there = manifest.read_manifest(out)
-    raise_damage(out, there.size_faults())
+    published = manifest.read_manifest(out)
+    raise_damage(out, published.size_faults())
     if not plan.source.hashed:  # its arrays' checksums are in the fingerprint
         return
-    reader, known = plan.source.open(), there.raw["source"]["shards"]
+    reader, known = plan.source.open(), published.raw["source"]["shards"]
     try:
         for shard in plan.source.shards:
             facts = known.get(shard.name, {})
@@ -117,8 +128,8 @@ STAMPS_ENTRY = {"stamps": Each(str)}
 
 
 def _forget_changed(plan: Plan, journal: Journal) -> bool:
-    """Marks as not done what an earlier run made of files that are other files now, or changed since; but not of those
-    that had the promised hash. All of these files are hashed again. Says whether something was made of other files."""
+    """Marks as not done what an earlier run made from files that were replaced or changed since, unless they had the
+    promised hash. All of these files are hashed again. Returns whether something was made from other files."""
     now = {shard.name: shard.stamp for shard in plan.source.shards}
     then = (journal.done("stamps", STAMPS_ENTRY) or {"stamps": {}})["stamps"]
     if then == now:
@@ -155,15 +166,15 @@ def _check_disk(plan: Plan, folder: Path, todo: Sequence[WorkUnit]) -> None:
 
 
 def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
-    """All that the output holds besides the arrays, whose small `files` are there. The manifest comes last."""
+    """Writes what the output holds besides the arrays, whose small `files` exist. The manifest comes last."""
     checksums: Checksums = {}
     statistics: dict[str, dict[str, float]] = {}
     for unit in plan.units:
         done = journal.done(unit.uid, UNIT_ENTRY) or {"checksums": {}, "figures": {}}
         for name, sums in done["checksums"].items():
             add_sums(checksums, name, (sums["values"], sums["crcs"]))
-        for name, own in done["figures"].items():
-            manifest.add_statistics(statistics.setdefault(name, {}), own)
+        for name, found in done["figures"].items():
+            manifest.add_statistics(statistics.setdefault(name, {}), found)
     if checksums.keys() != plan.arrays.keys() or statistics.keys() != plan.encoders.keys():
         raise OutputError(
             f"the entries in {journal.folder} are not those of this conversion",

@@ -1,4 +1,4 @@
-"""How many jobs a run of a plan has, and the memory that it needs."""
+"""How many jobs a run of a plan has, and how much memory it needs."""
 
 import os
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
 
 BASE_MEMORY = 212 << 20
-"""Of the interpreter, libraries and the compiler of kernels, measured; without the pages of library files, which the
-system takes back where memory is short."""
+"""Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can
+free."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine gives: neither changes the output."""
+    """What a run may use. Does not change the output. `max_memory` is in bytes."""
 
     jobs: int
     max_memory: int
 
     @classmethod
     def of_this_machine(cls, jobs: int | None = None, max_memory: int | None = None) -> "Limits":
-        """By default a job for each processor and one that reads meanwhile, and 60% of the memory."""
+        """By default one job per processor, one more that reads meanwhile, and 60% of the memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(jobs or len(os.sched_getaffinity(0)) + 1, max_memory or int(0.6 * memory))
 
@@ -30,10 +30,10 @@ class Buffers:
     """Bytes that one job holds at most.
 
     Attributes:
-        values: of values as they are wanted.
-        raw: of values as they are stored, where that is not the same.
-        shard: of a shard; one is built while another is written.
-        encoded: of what encoders make.
+        values: values in the dtype that is wanted.
+        raw: values as they are stored, if that is another dtype.
+        shard: one shard. While one is built, another is written.
+        encoded: what encoders make.
     """
 
     values: int
@@ -43,11 +43,12 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
+        """Their sum."""
         return self.values + self.raw + 2 * self.shard + self.encoded
 
 
 def buffers(plan: Plan) -> Buffers:
-    """What one job of a plan needs."""
+    """The memory that one job of a plan needs."""
     slabs = [slab for unit in plan.units for slab in unit.slabs]
     return Buffers(
         values=max((slab.nbytes for slab in slabs), default=0),
@@ -58,21 +59,21 @@ def buffers(plan: Plan) -> Buffers:
 
 
 def jobs(plan: Plan, limits: Limits) -> int:
-    """As many of the wanted jobs as the memory allows.
+    """The number of jobs: those wanted, as far as the memory suffices.
 
     Raises:
-        ResourceError: not even one fits.
+        ResourceError: it does not suffice for one.
     """
-    each = buffers(plan).nbytes
-    fitting = (limits.max_memory - BASE_MEMORY) // max(1, each)
+    job_bytes = buffers(plan).nbytes
+    fitting = (limits.max_memory - BASE_MEMORY) // max(1, job_bytes)
     if fitting < 1:
         raise ResourceError(
             f"{limits.max_memory / 1e6:.0f} MB of memory are too few to convert {plan.source.name}",
-            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + each) // 1_000_000)}MB",
+            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + job_bytes) // 1_000_000)}MB",
         )
     return max(1, min(limits.jobs, fitting, len(plan.units)))
 
 
 def peak_memory(plan: Plan, job_count: int) -> int:
-    """Private memory in bytes that a conversion with so many jobs needs at most."""
+    """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
     return BASE_MEMORY + job_count * buffers(plan).nbytes

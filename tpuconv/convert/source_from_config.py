@@ -1,7 +1,7 @@
-"""A release by its config.json alone: the headers that its tensors must have, before any of it is there.
+"""The source that a config.json describes: the headers that its tensors must have, before any file exists.
 
-Which tensors there are says the family's table; which of them are encoded, and how they are stored then, what
-config.json says of the encoding. So what is planned from headers can be planned from this.
+The family's table says which tensors there are; config.json says which of them are encoded, and how. So everything that
+is planned from headers can be planned from this.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,34 +22,40 @@ from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
 
 PLAIN, BUFFER = "BF16", "F32"
-"""The types of what is not encoded: of parameters, and of what is not trained."""
+"""Dtypes of parameters, and of buffers, that are not encoded."""
 
 SHARD = "model.safetensors"
 
 MAX_MODEL_BYTES = 4 << 40
-"""Twice those of the largest model: a plan holds the slabs that it is converted in."""
+"""Twice those of the largest model: a plan holds all slabs of the conversion."""
 
 NEVER_ENCODED = ("embed", "router")
-"""Modules whose matrix is looked up, or whose small differences decide."""
+"""Modules whose matrix is looked up, or in which small differences decide."""
 
 
 def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
-    """The source that a parsed config.json and the family's reading of it describe, with no bytes behind it.
+    """A source without bytes.
+
+    Args:
+        name: of the model.
+        raw: the parsed config.json.
+        table: of the family.
+        config: the family's reading of `raw`.
 
     Raises:
         UnsupportedConfig: an encoding that is not implemented.
-        ConfigError: a pattern that is none or takes for ever, or a model of more tensors or bytes than there are.
+        ConfigError: an invalid or slow pattern, or a model with too many tensors or bytes.
     """
-    tensors, at = {}, 0
+    tensors, offset = {}, 0
     for tensor, dtype, shape in _stored(raw, table, config):
         nbytes = prod(shape) * DTYPES[dtype].itemsize
-        tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, at, nbytes)
-        at += nbytes
-    if at > MAX_MODEL_BYTES:
+        tensors[tensor] = TensorInfo(tensor, dtype, shape, SHARD, offset, nbytes)
+        offset += nbytes
+    if offset > MAX_MODEL_BYTES:
         raise ConfigError(
-            f"config.json describes a model of {at} bytes, more than the {MAX_MODEL_BYTES} that are planned"
+            f"config.json describes a model of {offset} bytes, more than the {MAX_MODEL_BYTES} that are planned"
         )
-    return Source(Path(name), raw, tensors, (SourceShard(SHARD, at),))
+    return Source(Path(name), raw, tensors, (SourceShard(SHARD, offset),))
 
 
 def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
@@ -75,7 +81,7 @@ def _is_multiplied(binding: Binding) -> bool:
 
 
 def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape) -> Scheme | None:
-    """Of a matrix, or of those of all experts; None where it is not encoded."""
+    """The scheme of a matrix, or of those of all experts; None if it is not encoded."""
     for group in known:
         scheme = group.schemes[0]
         is_one = len(shape) == (3 if scheme.groups_apart else 2) and name.endswith(scheme.name)

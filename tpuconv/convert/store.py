@@ -1,7 +1,7 @@
-"""The only writer of Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads.
+"""Writes Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads. No other module does.
 
-A shard is complete in memory before it is written, written again if in doubt, and no two slabs of work share one, so
-that units need no merging and any process may run them.
+A shard is complete in memory before it is written, and may be written again. No two slabs share one, so that units need
+no merging and any process may do them.
 """
 
 import json
@@ -27,7 +27,7 @@ class Store:
         self.arrays = arrays
 
     def make_folders(self) -> None:
-        """One for every array."""
+        """Creates a folder for every array."""
         disk.make_folder(self.folder)
         for array in self.arrays.values():
             disk.make_folder(self.folder / array.name)
@@ -35,26 +35,28 @@ class Store:
         disk.sync(self.folder.parent)
 
     def write_metadata(self) -> None:
-        """Describes every array."""
+        """Writes the zarr.json of every array."""
         for name, content in self._array_files().items():
             disk.write_file(self.folder / name, content)
         self.sync(self.arrays)
 
     def write(self, name: str, shard: ShardBuilder) -> None:
-        """Writes a finished shard of an array to the disk; `sync` makes its name durable."""
+        """Writes a finished shard of an array. `sync` makes its name durable."""
         disk.write_file(self.folder / name / shard_name(shard.index), shard.close())
 
     def sync(self, names: Iterable[str]) -> None:
-        """Makes the shards of some arrays durable, names included."""
+        """Makes the shards of some arrays durable, with their names."""
         for name in names:
             disk.sync(self.folder / name)
 
     def finish(self) -> dict[str, bytes]:
-        """Checks that every file of an array is there, and makes the folder an Orbax checkpoint. May be called again.
-        Gives the small files in it: all but the shards.
+        """Checks that every file of every array exists, and makes the folder an Orbax checkpoint. May be called again.
+
+        Returns:
+            The contents of the small files: all but the shards.
 
         Raises:
-            OutputError: a file is missing, which would be a bug of ours or a meddling process.
+            OutputError: a file is missing, by a bug or because another process removed it.
         """
         sizes = {name: len(content) for name, content in self._array_files().items()}
         sizes |= {
@@ -64,11 +66,11 @@ class Store:
             raise OutputError(
                 f"{self.folder / name} {fault}", hint=f"remove {self.folder.parent.parent} and convert again"
             )
-        own = _orbax_files(self.arrays)
-        for name, content in own.items():
+        orbax_files = _orbax_files(self.arrays)
+        for name, content in orbax_files.items():
             disk.write_file(self.folder / name, content)
         disk.sync(self.folder)
-        return own | self._array_files()
+        return orbax_files | self._array_files()
 
     def _array_files(self) -> dict[str, bytes]:
         return {f"{a.name}/zarr.json": json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}

@@ -12,7 +12,7 @@ PANEL_ROWS = 256
 
 @compiled  # type: ignore[untyped-decorator]
 def exchange_halves(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> None:
-    """Of two rows of words: what lies high in those of `a` changes places with what lies low in those of `b`."""
+    """Exchanges the high parts of the words of `a` with the low parts of those of `b`, for two rows [words]."""
     for i in range(a.size):
         x, y = a[i], b[i]
         a[i] = (x & low) | ((y & low) << shift)
@@ -21,27 +21,42 @@ def exchange_halves(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint
 
 @compiled  # type: ignore[untyped-decorator]
 def transpose(
-    rows: np.ndarray, at: np.ndarray, pitch: int, out: np.ndarray, to: np.ndarray, height: int, width: int, per: int
+    rows: np.ndarray,
+    starts: np.ndarray,
+    pitch: int,
+    out: np.ndarray,
+    out_starts: np.ndarray,
+    height: int,
+    width: int,
+    per: int,
 ) -> None:
-    """Transposes matrices of `height` rows and `width` columns. A word of 64 bits holds `per` elements of a row; row i
-    of matrix k begins at word `at[k] + i * pitch` of `rows`. Its transposed rows, one after the other, go to `out` from
-    byte `to[k]` on. Both sizes are multiples of `per`.
+    """Transposes matrices of `height` rows and `width` columns.
 
-    A tile is copied first, its rows an odd number of words apart: where it lies they may be a multiple of 4 kB apart,
-    which a cache keeps in the same few places. Squares of `per` rows and one word are transposed by exchanging halves,
-    then quarters of words (Warren, Hacker's Delight, 7-3), many side by side.
+    Args:
+        rows: words of 64 bits, each of `per` elements of a row. Row i of matrix k begins at word `starts[k] + i *
+            pitch`.
+        starts: [matrices], where each begins.
+        pitch: words from one row to the next.
+        out: bytes. The transposed rows of matrix k, one after the other, begin at byte `out_starts[k]`.
+        out_starts: [matrices].
+        height, width: multiples of `per`.
+        per: elements in a word.
+
+    A panel is copied first, its rows an odd number of words apart: in place they may be a multiple of 4 kB apart, which
+    a cache keeps in the same few lines. Squares of `per` rows and one word are transposed by exchanging halves, then
+    quarters of words (Warren, Hacker's Delight, 7-3), many side by side.
     """
     lows = (np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF))
     tile = np.empty((per, PANEL_ROWS // per, PANEL_WORDS + 1), np.uint64)
-    for matrix in range(at.size):
-        words = out[to[matrix] : to[matrix] + 8 * (height * width // per)].view(np.uint64)
+    for matrix in range(starts.size):
+        words = out[out_starts[matrix] : out_starts[matrix] + 8 * (height * width // per)].view(np.uint64)
         for i0 in range(0, width // per, PANEL_WORDS):
             wide = min(PANEL_WORDS, width // per - i0)
             for j0 in range(0, height, PANEL_ROWS):
                 squares = min(PANEL_ROWS, height - j0) // per
                 for k in range(squares):
                     for x in range(per):
-                        first = at[matrix] + (j0 + per * k + x) * pitch + i0
+                        first = starts[matrix] + (j0 + per * k + x) * pitch + i0
                         source, staged = rows[first : first + wide], tile[x, k]
                         for i in range(wide):
                             staged[i] = source[i]

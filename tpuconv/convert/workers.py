@@ -31,11 +31,11 @@ from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.journal import Journal
 
 CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
-"""Stored types that have NaN and are searched for it; the other types of codes have none."""
+"""Stored dtypes that have NaN and are searched for it. Other quantized values have none."""
 HASH_ENTRY = {"sha256": str}
 SUM = Range(0, (1 << 64) - 1)
 UNIT_ENTRY = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.STATISTICS)}
-"""Of the journal's entries: the stamps of the shards that units are made of, the hash of a shard, a unit."""
+"""Schemas of the journal's entries for the hash of a shard and for a unit of work."""
 
 
 def hash_entry(shard: int) -> str:
@@ -48,6 +48,7 @@ Checksums = dict[str, tuple[int, int]]
 
 
 def add_sums(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
+    """Adds parts to the checksums of an array."""
     values, crcs = checksums.get(name, (0, 0))
     checksums[name] = manifest.add_checksums((values, parts[0])), manifest.add_checksums((crcs, parts[1]))
 
@@ -57,6 +58,8 @@ class _Cancelled(Exception):
 
 
 class Workers:
+    """The threads of a run and what they share."""
+
     def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
         self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
         self.stop = threading.Event()
@@ -66,7 +69,7 @@ class Workers:
         self.writers = ThreadPoolExecutor(jobs)
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
-        """Does all that is left; yields the bytes converted so far about ten times a second."""
+        """Does all `units`. Yields the number of bytes converted so far, about ten times a second."""
         tasks = self._tasks(units)
         if units:
             for _ in range(min(self.jobs, len(units))):
@@ -90,7 +93,7 @@ class Workers:
             self.reader.close()
 
     def _tasks(self, units: Sequence[WorkUnit]) -> list[Callable[[], None]]:
-        """Units in the order of the source on disk; the hash of a shard, mostly done by then, after its last unit."""
+        """Units in the order of the source on disk. The hash of a shard, mostly done by then, follows its last unit."""
         shards = self.plan.source.shards if self.plan.hashes_shards else ()
         last = {shard: i for i, unit in enumerate(units) for shard in self.plan.shards_of(unit)}
         tasks: list[Callable[[], None]] = [self._describe]
@@ -117,7 +120,7 @@ class Workers:
             self.journal.record(entry, {"sha256": digest})
 
     def _check_promises(self, shards: Collection[str]) -> None:
-        """After an error of what shards hold: raises DamagedDownload if one is not what the Hub promises."""
+        """After an error in what shards hold: raises DamagedDownload if one does not match what the Hub promises."""
         for shard in self.plan.source.shards:
             if shard.name in shards and shard.sha256 is not None:
                 self._check_hash(shard)
@@ -125,11 +128,11 @@ class Workers:
     def _compare(self, copy: str, original: str) -> None:
         a, b = (self.plan.tensors[name].values for name in (copy, original))
         buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
-        for at in range(0, a.nbytes, 4 * MIB):
+        for start in range(0, a.nbytes, 4 * MIB):
             self._check_cancelled()
-            views = [buffer[: a.nbytes - at] for buffer in buffers]
+            views = [buffer[: a.nbytes - start] for buffer in buffers]
             for info, view in zip((a, b), views, strict=True):
-                self.reader.read(info, at, view)
+                self.reader.read(info, start, view)
             if views[0] != views[1]:
                 self._check_promises({a.shard, b.shard})
                 raise SourceError(
@@ -157,8 +160,8 @@ class Workers:
             self.plan.encoders[name].check()
         self.store.sync(checksums)
         self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
-        own = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
-        self.journal.record(unit.uid, {"checksums": own, "figures": statistics})
+        sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
+        self.journal.record(unit.uid, {"checksums": sums, "figures": statistics})
 
     def _slab(
         self, slab: Slab, memory: "_Memory", checksums: "Checksums", statistics: dict[str, dict[str, float]]
@@ -173,28 +176,28 @@ class Workers:
                 if encoder is None:
                     self._write(self.plan.arrays[name], box, target, memory, checksums)
                     continue
-                parts, own = encoder(target.view(slab.dtype))
+                parts, found = encoder(target.view(slab.dtype))
             except FloatingPointError:
                 raise self._not_finite(name, slab, memory) from None
-            manifest.add_statistics(statistics.setdefault(name, {}), own)
+            manifest.add_statistics(statistics.setdefault(name, {}), found)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
                 self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
 
     def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
-        """The error for values of a parameter that are not finite, naming the first one in the source."""
+        """The error for values of a parameter that are not finite. It names the first one in the source."""
         values = memory.values[: slab.nbytes].view(slab.dtype)
         found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         details = []
         if found.size:
-            at = int(found[0])
+            number = int(found[0])
             for source, start, count in chain.from_iterable(slab.reads()):
-                if at < count:
-                    place = self.plan.tensors[source].place(start + at)
-                    details.append(f"the first is {source}{place}, which is {values[found[0]]} in {slab.dtype.name}")
+                if number < count:
+                    index = self.plan.tensors[source].place(start + number)
+                    details.append(f"the first is {source}{index}, which is {values[found[0]]} in {slab.dtype.name}")
                     break
-                at -= count
+                number -= count
         return SourceError(
             f"{name} is not finite: there are NaN or infinite values",
             details=details,
@@ -205,7 +208,7 @@ class Workers:
     def _write(
         self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
     ) -> None:
-        """Builds one shard, of the values, as unsigned integers, that lie in `box`, and begins to write it.
+        """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it.
 
         Raises:
             FloatingPointError: a value is not finite.
@@ -238,7 +241,7 @@ class Workers:
 
 
 class _Memory:
-    """What one worker holds, allocated once: fresh memory costs more than the copy into it."""
+    """The memory of one worker. It is allocated once, since new memory costs more than the copy into it."""
 
     def __init__(self, plan: Plan, writers: Executor):
         need = buffers(plan)
@@ -247,17 +250,18 @@ class _Memory:
         self.writes: deque[Future[None]] = deque()
 
     def room_for_shard(self) -> np.ndarray:
-        """What was built there before is written by now. Raises what went wrong then."""
+        """Memory for a shard. Waits until the shard that was in it is written, and raises what went wrong."""
         if len(self.writes) == len(self.shards):
             self.writes.popleft().result()
         return self.shards[0]
 
     def write(self, write: Callable[[], None]) -> None:
-        """Begins to write what was built in the room; the next shard gets another."""
+        """Begins to write the shard in the room. The next shard gets another room."""
         self.writes.append(self.writers.submit(write))
         self.shards.rotate(-1)
 
     def wait_until_written(self) -> None:
+        """Waits until all shards are written, and raises what went wrong."""
         while self.writes:
             self.writes.popleft().result()
 
@@ -268,23 +272,23 @@ class _Memory:
             values = self.values[: slab.nbytes].view(slab.dtype).reshape([s.stop - s.start for s in box])
             reader.read_box(plan.tensors[slab.binding.src[0].names[0]].values, box, values)
             return [values]
-        sources, at = [], 0
+        sources, used = [], 0
         for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
-            first = at
+            first = used
             for name, start, count in parts:
-                out = self.values[at : at + count * slab.dtype.itemsize].view(slab.dtype)
+                out = self.values[used : used + count * slab.dtype.itemsize].view(slab.dtype)
                 with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
                     plan.tensors[name].read(reader, start, self.raw, out)
-                at += out.nbytes
-            sources.append(self.values[first:at].view(slab.dtype).reshape(shape))
+                used += out.nbytes
+            sources.append(self.values[first:used].view(slab.dtype).reshape(shape))
         return sources
 
 
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether no element is infinite or not a number, from the bit patterns of floats.
+    """Whether no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
 
-    Those are the patterns from that of infinity on (of NaN, where a type has no infinity), of either sign, so that the
-    largest signed and the largest unsigned pattern decide: two passes at the speed of memory and no temporary.
+    Those are the patterns from that of infinity on (of NaN, if the dtype has no infinity), of either sign. So the
+    largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
     """
     if not bits.size:
         return True

@@ -48,7 +48,7 @@ COMPRESSED = {
         )
     ),
 }
-"""What is read of a description, and of which types."""
+"""Which keys of a description are read, and their types."""
 
 KNOWN_FORMATS = (
     *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
@@ -68,21 +68,26 @@ STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
         "INT4 in bytes": BYTES_FIELDS,
     },
 }
-"""By type and number of bits: the ways in which weights are stored, of which the names and dtypes of tensors tell."""
+"""By type and number of bits, the ways in which weights are stored. Names and dtypes of tensors tell which."""
 TENSOR_GROUP = "tensor_group"
-"""The strategy of scales in groups with one more of the tensor."""
+"""The strategy with scales of groups and one more scale of the tensor."""
 STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     ("float", 4): {
         "NVFP4": {"values": ".weight_packed", "tensor_scale": ".weight_global_scale", "divided": True, **FP4_FIELDS}
     },
 }
 PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
-"""Formats that tell which of two ways it is."""
+"""Formats that tell which of two ways is used."""
 STORED_SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
-"""By type and strategy: of scales that are not of the type that the weights had."""
+"""By type and strategy, the dtype of scales if it is not that of the original weights."""
 
 
 def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
+    """The groups of a compressed-tensors description.
+
+    Raises:
+        UnsupportedConfig: a format, strategy or number of bits that is not implemented.
+    """
     config_groups = quantization.get("config_groups")
     if not isinstance(config_groups, Mapping) or not config_groups:
         raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
@@ -116,9 +121,9 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
                 blocks=blocks,
                 scale_dtype=scale_dtype,
                 by_row=weights.get("strategy") == "channel",
-                **how,
+                **fields,
             )
-            for name, how in stored.items()
+            for name, fields in stored.items()
         ]
         formats = {group.get("format"), quantization.get("format")}
         if formats & {PACKED_FORMAT, *BYTES_FORMATS}:
@@ -136,7 +141,7 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
 
 
 LINEAR = "Linear"
-"""The class of modules, in the place of a name."""
+"""A class of modules, used instead of a name."""
 
 
 def _takes_all(group: Mapping[str, Any]) -> bool:
@@ -144,7 +149,8 @@ def _takes_all(group: Mapping[str, Any]) -> bool:
 
 
 def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> bool:
-    """As compressed-tensors chooses: by a name, a pattern from the left, or the class of a module."""
+    """Whether a module is a target, as compressed-tensors chooses: by name, by a pattern of its
+    beginning, or by class."""
 
     def matches(target: str) -> bool:
         return (
@@ -155,7 +161,7 @@ def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> b
 
 
 def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
-    """In words and in numbers; None where there are no such."""
+    """The blocks in words and as numbers; None if the strategy is not known."""
     strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if isinstance(block, str):  # as older ones have it: "128x128"
         block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]

@@ -1,8 +1,8 @@
-"""Encodings: how a checkpoint stores a tensor in several, and the values that they stand for.
+"""How a checkpoint encodes a tensor in several stored ones, and decoding it.
 
-An encoding is a property of the checkpoint, found from config.json's `quantization_config`, and knows no family. All of
-them are one scheme: a code of 8 or 4 bits stands for a value (a table), and a block of values shares a scale.
-What differs is the table, the block, the names and the dtype of the scales.
+An encoding is a property of the checkpoint, read from config.json's `quantization_config`; it knows no family. All
+encodings are one scheme: a quantized value of 8 or 4 bits stands for a number (a table), and a block of values shares a
+scale. They differ in the table, the block, and the names and dtypes.
 """
 
 import re
@@ -23,13 +23,19 @@ from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
 TABLE_BYTES = 1 << 18
-"""Of tables made at a time: they stay in the second-level cache until they are used."""
+"""Size of the tables that are made together: they stay in the second-level cache until they are used."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as a family's table sees it: plain, or decoded from `values`, `scales` and perhaps the one scale of the
-    whole tensor, by `scheme`."""
+    """A tensor as a family's table sees it: plain, or decoded by `scheme` from `values`, `scales` and perhaps
+    `tensor_scale`, one scale of the whole tensor.
+
+    Attributes:
+        extra: other stored tensors that belong to it.
+        any_scales: whether scales that no quantizer writes, not positive or not finite, are decoded without an error.
+        passthrough: whether it stays encoded, and so is never cast.
+    """
 
     name: str
     shape: Shape
@@ -39,14 +45,12 @@ class Tensor:
     scheme: Scheme | None = None
     tensor_scale: TensorInfo | None = None
     any_scales: bool = field(default=False, kw_only=True)
-    """Whether scales that no quantizer makes, which are not positive or not finite, are decoded all the same."""
 
     passthrough = False
-    """Whether it stays encoded, so that it is never cast."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the values: the stored one, or bfloat16 where they are decoded."""
+        """The dtype of the values: the stored one, or bfloat16 if they are decoded."""
         return DTYPES[self.values.dtype] if self.scheme is None else np.dtype(ml_dtypes.bfloat16)
 
     @property
@@ -56,19 +60,25 @@ class Tensor:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     def stored_bytes(self, count: int) -> int:
-        """Bytes in which `count` values are stored, scales aside."""
+        """The number of bytes in which `count` values are stored, without scales."""
         return count * self.values.nbytes // max(1, self.size)
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
-        """Whether its bytes are values of that dtype."""
+        """Whether its stored bytes are values of that dtype."""
         return self.scheme is None and self.dtype == dtype
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out`, flat and of any float dtype, with the values from number `start` on. `raw` is room for their
-        bytes, unless they are stored as they are wanted.
+        """Reads values.
+
+        Args:
+            reader: of the source.
+            start: number of the first value.
+            raw: memory [bytes] for the stored bytes. Not used if the values are stored in the dtype of `out`.
+            out: flat, of any float dtype, filled with values.
 
         Raises:
             SourceError: a scale is zero, negative or not finite, unless `any_scales`; or the source cannot be read.
@@ -82,25 +92,27 @@ class Tensor:
             reader.read(self.values, start * self.dtype.itemsize, raw.data)
             np.copyto(out, raw.view(self.dtype), casting="unsafe")
 
-    def place(self, at: int) -> list[int]:
-        """The index, in the tensor that is named, of value number `at`."""
-        return place_of(at, self.shape)
+    def place(self, number: int) -> list[int]:
+        """The index of value `number` in the stored tensor that is named in an error."""
+        return place_of(number, self.shape)
 
     def decode_scales(self, reader: Reader, stored: np.ndarray) -> np.ndarray:
-        """In float32 what some stored scales stand for, with that of the whole tensor where it has one."""
+        """Stored scales in float32, multiplied or divided by the scale of the whole tensor, if there is one."""
         assert self.scheme is not None
         scales = decode_scales(stored)
         if self.tensor_scale is None:
             return scales
-        one = self._tensor_scale(reader)
-        both: np.ndarray = (np.divide if self.scheme.divided else np.multiply)(scales, one.astype(np.float32))
-        return both
+        tensor_scale = self._tensor_scale(reader)
+        product: np.ndarray = (np.divide if self.scheme.divided else np.multiply)(
+            scales, tensor_scale.astype(np.float32)
+        )
+        return product
 
     def _tensor_scale(self, reader: Reader) -> np.ndarray:
         assert self.tensor_scale is not None
-        one = np.empty(1, DTYPES[self.tensor_scale.dtype])
-        reader.read(self.tensor_scale, 0, one.view(np.uint8).data)
-        return one
+        scale = np.empty(1, DTYPES[self.tensor_scale.dtype])
+        reader.read(self.tensor_scale, 0, scale.view(np.uint8).data)
+        return scale
 
     def _check_scales(self, reader: Reader, stored: np.ndarray) -> None:
         assert self.scales is not None
@@ -109,8 +121,8 @@ class Tensor:
             check_scales(self.tensor_scale.name, self._tensor_scale(reader).reshape(self.tensor_scale.shape))
 
     def _decode(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """The product of a code's value and the scale in float32, rounded once to the dtype of `out`: for each block of
-        values a table of its products, in which they are looked up."""
+        """Each value is the product of its number in the table and its scale, in float32, rounded once to the dtype of
+        `out`. The products are looked up: a table of all of them is made for each block."""
         from tpuconv.encodings.kernels import look_up
 
         assert self.scheme is not None
@@ -129,10 +141,14 @@ class Tensor:
         bits, done = np.dtype(f"u{out.itemsize}"), 0
         while done < out.size:
             row, first = divmod(start + done, columns)
-            matrix, own = divmod(row, height)
-            scale = matrix * -(-height // rows) + own // rows
+            matrix, row_in_matrix = divmod(row, height)
+            scale = matrix * -(-height // rows) + row_in_matrix // rows
             # Rows with scales of their own; or those that share them, up to the end of the block or of the matrix.
-            last = row + at_once if rows == 1 else row - own + min(height, own - own % rows + rows)
+            last = (
+                row + at_once
+                if rows == 1
+                else row - row_in_matrix + min(height, row_in_matrix - row_in_matrix % rows + rows)
+            )
             count = min(out.size - done, last * columns - row * columns - first)
             scales_SB1 = scales_SB[scale : scale + (at_once if rows == 1 else 1), :, None]
             tables = (scales_SB1 * self.scheme.table).astype(out.dtype).view(bits)
@@ -141,23 +157,23 @@ class Tensor:
             done += count
 
 
-def place_of(at: int, shape: Shape) -> list[int]:
-    """The index of element number `at`."""
-    return list(map(int, np.unravel_index(at, shape)))
+def place_of(number: int, shape: Shape) -> list[int]:
+    """The index of element `number` in an array of this shape."""
+    return list(map(int, np.unravel_index(number, shape)))
 
 
 def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, start: int = 0) -> None:
-    """That scales are what a quantizer makes. They may be some of a tensor of this shape, from number `start` on.
+    """Checks scales: those of a whole tensor, or some of a tensor of the shape `shape`, from number `start` on.
 
     Raises:
-        SourceError: one of them is zero, negative, infinite or not a number; with the index of the first.
+        SourceError: one is zero, negative, infinite or NaN. The message has the index of the first.
     """
     scales = scales.astype(np.float32)
     bad = ~((scales > 0) & (scales < np.inf))  # what is not a number is neither
     if bad.any():
-        at, count = int(bad.argmax()), int(bad.sum())
+        first, count = int(bad.argmax()), int(bad.sum())
         raise SourceError(
-            f"{name}{place_of(start + at, shape or scales.shape)} is {scales.flat[at]:g}, which is no scale"
+            f"{name}{place_of(start + first, shape or scales.shape)} is {scales.flat[first]:g}, which is no scale"
             + (f"; {count} of {scales.size} are none" if count > 1 else ""),
             hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
         )
@@ -166,8 +182,17 @@ def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, star
 def decode_names(
     tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None, *, any_scales: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a source as tables see them, and the faults: values without scales, scales without values, scales
-    of another shape than the blocks have. With `any_scales` what scales hold is not checked when they are read.
+    """The tensors of a source as tables see them.
+
+    Args:
+        tensors: what is stored, by name.
+        quantization: what config.json says about the encoding.
+        any_scales: whether the scales are decoded without a check.
+
+    Returns:
+        The tensors by name, and the faults: values without scales, scales without values, and scales whose shape does
+            not
+        fit the blocks.
 
     Raises:
         UnsupportedConfig: an encoding that is not implemented.
@@ -178,27 +203,31 @@ def decode_names(
     taken: set[str] = set()
     faults: dict[str, list[str]] = {}
     for name, info in tensors.items():
-        own = [scheme for scheme in known if scheme.encodes(info)]
-        if not own:
+        candidates = [scheme for scheme in known if scheme.encodes(info)]
+        if not candidates:
             continue
-        scheme = next((s for s in own if _has_scales_of(s, info, tensors)), own[0])
+        scheme = next((s for s in candidates if _has_scales_of(s, info, tensors)), candidates[0])
         base = name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
-        over = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
-        taken |= {name, base + scheme.scales, *(part.name for part in (*extra, *((over,) if over else ())))}
+        tensor_scale = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
+        taken |= {
+            name,
+            base + scheme.scales,
+            *(part.name for part in (*extra, *((tensor_scale,) if tensor_scale else ()))),
+        }
         shape = scheme.shape(info.shape)
         if scales is None:
             faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
         elif scales.shape != (want := scheme.scale_shape(shape, scales.shape)):
             faults.setdefault(f"should be {list(want)} by the block size", []).append(scales.name)
-        elif scheme.tensor_scale and over is None:
+        elif scheme.tensor_scale and tensor_scale is None:
             faults.setdefault(f"has no {scheme.tensor_scale.removeprefix('.')}", []).append(name)
-        elif over is not None and prod(over.shape) != 1:
-            faults.setdefault("should be one number", []).append(over.name)
+        elif tensor_scale is not None and prod(tensor_scale.shape) != 1:
+            faults.setdefault("should be one number", []).append(tensor_scale.name)
         else:
-            whole = Tensor(base + scheme.name, shape, info, scales, extra, scheme, over, any_scales=any_scales)
-            out[whole.name] = whole
+            tensor = Tensor(base + scheme.name, shape, info, scales, extra, scheme, tensor_scale, any_scales=any_scales)
+            out[tensor.name] = tensor
     for name, info in tensors.items():
         if name in taken:
             continue
@@ -215,7 +244,7 @@ def decode_names(
 
 
 def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the values have the scales that the scheme asks for: a checkpoint may have several schemes."""
+    """Whether the stored values have scales as the scheme wants them. A checkpoint may use several schemes."""
     scales = tensors.get(info.name.removesuffix(scheme.values) + scheme.scales)
     return scales is not None and scales.shape == scheme.scale_shape(scheme.shape(info.shape), scales.shape)
 
@@ -224,5 +253,5 @@ _OF_ACTIVATIONS = re.compile(r".*\.(activation|(input|output|[qkv])(_global)?)_(
 
 
 def unused_reason(name: str) -> str | None:
-    """Why a tensor that a quantized checkpoint may have says nothing of the weights; None where it may."""
+    """Why a tensor of a quantized checkpoint does not concern the weights; None if it may."""
     return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

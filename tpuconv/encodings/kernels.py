@@ -6,23 +6,28 @@ from tpuconv.compiled import compiled
 
 
 @compiled  # type: ignore[untyped-decorator]
-def look_up(qvalues: np.ndarray, tables: np.ndarray, at: int, columns: int, width: int, out: np.ndarray) -> None:
-    """Values of codes, each from the table of its block.
+def look_up(qvalues: np.ndarray, tables: np.ndarray, start: int, columns: int, width: int, out: np.ndarray) -> None:
+    """Looks up each quantized value in the table of its block.
 
-    `tables` [S, B, K] holds the bits of K values for each of B blocks of `width` columns, and is for the rows one by
-    one, or with S = 1 for all; K is 256, or 16 of codes that lie two in a byte, the first one in the low half. `out` is
-    flat; its first value is number `at` of the first row, and a byte of `qvalues` [bytes] begins there.
+    Args:
+        qvalues: [bytes] of quantized values: one in a byte, or two if K is 16, the first in the low half.
+        tables: [S, B, K] the bits of K numbers for each of B blocks of `width` columns; one table row for each row of
+            values, or S = 1 for all rows. K is 256 or 16.
+        start: number of the first value within the first row, where `qvalues` begins.
+        columns: number of values in a row.
+        width: number of columns in a block.
+        out: flat, filled with the bits that were found.
     """
     halves = tables.shape[2] == 16
     done = 0
     while done < out.size:
-        row, column = (at + done) // columns, (at + done) % columns
-        own = tables[min(row, tables.shape[0] - 1)]
+        row, column = (start + done) // columns, (start + done) % columns
+        row_tables = tables[min(row, tables.shape[0] - 1)]
         end = min(columns, column + out.size - done)
         while column < end:
             block = column // width
             n = min(end, (block + 1) * width) - column
-            table, part = own[block], out[done : done + n]
+            table, part = row_tables[block], out[done : done + n]
             if halves:
                 for i in range(n):
                     byte, half = (done + i) >> 1, (done + i) & 1

@@ -39,19 +39,25 @@ MODELOPT_BLOCK = 128
 
 
 def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """As ModelOpt writes config.json, or one level below, as it writes a file of its own (`source.read_config`)."""
-    own = quantization.get("quantization", quantization)
-    if not isinstance(own, Mapping):
-        raise UnsupportedConfig(f"modelopt with quantization={own!r} is not implemented")
-    if str(own.get("quant_algo")).upper() != MIXED:
-        left_out = {name: translate(name) for name in own.get("exclude_modules", own.get("ignore")) or ()}
+    """The groups of a ModelOpt description: in config.json, or one level deeper in a file of its own (`read_config`).
+
+    Raises:
+        UnsupportedConfig: an algorithm that is not implemented.
+    """
+    description = quantization.get("quantization", quantization)
+    if not isinstance(description, Mapping):
+        raise UnsupportedConfig(f"modelopt with quantization={description!r} is not implemented")
+    if str(description.get("quant_algo")).upper() != MIXED:
+        left_out = {
+            name: translate(name) for name in description.get("exclude_modules", description.get("ignore")) or ()
+        }
 
         def takes(module: str) -> bool:
             return not any(compiled_pattern(p).match(outer) for p in left_out.values() for outer in within(module))
 
         checked = (pattern_to_check("exclude_modules", name, pattern) for name, pattern in left_out.items())
-        return (SchemeGroup(_modelopt_schemes(own), takes, tuple(chain.from_iterable(checked))),)
-    layers = own.get("quantized_layers")
+        return (SchemeGroup(_modelopt_schemes(description), takes, tuple(chain.from_iterable(checked))),)
+    layers = description.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         raise UnsupportedConfig(
             f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
@@ -65,7 +71,7 @@ def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
 
 
 def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Of a model's or a layer's `quant_algo`, which some releases have in small letters."""
+    """The schemes of a `quant_algo`, of the model or of a layer. Some releases write it in lower case."""
     size = layer.get("group_size")
     algorithm = str(layer.get("quant_algo")).upper()
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):

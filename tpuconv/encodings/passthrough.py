@@ -1,8 +1,9 @@
-"""Encoded tensors that stay encoded: their codes, one a byte, and their scales, each as a tensor of its own.
+"""Encoded tensors that stay encoded: their quantized values, one per byte, and their scales, each as a tensor of its
+own.
 
-Both are exact and have an inverse. A scale in powers of two (E8M0) becomes the same number in bfloat16, which holds all
-of them; all others keep their type. Where a block has a scale and the tensor another, their product in float32 is what
-the definition multiplies values by: it is exact too, but the two cannot be had of it again.
+Both are exact and have an inverse. Scales in powers of two (E8M0) become bfloat16, which holds all of them; all others
+keep their dtype. If a tensor has scales of blocks and one of its own, their product in float32 is stored, as values are
+multiplied by it. That is exact, but the two scales cannot be separated again.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ E8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class QValues(Tensor):
-    """The codes of an encoded tensor, in the shape of its values."""
+    """The quantized values of an encoded tensor, in the shape of its values."""
 
     scheme: Scheme = field(kw_only=True)
     passthrough = True
@@ -48,7 +49,12 @@ class QValues(Tensor):
         return self.scheme.per_element // DTYPES[self.scheme.dtype].itemsize
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out` with the codes from number `start` on."""
+        """Fills `out`, flat and of one byte per element, with quantized values from number `start` on. `raw` [bytes] is
+        memory for the stored bytes.
+
+        Raises:
+            SourceError: the source cannot be read, or a tensor that describes the values contradicts them.
+        """
         if start == 0:
             self._check_extra(reader)
         out = out.view(np.uint8)
@@ -81,8 +87,8 @@ class QValues(Tensor):
 
 @dataclass(frozen=True)
 class Scales(Tensor):
-    """The scales of an encoded tensor, `values`, each repeated along every axis as `refine` says. `grid` is their shape
-    before that, with the axes of the tensor."""
+    """The scales of an encoded tensor, stored in `values`. `grid` is their shape with the axes of the tensor; along
+    each axis each scale is repeated as often as `refine` says."""
 
     scheme: Scheme = field(kw_only=True)
     grid: Shape = ()
@@ -101,7 +107,8 @@ class Scales(Tensor):
         return False
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out` with the refined scales from number `start` on; whole rows of stored ones are read.
+        """Fills `out`, flat, with the refined scales from number `start` on. Complete rows of stored scales are read;
+        `raw` [bytes] is memory for them.
 
         Raises:
             SourceError: a scale is zero or negative, unless `any_scales`; or the source cannot be read.
@@ -123,33 +130,33 @@ class Scales(Tensor):
         scales = scales[:, *map(slice, self.shape[1:])]
         out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
 
-    def place(self, at: int) -> list[int]:
-        own = [i // n for i, n in zip(np.unravel_index(at, self.shape), self.refine, strict=True)]
-        return place_of(int(np.ravel_multi_index(own, self.grid)), self.values.shape)
+    def place(self, number: int) -> list[int]:
+        index = [i // n for i, n in zip(np.unravel_index(number, self.shape), self.refine, strict=True)]
+        return place_of(int(np.ravel_multi_index(index, self.grid)), self.values.shape)
 
 
 def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
-    """In which scales are kept, by safetensors' name of the type that they are stored in."""
+    """The dtype in which scales are kept. `stored` is safetensors' name of the stored dtype."""
     if has_tensor_scale:
         return np.dtype(np.float32)
     return BF16 if stored in POWERS_OF_TWO else DTYPES[stored]
 
 
 def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
-    """The codes of bytes that hold two, the low half first."""
+    """Fills `out` [2 * bytes] with the quantized values of bytes [bytes] that hold two, the low half first."""
     np.bitwise_and(packed, 15, out=out[0::2])
     np.right_shift(packed, 4, out=out[1::2])
     apply_xor_mask(scheme, out)
 
 
 def apply_xor_mask(scheme: Scheme, qvalues: np.ndarray) -> None:
-    """Integers as they are stored to two's complement, or back: its own inverse."""
+    """Converts stored integers to two's complement or back, in place. Its own inverse."""
     if scheme.xor_mask:
         np.bitwise_xor(qvalues, scheme.xor_mask, out=qvalues)
 
 
 def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
-    """The tensor of values as it is stored, from its codes: the inverse of `QValues`."""
+    """The stored tensor of values, from quantized values in the shape of the tensor: the inverse of `QValues`."""
     dtype = DTYPES[scheme.dtype]
     stored: np.ndarray = np.ascontiguousarray(qvalues).view(np.uint8)
     if scheme.xor_mask:
@@ -162,7 +169,7 @@ def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
 
 
 def unrefine(scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape) -> np.ndarray:
-    """The tensor of scales as it is stored, from refined ones: the inverse of `Scales`."""
+    """The stored tensor of scales, of the shape `shape`, from refined scales: the inverse of `Scales`."""
     stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
     if dtype in POWERS_OF_TWO:  # 2^e is 0.5 * 2^(e + 1) to frexp
         exponents = np.frexp(stored.astype(np.float32))[1] - 1

@@ -1,4 +1,4 @@
-"""A scheme: how the weights of one kind are stored, as the table of its values, its blocks, its names and its dtypes.
+"""A scheme: how weights of one kind are stored, as a table of values, a block shape, and names and dtypes of tensors.
 
 FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. MXFP4: OCP Microscaling Formats (MX)
 v1.0.
@@ -16,14 +16,14 @@ from tpuconv.layout import Shape
 from tpuconv.sources.headers import TensorInfo
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""Value of each code of an 8-bit float with 4 bits of exponent (arXiv:2209.05433)."""
+"""[256]: the number that each byte of an 8-bit float with 4 exponent bits stands for (arXiv:2209.05433)."""
 INT4 = np.arange(-8, 8, dtype=np.float32)
 INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
 OFFSET_INT8 = np.arange(-128, 128, dtype=np.float32)
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 Blocks = tuple[int | None, int | None]
 BY_SCALES: Blocks = (None, None)
-"""One scale for the tensor or one for each row: the shape of the scales tells which."""
+"""One scale for the tensor, or one for each row: the shape of the scales decides."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class Scheme:
     by_row: bool = False
 
     def encodes(self, info: TensorInfo) -> bool:
+        """Whether a stored tensor holds values of this scheme, by its name, dtype and rank."""
         has_blocks = len(info.shape) > self.groups_apart
         return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
-        """The shape of the values."""
+        """The shape of the values that a tensor of the shape `stored` holds."""
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
@@ -85,7 +86,7 @@ class Scheme:
         return (*shape[:-1], shape[-1] // self.per_element)
 
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """Rows and columns of the values that share a scale, for values and scales of these shapes."""
         rows, columns = self.blocks
         one_by_one = rows is None and scales in ((shape[0],), (shape[0], 1)) and shape[0] > 1
         if rows is None:
@@ -93,7 +94,7 @@ class Scheme:
         return rows, shape[-1] if columns is None else columns
 
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
-        """What the shape of the scales must be."""
+        """The shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
             return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
@@ -103,7 +104,7 @@ class Scheme:
         return (*shape[:-2], *grid)
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
-        """Dtype and shape, by name, of the tensors in which releases store one of this name and shape."""
+        """The dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this shape."""
         base = name.removesuffix(self.name)
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else (1,))
         return {
@@ -115,7 +116,7 @@ class Scheme:
 
 
 def decode_scales(scales: np.ndarray) -> np.ndarray:
-    """In float32. Bytes are exponents of two (E8M0)."""
+    """Stored scales in float32, in the same shape. Bytes are exponents of two (E8M0)."""
     if scales.dtype == np.uint8:
         with np.errstate(over="ignore"):  # 255 is no number: infinity says so here
             return np.exp2(scales.astype(np.float32) - 127)
@@ -131,6 +132,7 @@ FP8_FIELDS: Mapping[str, Any] = {
     "per_element": 1,
 }
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
+"""Suffixes that writers use for the scales of FP8 tensors."""
 MXFP4 = Scheme(
     title="MXFP4",
     values="_blocks",
@@ -144,8 +146,10 @@ MXFP4 = Scheme(
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
+    """A scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
     return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
 
 
 def is_block(block: Any) -> bool:
+    """Whether a value of a description is a block: [rows, columns], both positive."""
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)

@@ -19,31 +19,31 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "modelopt_fp4": MODELOPT,
     "compressed-tensors": COMPRESSED,
 }
-"""By method: what is read of a description, and of which types. What values are implemented is said where they are."""
+"""For each method, which keys of a description are read, and their types."""
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
-    """The schemes that a `quantization_config` describes; none where there is none.
+    """The schemes that a `quantization_config` describes; none if it is None.
 
     Raises:
-        UnsupportedConfig: a method, format or number of bits that is not implemented.
-        ConfigError: a value of another type than it must be.
+        UnsupportedConfig: its method, format or number of bits is not implemented.
+        ConfigError: a value has the wrong type.
     """
     return tuple({scheme.title: scheme for group in groups(quantization) for scheme in group.schemes}.values())
 
 
 def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
-    """The groups that a `quantization_config` describes: of several that take a weight, its own is the first.
+    """The groups of weights that a `quantization_config` describes. A weight belongs to the first group that takes it.
 
     Raises:
-        UnsupportedConfig, ConfigError: as `schemes` does.
+        UnsupportedConfig, ConfigError: see `schemes`.
     """
     if quantization is None:
         return ()
-    what = "config.json, quantization_config"
-    method = check(quantization, {"quant_method": Optional((str, None))}, what, ConfigError).get("quant_method")
-    what = "hf_quant_config.json" if "quantization" in quantization else what
-    check(quantization, METHOD_SCHEMAS.get(method, dict), what, ConfigError)
+    where = "config.json, quantization_config"
+    method = check(quantization, {"quant_method": Optional((str, None))}, where, ConfigError).get("quant_method")
+    where = "hf_quant_config.json" if "quantization" in quantization else where
+    check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
         return (_unless_named(quantization, _fp8(quantization)),)
     if method == "fbgemm_fp8":
@@ -60,9 +60,9 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     )
 
 
-def _unless_named(quantization: Mapping[str, Any], own: tuple[Scheme, ...]) -> SchemeGroup:
-    """As transformers chooses: all but the head and the modules that are named, by a pattern of what their name begins
-    with, up to a dot, or by how it ends."""
+def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
+    """All weights except the head and the modules that are named, as transformers chooses: a name is a pattern for the
+    beginning of a module's name, up to a dot, or the end of it."""
     names = quantization.get("modules_to_not_convert") or ()
     patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
 
@@ -72,7 +72,7 @@ def _unless_named(quantization: Mapping[str, Any], own: tuple[Scheme, ...]) -> S
         )
 
     checked = (pattern_to_check("modules_to_not_convert", name, pattern) for name, pattern in patterns.items())
-    return SchemeGroup(own, takes, tuple(chain.from_iterable(checked)))
+    return SchemeGroup(schemes, takes, tuple(chain.from_iterable(checked)))
 
 
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:

@@ -1,8 +1,9 @@
-"""`--encoding keep`: rows whose tensors stay encoded, each as two rows, one for codes and one for scales.
+"""`--encoding keep`: rows whose tensors stay encoded. Each becomes two rows, one for quantized values and one for
+scales.
 
-Codes go through the row's layout, scales through the one that follows from it (`tpuconv.layout.scale_layout`). A block
-that does not divide its axis, or straddles two places of the parameter, is refined to a divisor: its scale is repeated,
-which is exact. So the two are what a Qwix `QArray` holds.
+Quantized values go through the row's layout, scales through the layout that follows from it
+(`tpuconv.layout.scale_layout`). If a block does not divide its axis, or lies in two places of the parameter, it is
+refined to a divisor: its scale is repeated, which is exact. The result is what a Qwix `QArray` holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,18 @@ from tpuconv.names import QVALUE, SCALE, collapse
 from tpuconv.sources.headers import TensorInfo
 
 QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
+"""Bits of one quantized value."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How the tensors of one stack are stored beside their values: dtype and shape of each one's scales, dtypes of what
-    else belongs to it, and whether there is a scale of the whole tensor."""
+    """How the tensors of one stack are stored besides their values.
+
+    Attributes:
+        dtype, shape: of the scales of each tensor, by safetensors' names.
+        extra: dtypes of the other tensors that belong to each.
+        tensor_scale: whether each tensor has a scale of its own too.
+    """
 
     dtype: str
     shape: Shape
@@ -36,51 +43,66 @@ class Stored:
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:
-        """Of the scales that are kept."""
+        """The dtype in which the scales are kept."""
         return scale_dtype(self.dtype, self.tensor_scale)
 
     def to_json(self) -> dict[str, Any]:
+        """What the manifest says about it; `from_json` reads it back."""
         facts: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "extra": list(self.extra)}
         return facts | ({"tensor_scale": True} if self.tensor_scale else {})
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Stored":
+        """The inverse of `to_json`."""
         has_tensor_scale = facts.get("tensor_scale", False)
         return cls(facts["dtype"], tuple(facts["shape"]), tuple(facts["extra"]), has_tensor_scale)
 
 
 @dataclass(frozen=True)
 class SplitRow:
-    """A row in two. `grids` and `refine` say of each source's scales which shape they have along its axes and how often
-    each is repeated; `tiles` of each target how many codes along every axis share a scale."""
+    """A row split in two.
+
+    Attributes:
+        qvalues, scales: the two rows.
+        grids: for each source, the shape of its scales, with the axes of the tensor.
+        refine: for each source, how often each scale is repeated along every axis.
+        group_shape: for each target, how many quantized values along every axis share a scale.
+    """
 
     qvalues: Binding
     scales: Binding
     grids: tuple[Shape, ...]
     refine: tuple[Shape, ...]
-    tiles: tuple[Shape, ...]
+    group_shape: tuple[Shape, ...]
 
 
 @dataclass(frozen=True)
 class Passthrough:
-    """A parameter that stays encoded: by which scheme, and how its source is stored, stack by stack."""
+    """A parameter that stays encoded.
+
+    Attributes:
+        scheme: how it is encoded.
+        group_shape: how many quantized values along every axis share a scale.
+        stored: how its sources are stored, stack by stack.
+    """
 
     scheme: Scheme
-    tiles: Shape
+    group_shape: Shape
     stored: tuple[Stored, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """What the manifest says about it."""
         return {
             "qtype": self.scheme.qtype,
             "kept": self.scheme.title,
-            "tiles": list(self.tiles),
-            "bits": QTYPE_BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.tiles),
+            "tiles": list(self.group_shape),
+            "bits": QTYPE_BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.group_shape),
             "stored": [stored.to_json() for stored in self.stored],
         }
 
 
 def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> SplitRow:
-    """The two rows of one whose tensors are all encoded by `scheme`, with scales of these shapes, a stack each.
+    """Splits a row whose tensors are all encoded by `scheme`, with scales of these shapes, one per stack.
 
     Raises:
         UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter.
@@ -88,20 +110,20 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> Sp
     layout, sizes = binding.layout, binding.sizes
     blocks, grids = [], []
     for stack, shape, stored in zip(binding.src, layout.src_shapes(sizes), scale_shapes, strict=True):
-        own = shape[stack.depth :]
-        block = _blocks(scheme, own, stored)
-        grids.append(tuple(-(-n // b) for n, b in zip(own, block, strict=True)))
+        tensor_shape = shape[stack.depth :]
+        block = _blocks(scheme, tensor_shape, stored)
+        grids.append(tuple(-(-n // b) for n, b in zip(tensor_shape, block, strict=True)))
         if prod(grids[-1]) != prod(stored):
             raise UnsupportedConfig(f"scales of shape {list(stored)} do not follow the axes of {stack.names[0]}")
         blocks.append((1,) * stack.depth + block)
-    whole = [
+    divisors = [
         [b if n % b == 0 else gcd(n, b) for n, b in zip(shape, block, strict=True)]
         for shape, block in zip(layout.src_shapes(sizes), blocks, strict=True)
     ]
-    follow = scale_layout(layout, sizes, whole)
+    follow = scale_layout(layout, sizes, divisors)
     scales = _renamed(binding, scheme.scales, SCALE, scheme, sizes=follow.sizes, row=replace(binding.row, buffer=True))
     shapes = layout.dst_shapes(sizes), layout.dst_shapes(follow.sizes)
-    tiles = tuple(tuple(n // s for n, s in zip(*pair, strict=True)) for pair in zip(*shapes, strict=True))
+    group_shape = tuple(tuple(n // s for n, s in zip(*pair, strict=True)) for pair in zip(*shapes, strict=True))
     if any(n % s for pair in zip(*shapes, strict=True) for n, s in zip(*pair, strict=True)):
         raise UnsupportedConfig(f"no scales of whole blocks fit '{layout}'")
     return SplitRow(
@@ -109,15 +131,15 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> Sp
         scales=scales,
         grids=tuple(grids),
         refine=tuple(
-            tuple(b // (w // r) for b, w, r in zip(*ways, strict=True))[stack.depth :]
-            for stack, *ways in zip(binding.src, blocks, whole, follow.refine, strict=True)
+            tuple(b // (w // r) for b, w, r in zip(*sizes_of_axes, strict=True))[stack.depth :]
+            for stack, *sizes_of_axes in zip(binding.src, blocks, divisors, follow.refine, strict=True)
         ),
-        tiles=tiles,
+        group_shape=group_shape,
     )
 
 
 def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
-    """The block of every axis, no longer than the axis."""
+    """The block along every axis, no longer than the axis."""
     if prod(scales) == 1:
         return shape
     rows, columns = scheme.block(shape, scales)
@@ -126,7 +148,7 @@ def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
 
 
 def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **changes: Any) -> Binding:
-    """With the stored names of the sources, and the targets' names for a part of a QArray."""
+    """The binding with the stored names of the sources, and the names of a part of a QArray for the targets."""
     return replace(
         binding,
         src=tuple(
@@ -139,22 +161,26 @@ def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **chang
 
 
 def pass_through(
-    tensors: Mapping[str, Tensor], bindings: Sequence[Binding], wanted: Sequence[Binding]
+    tensors: Mapping[str, Tensor], bindings: Sequence[Binding], chosen: Sequence[Binding]
 ) -> tuple[dict[str, Tensor], list[Binding], dict[str, Passthrough], list[str]]:
-    """Tensors and rows, of those that are `wanted` the encoded ones in two; what is kept, by parameter; the faults."""
+    """Splits the `chosen` rows whose tensors are encoded.
+
+    Returns:
+        All tensors and rows, with those that were split; the parameters that stay encoded, by name; and the faults.
+    """
     out_tensors, out_bindings = dict(tensors), []
     passthrough: dict[str, Passthrough] = {}
-    mixed, odd = [], []
-    chosen = set(map(id, wanted))
+    mixed, unsupported = [], []
+    chosen_ids = set(map(id, chosen))
     for binding in bindings:
         first = tensors[binding.src[0].names[0]]
-        if first.scheme is None or id(binding) not in chosen:
+        if first.scheme is None or id(binding) not in chosen_ids:
             out_bindings.append(binding)
             continue
-        own = [[tensors[name] for name in stack.names] for stack in binding.src]
-        if any(_scale_kind(tensor) != _scale_kind(stack[0]) for stack in own for tensor in stack) or any(
+        stacks = [[tensors[name] for name in stack.names] for stack in binding.src]
+        if any(_scale_kind(tensor) != _scale_kind(stack[0]) for stack in stacks for tensor in stack) or any(
             (_title(stack[0]), _scales_of(stack[0]).dtype) != (first.scheme.title, _scales_of(first).dtype)
-            for stack in own
+            for stack in stacks
         ):
             mixed.append(first.name)
             continue
@@ -165,15 +191,15 @@ def pass_through(
                 tuple(info.dtype for info in s[0].extra),
                 s[0].tensor_scale is not None,
             )
-            for s in own
+            for s in stacks
         )
         try:
             parts = split(binding, first.scheme, [each.shape for each in stored])
         except UnsupportedConfig as e:
-            odd.append(f"{first.name}  cannot be kept: {e.message}")
+            unsupported.append(f"{first.name}  cannot be kept: {e.message}")
             continue
         scale_shapes = parts.scales.src_shapes()
-        for stack, grid, refine in zip(own, parts.grids, parts.refine, strict=True):
+        for stack, grid, refine in zip(stacks, parts.grids, parts.refine, strict=True):
             for tensor in stack:
                 assert tensor.scheme is not None
                 values, scales = tensor.values, _scales_of(tensor)
@@ -191,10 +217,10 @@ def pass_through(
                     refine=refine,
                 )
         out_bindings += [parts.qvalues, parts.scales]
-        for target, tiles in zip(binding.dst, parts.tiles, strict=True):
-            passthrough[target.names[0]] = Passthrough(first.scheme, tiles, stored)
+        for target, group_shape in zip(binding.dst, parts.group_shape, strict=True):
+            passthrough[target.names[0]] = Passthrough(first.scheme, group_shape, stored)
     faults = [f"{p}  has not the scales of the tensors it is joined with" for p in collapse(mixed)]
-    return out_tensors, out_bindings, passthrough, faults + odd
+    return out_tensors, out_bindings, passthrough, faults + unsupported
 
 
 def _scales_of(tensor: Tensor) -> TensorInfo:

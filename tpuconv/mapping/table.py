@@ -1,6 +1,6 @@
 """The table of a family: which tensors of a Hugging Face checkpoint become which parameters, and how.
 
-A row is data. From it follow the transform and its inverse, the shapes of both sides, the source bytes that feed a
+A row is data. From it follow the transform and its inverse, the shapes on both sides, the source bytes that feed a
 slice of a parameter, what happens to block scales, the sharding of the parameter, and a line of `tpuconv families NAME
 --table`.
 """
@@ -21,27 +21,36 @@ from tpuconv.layout import Layout, Shape, format_axes
 INDEX = re.compile(r"\{(\w)\}")
 LAYERS, EXPERTS = "L", "E"
 LAYER_INDICES = "LIJ"
-"""Letters whose values are numbers of layers."""
+"""Letters whose values are layer numbers."""
 MTP = "U"
-"""The letter of layers that predict further tokens: its rows exist where they are asked for."""
+"""The letter of layers that predict further tokens (MTP). Their rows exist only on request."""
 
 MAX_MODEL_TENSORS = 500_000
-"""Of a model; the largest have 100,000. Each takes half a kilobyte and some microseconds to be listed."""
+"""The largest models have 100,000. Listing one takes half a kilobyte and some microseconds."""
 
 
 class HasAxes(Protocol):
-    """What a table asks of a family's config, besides the properties that its rows name in `when`."""
+    """What a table needs of a family's config, besides the properties that its rows name in `when`."""
 
     @property
     def axes(self) -> Mapping[str, int | Sequence[int]]:
-        """The size of every letter of the table; of a letter that is an index in names it may be its values."""
+        """The size of every letter of the table. For a letter that is an index in names, it may be the list of its
+        values."""
 
 
 @dataclass(frozen=True)
 class Map:
-    """One row. `{X}` in the names is an index: in both names a loop; in the HF names only, an axis X of the parameter,
-    on which the named tensors are stacked, outermost on the HF side. `when` names a property of the config that must
-    hold for the row to exist. A `buffer` is not trained: it is never cast, and counts as no parameter."""
+    """One row.
+
+    `{X}` in the names is an index. In the names of both sides it is a loop; in the HF names only, it is an axis X of
+    the parameter, on which the named tensors are stacked, outermost on the HF side.
+
+    Attributes:
+        hf, jax: names of the source tensors and of the parameters.
+        layout: how the axes of the sources become those of the parameters.
+        when: a property of the config that must hold for the row to exist.
+        buffer: whether it is not trained: never cast, and not counted as parameters.
+    """
 
     hf: str | tuple[str, ...]
     jax: str | tuple[str, ...]
@@ -51,15 +60,17 @@ class Map:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
+        """The names of the source tensors, as a tuple."""
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
     @property
     def jax_names(self) -> tuple[str, ...]:
+        """The names of the parameters, as a tuple."""
         return (self.jax,) if isinstance(self.jax, str) else self.jax
 
 
 def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
-    """The rows with a prefix before the names of each side."""
+    """The rows with a prefix before the names on each side."""
     return tuple(
         replace(
             row,
@@ -72,8 +83,8 @@ def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor of a layout's side, made of the named tensors stacked on its `depth` leading axes (one name and depth
-    0 where nothing is stacked)."""
+    """One tensor of a layout's side. It is made of the named tensors, stacked on its `depth` leading axes; if nothing
+    is stacked, it has one name and depth 0."""
 
     names: tuple[str, ...]
     depth: int
@@ -91,19 +102,20 @@ class Binding:
 
     @property
     def inverse(self) -> "Binding":
-        """From parameters back to the tensors of the checkpoint."""
+        """The binding from parameters back to the tensors of the checkpoint."""
         return replace(self, layout=self.layout.inverse, src=self.dst, dst=self.src)
 
     def src_shapes(self) -> dict[str, Shape]:
-        """The shape of every single source tensor."""
+        """The shape of every single source tensor, by name."""
         shapes = self.layout.src_shapes(self.sizes)
         return {name: s[stack.depth :] for s, stack in zip(shapes, self.src, strict=True) for name in stack.names}
 
     def dst_shapes(self) -> dict[str, Shape]:
+        """The shape of every single target, by name."""
         return self.inverse.src_shapes()
 
     def dst_axes(self) -> dict[str, str]:
-        """The axes of every target in letters: `D N H`."""
+        """The axes of every target in letters, by name: `D N H`."""
         return {
             name: format_axes(axes[stack.depth :])
             for axes, stack in zip(self.layout.dst, self.dst, strict=True)
@@ -111,7 +123,7 @@ class Binding:
         }
 
     def __call__(self, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-        """All targets by name, given a function that reads a source tensor. Holds the whole row in memory."""
+        """All targets by name. `read` returns a source tensor. The complete row is in memory."""
         sources = []
         for stack, shape in zip(self.src, self.layout.src_shapes(self.sizes), strict=True):
             arrays = [read(name) for name in stack.names]
@@ -125,9 +137,14 @@ class Binding:
 
 @dataclass(frozen=True)
 class MappingTable:
-    """The rows of a family. `ignore` names source tensors that are not converted, each with the reason; `{X}` stands
-    for a number (one of those that the config lists, if it does) and `*` for anything. `copies` names source tensors
-    that may be on disk as copies of another one: they are skipped too, once the two are found equal."""
+    """The rows of a family.
+
+    Attributes:
+        ignore: source tensors that are not converted, with the reasons. `{X}` stands for a number (one of those in the
+            config, if it lists them) and `*` for anything.
+        copies: source tensors that may be on disk as copies of another one. They are skipped once the two are found
+            equal.
+    """
 
     rows: tuple[Map, ...]
     ignore: Mapping[str, str]
@@ -143,7 +160,7 @@ class MappingTable:
             _row_layout(row)
 
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
-        """How many source tensors `bind` names, without listing them."""
+        """The number of source tensors that `bind` names, without listing them."""
         sizes = {x: len(value) for x, value in _index_values(config, include_mtp).items()}
         return sum(
             prod(sizes[x] for letters in _indices(row) for x in letters) * len(row.hf_names)
@@ -157,7 +174,7 @@ class MappingTable:
         """Every row that the config has, once for each value of its loop indices.
 
         Raises:
-            ConfigError: the config asks for more than `MAX_MODEL_TENSORS` source tensors.
+            ConfigError: the config needs more than `MAX_MODEL_TENSORS` source tensors.
         """
         if (count := self.count(config, include_mtp)) > MAX_MODEL_TENSORS:
             layers, experts = (len(_index_values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
@@ -194,23 +211,23 @@ class MappingTable:
         return MappingTable(rows, ignore=self.ignore, copies=self.copies)
 
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
-        """Gives the reason why a source tensor is not converted; None where the table does not ignore it."""
+        """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
         left_out = {MTP: ()} if include_mtp else {}
         patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in self.ignore.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 
     def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
-        """`copies` with the values of their indices."""
+        """`copies` for this config: names without indices."""
         values = _index_values(config, include_mtp)
         return {
-            _with_indices(copy, at): _with_indices(original, at)
+            _with_indices(copy, indices): _with_indices(original, indices)
             for copy, original in self.copies.items()
-            for at in _steps(INDEX.findall(copy), values)
+            for indices in _steps(INDEX.findall(copy), values)
         }
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a row does: a conversion is resumed only with the table that began it."""
+        """Changes when a row does. A conversion is resumed only with the table that it began with."""
         text = "\n".join(f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}" for r in self.rows)
         return hashlib.sha256(f"{text}\n{self.ignore}\n{self.copies}".encode()).hexdigest()[:16]
 
@@ -247,7 +264,7 @@ def _index_values(config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]
 
 
 def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    return (dict(zip(letters, at, strict=True)) for at in product(*(values[x] for x in letters)))
+    return (dict(zip(letters, index, strict=True)) for index in product(*(values[x] for x in letters)))
 
 
 def _compile_pattern(text: str, axes: Mapping[str, int | Sequence[int]]) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""From a config to what a plan needs to quantize while it converts."""
+"""From a quantization config to what a plan needs to quantize while it converts."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -24,12 +24,18 @@ MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
 
 
 def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig) -> Quantization:
-    """How the parameters of a plan without quantization become quantized ones.
+    """How the parameters of a plan without quantization are quantized by rules.
+
+    Args:
+        plain: the plan.
+        family: of the model.
+        config: the family's reading of config.json.
+        rules: the quantization config.
 
     Raises:
-        ConfigError: a pattern of the rules is none or takes for ever, which is said before jax is imported; or see
+        ConfigError: a pattern of the rules is invalid or too slow, which is found before jax is imported; or see
             `tpuconv.quantize.rules.resolve_rules`.
-        UnsupportedConfig: layers that are stacked are not quantized alike, or only a part of the model is converted.
+        UnsupportedConfig: stacked layers are not quantized alike, or only some layers are converted.
     """
     plain.check()
     if plain.options.layers is not None:
@@ -55,7 +61,8 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
 
 
 def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:
-    """The parameters of those rows that the source has in the very type that is asked for, with their rules."""
+    """The parameters that the source has in exactly the type that is asked for, row by row, with the numbers of their
+    rules."""
     passthrough: dict[str, int] = {}
     for binding in plain.bindings:
         tensor = plain.tensors[binding.src[0].names[0]]

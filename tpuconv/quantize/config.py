@@ -1,4 +1,4 @@
-"""Quantization configs: YAML files with the rules of Qwix, in the schema that serving on TPU uses.
+"""Quantization configs: YAML files with Qwix rules, in the schema that TPU serving uses.
 
     summary: int8 weights
     qwix:
@@ -6,8 +6,8 @@
         - {module_path: 'layers/.*', weight_qtype: int8}
     gates: {top1: 0.99}
 
-They are read strictly. YAML's own surprises (a key that stands twice, `None`, which is a string, `no`, which is False,
-aliases that unfold to gigabytes) are errors that name line and column.
+They are read strictly. What YAML allows and surprises (duplicate keys, `None`, which is a string, `no`, which is False,
+aliases that expand to gigabytes) is an error with line and column.
 """
 
 import os
@@ -36,23 +36,24 @@ QTYPES: Mapping[str, float] = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "mxfp8"), 8.0),
     **dict.fromkeys(("float4_e2m1fn", "mxfp4", "nvfp4", "nf4"), 4.0),
 }
-"""Bits of a value, scales aside."""
+"""Bits of one quantized value, without scales."""
 
 REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
-"""The tile size that a type demands."""
+"""The tile size that a type requires."""
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
 """How many numbers may follow a calibration method."""
 LARGEST_FACTOR = 1e6
-"""The largest of them; factors are as little as one part in so many."""
+"""The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
-"""What a config may ask for, and the largest value; the smallest is 0."""
+"""The gates that a config may have, and their largest values. The smallest is 0."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule, first match wins; see `qwix.QuantizationRule` for the fields. `line` is where it stands."""
+    """One rule. The first that matches wins. For the fields see `qwix.QuantizationRule`; `line` is its line in the
+    file."""
 
     line: int
     module_path: str = ".*"
@@ -64,7 +65,7 @@ class Rule:
     act_calibration_method: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are not Qwix's defaults."""
+        """The fields that differ from Qwix's defaults."""
         fields = {name: getattr(self, name) for name in RULE_FIELDS}
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
@@ -74,8 +75,12 @@ RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line"
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """The rules of one file. `scale_dtype` is that of stored scales, None for that of the weights; `gates` are what the
-    quantized model must hold against the unquantized one."""
+    """The rules of one file.
+
+    Attributes:
+        scale_dtype: the dtype of stored scales; None for that of the weights.
+        gates: the limits that the quantized model must hold, compared with the unquantized one.
+    """
 
     name: str
     summary: str
@@ -85,12 +90,12 @@ class QuantConfig:
 
     @property
     def bits(self) -> list[float]:
-        """Of the weights of each rule that quantizes some, a share of a scale in bfloat16 included."""
+        """The bits per weight of each rule that quantizes weights, with its share of scales in bfloat16."""
         rules = [rule for rule in self.rules if rule.weight_qtype]
         return [QTYPES[str(r.weight_qtype)] + (16 / r.tile_size if isinstance(r.tile_size, int) else 0) for r in rules]
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest says of it; `from_json` reads it back."""
+        """What the manifest says about it. `from_json` is the inverse."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -101,10 +106,10 @@ class QuantConfig:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "QuantConfig":
-        """The config of a manifest; a rule has its number as its line.
+        """The config of a manifest. The line of a rule is its number.
 
         Raises:
-            CorruptOutput: it is not what a file may hold.
+            CorruptOutput: it is no valid config.
         """
         qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
         root = {"summary": facts["summary"], "qwix": qwix, "gates": facts.get("gates", {})}
@@ -115,7 +120,7 @@ class QuantConfig:
 
 
 def config_names() -> list[str]:
-    """The configs of this package."""
+    """The names of the configs of this package."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -123,8 +128,8 @@ def find_config(name_or_path: str) -> QuantConfig:
     """A config of this package by its name, with or without `.yaml`, or any file by its path.
 
     Raises:
-        UsageError: there is neither.
-        ConfigError: the file is not what a config may be.
+        UsageError: there is no such config or file.
+        ConfigError: the file is no valid config.
     """
     path, name = Path(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
     if os.path.lexists(path) and not os.path.isdir(path):
@@ -142,18 +147,18 @@ def find_config(name_or_path: str) -> QuantConfig:
 
 
 def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
-    """That the patterns of all rules can be matched with the names of modules (`layers/0/attn`).
+    """Checks that the patterns of all rules can be matched with the names of modules (`layers/0/attn`).
 
     Raises:
-        ConfigError: a pattern is none, or takes for ever.
+        ConfigError: a pattern is invalid, or takes too long.
     """
     patterns = [(f"{config.name}, line {rule.line}", rule.module_path) for rule in config.rules]
     check_patterns(patterns, modules, ConfigError)
 
 
 def modules_of(table: MappingTable, config: HasAxes) -> dict[str, None]:
-    """The modules that a table's parameters (`layers.0.attn.q.kernel`) are in, as rules name them, with those around
-    them. Without the model, which needs jax."""
+    """The modules of a table's parameters (`layers.0.attn.q.kernel`) and their parents, as rules name them. Does not
+    build the model, which needs jax."""
     out: dict[str, None] = {}
     for binding in table.bind(config):
         for name in (name for stack in binding.dst for name in stack.names):
@@ -167,10 +172,10 @@ def _folder() -> Any:
 
 
 def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
-    """The config in the bytes of a YAML file.
+    """Parses the bytes of a YAML file. `name` is the config's name, `path` the file that errors name.
 
     Raises:
-        ConfigError: anything in it that is not understood, with line and column.
+        ConfigError: something in it is not valid, with line and column.
     """
     return _parse_root(_Value(_compose(data, path), path, "the file"), name)
 
@@ -258,8 +263,8 @@ def _compose(data: bytes, path: str) -> yaml.Node:
         node = yaml.compose(data, Loader=yaml.SafeLoader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
-        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path} is no valid YAML{at}: {getattr(e, 'problem', None) or e}") from None
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path} is no valid YAML{place}: {getattr(e, 'problem', None) or e}") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is no text: {e}") from None
     if node is None:
@@ -268,14 +273,14 @@ def _compose(data: bytes, path: str) -> yaml.Node:
 
 
 def _node(value: Any, line: int = 0) -> yaml.Node:
-    """A value of JSON as the node that YAML would have of it; the items of a list in lines of their own."""
+    """A JSON value as YAML parses it. The items of a list have lines of their own."""
     mark = yaml.Mark("", 0, line, 0, None, 0)
     match value:
         case dict():
-            pairs = [(_node(key, line), _node(own, line)) for key, own in value.items()]
+            pairs = [(_node(key, line), _node(item, line)) for key, item in value.items()]
             return yaml.MappingNode("tag:yaml.org,2002:map", pairs, mark, mark)
         case list() | tuple():
-            items = [_node(own, i) for i, own in enumerate(value)]
+            items = [_node(item, i) for i, item in enumerate(value)]
             return yaml.SequenceNode("tag:yaml.org,2002:seq", items, mark, mark)
         case None | bool() | int() | float() | str():
             text = value if isinstance(value, str) else repr(value).lower()
@@ -300,7 +305,7 @@ def _node_text(node: Any) -> str:
 
 @dataclass(frozen=True)
 class _Value:
-    """A node of the file, which is asked for what it must be."""
+    """A node of the file. Each method returns it as one type."""
 
     node: Any
     path: str
@@ -314,6 +319,7 @@ class _Value:
         return _error_at(self.path, self.node, f"{self.name}: {what}", hint)
 
     def mapping(self, *known: str) -> dict[str, "_Value"]:
+        """The values by key. Raises ConfigError for an unknown or duplicate key."""
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"must be a mapping with {', '.join(known)}")
         out: dict[str, _Value] = {}
@@ -330,26 +336,30 @@ class _Value:
         return out
 
     def sequence(self) -> Iterator["_Value"]:
+        """Yields the items."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error("must be a list")
         for item in self.node.value:
             yield _Value(item, self.path, f"an item of {self.name}")
 
     def is_null(self) -> bool:
+        """Whether it is null."""
         return self._tag() == "null"
 
     def text(self) -> str:
+        """A string."""
         if self._tag() != "str":
             raise self.error("must be a text", hint="put it in quotes")
         return str(self.node.value)
 
     def boolean(self) -> bool:
+        """True or false."""
         if self._tag() != "bool" or self.node.value.lower() not in ("true", "false"):
             raise self.error("must be true or false")
         return bool(self.node.value.lower() == "true")
 
     def number(self, most: float, *, least: float = -LARGEST_FACTOR) -> int | float:
-        """From `least` to `most`. What YAML reads in another way than it looks (`010`, `1:30`) is none."""
+        """A number from `least` to `most`. What YAML reads differently than it looks (`010`, `1:30`) is an error."""
         text = str(self.node.value)
         if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
             raise self.error(f"must be a number, not {text[:80]!r}")
@@ -362,6 +372,7 @@ class _Value:
         return number
 
     def choice(self, known: tuple[str, ...], *, null: bool) -> str | None:
+        """One of the `known` strings, or None for null if `null`."""
         if null and self.is_null():
             return None
         if self._tag() != "str" or self.node.value not in known:

@@ -1,9 +1,9 @@
-"""What Qwix makes of a parameter, box by box, in bounded memory.
+"""Quantizes a parameter to exactly what Qwix makes of it, box by box, in bounded memory.
 
-Most weights are bfloat16 and scaled by their largest absolute value. Then both the scale and the code are functions of
-16 bits: of the largest value's, and of the quotient's. Tables of these functions, filled by Qwix itself, give its
-result with a fraction of the work. All else is given to Qwix, a box at a time, which is exact too: boxes hold whole
-tiles.
+Most weights are bfloat16 and scaled by their largest absolute value. Then the scale and the quantized value are
+functions of 16 bits each: of the largest value, and of the quotient. Tables of these functions, filled by Qwix itself,
+give its result with a fraction of the work. All other boxes are passed to Qwix, which is exact too, since they hold
+complete groups.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,42 +27,45 @@ from tpuconv.quantize.config import INTEGER_QTYPES, QTYPES, REQUIRED_TILE_SIZES
 from tpuconv.quantize.rules import ParamQuant
 
 CHECK_ELEMENTS = 1 << 18
-"""Of the box that is compared with Qwix at once."""
+"""Number of elements that are compared with Qwix at once."""
 
 LARGEST_SCALE = 2.0**125
-"""Beyond it XLA divides by way of a reciprocal that underflows, on some processors: then Qwix itself is asked."""
+"""For larger scales XLA divides by a reciprocal that underflows, on some processors: they are passed to Qwix."""
 
 INFINITY = 0x7F80
-"""Its bits in bfloat16; those of what is not a number are more."""
+"""Its bits in bfloat16. Those of NaN are larger."""
 
 Parts = tuple[list[np.ndarray], dict[str, float]]
-"""Codes as bytes, scales, zero points as bytes where there are any; and figures that add up."""
+"""Quantized values as bytes, scales, zero points as bytes if there are any; and statistics that can be added up."""
 
 
 @dataclass(frozen=True)
 class QuantKind:
-    """What decides about codes and scales besides the values."""
+    """What determines quantized values and scales besides the weights. `group_shape` is how many elements share a
+    scale."""
 
     qtype: str
     method: str
-    tiles: tuple[int, ...]
+    group_shape: tuple[int, ...]
 
     @property
     def comparison_key(self) -> "QuantKind":
-        """What is compared with Qwix once: sizes of tiles do not matter, only where tiles are."""
-        return QuantKind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.tiles))
+        """What is compared with Qwix once: the sizes of groups do not matter, only along which axes there are some."""
+        return QuantKind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.group_shape))
 
     def transposed(self, order: Sequence[int]) -> "QuantKind":
-        return QuantKind(self.qtype, self.method, tuple(self.tiles[axis] for axis in order))
+        """The kind of a transposed parameter; `order` is as for `np.transpose`."""
+        return QuantKind(self.qtype, self.method, tuple(self.group_shape[axis] for axis in order))
 
     def in_qwix(self, shape: tuple[int, ...]) -> Any:
-        """In Qwix's words: tiles of one element are channels, tiles of the whole axis are none."""
+        """The kind in Qwix's terms: groups of one element are channelwise axes, groups of the complete
+        axis are none."""
         return qarray.HowToQuantize(
             qtype=self.qtype,
-            channelwise_axes=[i for i, tile in enumerate(self.tiles) if tile == 1],
+            channelwise_axes=[i for i, tile in enumerate(self.group_shape) if tile == 1],
             tiled_axes={
                 i: tile
-                for i, tile in enumerate(self.tiles)
+                for i, tile in enumerate(self.group_shape)
                 if 1 < tile < shape[i] or tile == REQUIRED_TILE_SIZES.get(self.qtype)
             },
             calibration_method=self.method,
@@ -71,8 +74,8 @@ class QuantKind:
 
 @dataclass(frozen=True)
 class QwixEncoder:
-    """Encodes one parameter; see `tpuconv.convert.plan.Encoder`. `dtype` is that of the values, `scale_dtype` that of
-    the stored scales."""
+    """Encodes one parameter; see `tpuconv.convert.plan.types.Encoder`. `dtype` is that of the weights, `scale_dtype`
+    that of stored scales."""
 
     name: str
     quant: ParamQuant
@@ -82,57 +85,67 @@ class QwixEncoder:
     @property
     def blocks(self) -> tuple[int, ...]:
         # A mean is rounded by the order in which it is added up: only the whole parameter has Qwix's.
-        return self.quant.shape if self.method.startswith("rms") else self.quant.tiles
+        """The shape of what must be encoded together: a group, or the complete parameter."""
+        return self.quant.shape if self.method.startswith("rms") else self.quant.group_shape
 
     @cached_property
     def parts(self) -> tuple[EncodedComponent, ...]:
+        """Quantized values, scales and, if the range is not symmetric, zero points."""
         ones = (1,) * len(self.quant.shape)
         qvalues = stored_dtype(self.quant.qtype)
         parts = [
             EncodedComponent(QVALUE[1:], qvalues, ones, own=True),
-            EncodedComponent(SCALE[1:], self.scale_dtype, self.quant.tiles),
+            EncodedComponent(SCALE[1:], self.scale_dtype, self.quant.group_shape),
         ]
         if self.is_asymmetric:
-            parts.append(EncodedComponent(ZERO_POINT[1:], qvalues, self.quant.tiles))
+            parts.append(EncodedComponent(ZERO_POINT[1:], qvalues, self.quant.group_shape))
         return tuple(parts)
 
     @property
     def method(self) -> str:
+        """The calibration method."""
         return str(self.quant.qwix_how.calibration_method)
 
     @property
     def kind(self) -> QuantKind:
-        return QuantKind(self.quant.qtype, self.method, self.quant.tiles)
+        """What determines the result besides the weights."""
+        return QuantKind(self.quant.qtype, self.method, self.quant.group_shape)
 
     @property
     def by_tables(self) -> bool:
+        """Whether tables are used instead of Qwix."""
         return self.dtype == BF16 and self.method.startswith("absmax")
 
     @property
     def is_asymmetric(self) -> bool:
+        """Whether there are zero points."""
         return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
 
     def to_json(self) -> dict[str, Any]:
+        """What the manifest says about it."""
         return {
             "qtype": self.quant.qtype,
             "rule": self.quant.rule,
-            "tiles": list(self.quant.tiles),
+            "tiles": list(self.quant.group_shape),
             "method": self.method,
             "bits": self.bits,
         }
 
     @property
     def bits(self) -> float:
-        """Bits of a weight, its share of the scales included."""
+        """Bits per weight, with its share of the scales."""
         scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.quant.qtype] if self.is_asymmetric else 0)
-        return QTYPES[self.quant.qtype] + scales / prod(self.quant.tiles)
+        return QTYPES[self.quant.qtype] + scales / prod(self.quant.group_shape)
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Codes, scales and, where the range is not symmetric, zero points of a box of whole tiles.
+        """Encodes a box of complete groups.
+
+        Returns:
+            with np.errstate(all="ignore"):  # scales of 0 are found below; absurd values have absurd statistics
 
         Raises:
-            FloatingPointError: a value is infinite or not a number.
-            UnsupportedConfig: the scale of a tile is so small that it is stored as 0.
+            FloatingPointError: a value is infinite or NaN.
+            UnsupportedConfig: the scale of a group is so small that it would be stored as 0.
         """
         kind = self.kind
         if self.by_tables:
@@ -164,7 +177,7 @@ class QwixEncoder:
             compared.result()
 
     def rounded(self, values: np.ndarray) -> jax.Array:
-        """What codes and scales of the whole parameter stand for, exactly, so in float32. Of symmetric ranges only."""
+        """The parameter rounded to its quantized values, exactly, in float32. For symmetric ranges only."""
         (qvalues, scales), _ = self(values)
         self.check()
         array = qarray.QArray(jnp.asarray(qvalues), jnp.asarray(scales, jnp.float32), None, self.quant.qtype)
@@ -174,13 +187,13 @@ class QwixEncoder:
 
 @cache
 def stored_dtype(qtype: str) -> np.dtype[Any]:
-    """In which codes of a type are stored. That of Qwix; NF4's, uint4, has no place in a checkpoint, so a byte."""
-    one = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
-    return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), one).dtype)
+    """The dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
+    value = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
+    return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), value).dtype)
 
 
 def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same for the dtype of codes."""
+    """The dtype in which quantized values of the dtype `dtype` are stored."""
     return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
 
 
@@ -193,14 +206,15 @@ def _is_symmetric(method: str) -> bool:
 
 
 _compile_pool = ThreadPoolExecutor(1, "qwix")
-"""What Qwix is asked for, tables and comparisons, is compiled without the interpreter's lock, beside all other work."""
+"""Compiles what Qwix is asked for, tables and comparisons. It releases the interpreter's lock, so other
+work goes on."""
 
 ALL_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(BF16)
 """Every bfloat16, by its bits."""
 
 
 def prepare(encoders: Iterable[QwixEncoder]) -> None:
-    """Begins to fill the tables that they need first."""
+    """Begins to fill the tables that the encoders need first."""
     for encoder in encoders:
         if encoder.by_tables:
             _scale_table(encoder.quant.qtype, encoder.method)
@@ -208,7 +222,7 @@ def prepare(encoders: Iterable[QwixEncoder]) -> None:
 
 @cache
 def _qvalue_table(qtype: str) -> np.ndarray:
-    """[65536]: the code of every quotient of value and scale, by its bits."""
+    """[65536]: the quantized value of every quotient of value and scale, by its bits."""
     return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL_BFLOAT16))
 
 
@@ -218,14 +232,16 @@ def _qvalue_byte_table(qtype: str) -> np.ndarray:
 
 
 def as_bytes(qvalues: np.ndarray) -> np.ndarray:
-    """Codes of Qwix as they are stored: a byte each, 4-bit integers with their sign."""
-    own: np.ndarray = qvalues.astype(np.int8) if qvalues.dtype.name == "int4" else qvalues.astype(stored(qvalues.dtype))
-    return own.view(np.uint8)
+    """Qwix's quantized values as they are stored, in the same shape: one byte each, 4-bit integers with their sign."""
+    widened: np.ndarray = (
+        qvalues.astype(np.int8) if qvalues.dtype.name == "int4" else qvalues.astype(stored(qvalues.dtype))
+    )
+    return widened.view(np.uint8)
 
 
 @cache
 def _value_table(qtype: str) -> np.ndarray:
-    """[256]: the value of every code, by its byte, without its scale."""
+    """[256]: the number that every quantized value stands for, by its byte, without its scale."""
     qvalues = np.arange(256, dtype=np.uint8)
     if qtype == "nf4":
         values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[qvalues & 15]
@@ -236,7 +252,7 @@ def _value_table(qtype: str) -> np.ndarray:
 
 @cache
 def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
-    """[32768]: the scale of every largest absolute value, by its bits; float32 that bfloat16 can hold."""
+    """[32768]: the scale for every largest absolute value, by its bits; float32 that bfloat16 can hold."""
     factor = [float(number) for number in method.split(",")[1:]]
 
     def scale(absmax: jax.Array) -> jax.Array:
@@ -248,19 +264,19 @@ def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
 
 
 NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
-"""Of integers, which are computed."""
+"""For integers, which are computed."""
 
 
 def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
-    """`values` lie in memory in the order of their axes, nearly."""
-    shape, tiles = values.shape, kind.tiles
-    counts = [n // tile for n, tile in zip(shape, tiles, strict=True)]
+    """Encodes by tables. The axes of `values` are about in the order of memory."""
+    shape, group_shape = values.shape, kind.group_shape
+    counts = [n // tile for n, tile in zip(shape, group_shape, strict=True)]
     bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1, shape[-1])
-    tile_row = np.zeros(1, np.int64)
-    for n, tile, count in zip(shape[:-1], tiles, counts, strict=False):
-        tile_row = (tile_row[:, None] * count + np.arange(n) // tile).reshape(-1)
+    group_row = np.zeros(1, np.int64)
+    for n, tile, count in zip(shape[:-1], group_shape, counts, strict=False):
+        group_row = (group_row[:, None] * count + np.arange(n) // tile).reshape(-1)
     largest = np.zeros((prod(counts[:-1]), counts[-1]), np.uint16)
-    kernels.absmax(bits, tile_row, tiles[-1], largest)
+    kernels.absmax(bits, group_row, group_shape[-1], largest)
     if largest.max() >= INFINITY:
         raise FloatingPointError
     scales = _scale_table(kind.qtype, kind.method).result()[largest]
@@ -268,7 +284,7 @@ def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGER_QTYPES else 0
     bound = _symmetric_bound(kind.qtype) if "," in kind.method else np.inf
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
-    signal, noise, clipped = kernels.encode(bits, tile_row, tiles[-1], scales, integers, *tables, bound, qvalues)
+    signal, noise, clipped = kernels.encode(bits, group_row, group_shape[-1], scales, integers, *tables, bound, qvalues)
     statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
     return [qvalues.reshape(shape), scales.astype(BF16).reshape(counts)], statistics
 
@@ -281,19 +297,21 @@ _compared: "dict[QuantKind, Future[None]]" = {}
 
 
 def _compare_once(name: str, kind: QuantKind, values: np.ndarray, qvalues: np.ndarray, scales: np.ndarray) -> None:
-    """Begins to compare some random tiles of the first box of each kind with what Qwix itself makes of them."""
+    """Begins to compare some random groups of the first box of each kind with what Qwix makes of them."""
     if kind.comparison_key in _compared:
         return
     rng = np.random.default_rng(len(_compared))
-    box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.tiles)
-    for n, tile in zip(values.shape, kind.tiles, strict=True):
+    box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.group_shape)
+    for n, tile in zip(values.shape, kind.group_shape, strict=True):
         count = max(1, min(n // tile, left))
         left //= count
         first = int(rng.integers(0, n // tile - count + 1))
         box.append(slice(first * tile, (first + count) * tile))
         scale_box.append(slice(first, first + count))
-    part, own, own_scales = values[tuple(box)], qvalues[tuple(box)], scales[tuple(scale_box)]
-    compared = partial(_compare, name, kind, part.copy(), own.copy(), own_scales.copy())  # their memory is used again
+    part, part_qvalues, part_scales = values[tuple(box)], qvalues[tuple(box)], scales[tuple(scale_box)]
+    compared = partial(
+        _compare, name, kind, part.copy(), part_qvalues.copy(), part_scales.copy()
+    )  # their memory is used again
     _compared[kind.comparison_key] = _compile_pool.submit(compared)
 
 
@@ -313,6 +331,7 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
 
 
 def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
+    """Encodes by Qwix itself."""
     wide = jnp.asarray(values).astype(jnp.float32)
     if not jnp.isfinite(wide).all():
         raise FloatingPointError
@@ -326,7 +345,10 @@ def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
         "clipped": float(clipped),
         "count": float(values.size),
     }
-    shape = tuple(n // tile for n, tile in zip(values.shape, kind.tiles, strict=True))
+    shape = tuple(n // tile for n, tile in zip(values.shape, kind.group_shape, strict=True))
     qvalues = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
-    own, *zero_points = (as_bytes(np.asarray(part)) for part in qvalues)
-    return [own, *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points))], statistics
+    qvalue_bytes, *zero_points = (as_bytes(np.asarray(part)) for part in qvalues)
+    return [
+        qvalue_bytes,
+        *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points)),
+    ], statistics

@@ -1,6 +1,6 @@
-"""The loops over weights: compiled, since one pass that stays in a register beats ten that numpy makes.
+"""Compiled loops over weights: one pass that stays in registers is faster than the ten passes of numpy.
 
-Values are the bits of bfloat16, [R, C]; row r has its scales in row `tile_row[r]` of [S, C / tile].
+Weights are the bits of bfloat16, [R, C]. Row r has its scales in row `group_row[r]` of [S, C / group].
 """
 
 import numpy as np
@@ -9,22 +9,22 @@ from tpuconv.compiled import compiled, compiled_sum
 
 
 @compiled  # type: ignore[untyped-decorator]
-def absmax(bits: np.ndarray, tile_row: np.ndarray, tile: int, out: np.ndarray) -> None:
-    """The largest absolute value of every tile, by its bits, into `out`, which begins as zeros."""
+def absmax(bits: np.ndarray, group_row: np.ndarray, group: int, out: np.ndarray) -> None:
+    """Sets `out` [S, C / group], zeros at first, to the largest absolute value of every group, by its bits."""
     rows, columns = bits.shape
     for r in range(rows):
-        own, largest = bits[r], out[tile_row[r]]
-        if tile == 1:
+        row, largest = bits[r], out[group_row[r]]
+        if group == 1:
             for j in range(columns):
-                largest[j] = max(largest[j], own[j] & np.uint16(0x7FFF))
+                largest[j] = max(largest[j], row[j] & np.uint16(0x7FFF))
         else:
-            for i in range(columns // tile):
-                largest[i] = max(largest[i], absmax_of_run(own[i * tile : (i + 1) * tile]))
+            for i in range(columns // group):
+                largest[i] = max(largest[i], absmax_of_run(row[i * group : (i + 1) * group]))
 
 
 @compiled  # type: ignore[untyped-decorator]
 def absmax_of_run(bits: np.ndarray) -> np.uint16:
-    """The same of values side by side."""
+    """The largest absolute value of adjacent weights [n], by its bits."""
     most = np.uint16(0)
     for j in range(bits.size):
         most = np.uint16(max(most, np.uint16(bits[j] & np.uint16(0x7FFF))))
@@ -33,13 +33,13 @@ def absmax_of_run(bits: np.ndarray) -> np.uint16:
 
 @compiled  # type: ignore[untyped-decorator]
 def to_float32(bits: np.uint16) -> np.float32:
-    """The value of a bfloat16 by its bits."""
+    """The number that the bits of a bfloat16 stand for."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def to_bfloat16(value: np.float32) -> np.uint16:
-    """The bits of the bfloat16 nearest to a float32; even where two are as near."""
+    """The bits of the nearest bfloat16; the even one if two are equally near."""
     wide = np.float32(value).view(np.uint32)
     return np.uint16((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
@@ -50,7 +50,7 @@ def to_bfloat16(value: np.float32) -> np.uint16:
 
 @compiled_sum  # type: ignore[untyped-decorator]
 def encode_integers(
-    bits: np.ndarray, own: np.ndarray, least: np.float32, most: np.float32, qvalues: np.ndarray
+    bits: np.ndarray, scales: np.ndarray, least: np.float32, most: np.float32, qvalues: np.ndarray
 ) -> tuple[np.float32, np.float32]:
     """Fills `qvalues` [C] of a row of values [C] with the scales `scales` [C].
 
@@ -59,7 +59,7 @@ def encode_integers(
     """
     signal, noise = np.float32(0), np.float32(0)
     for j in range(bits.size):
-        value, scale = to_float32(bits[j]), own[j]
+        value, scale = to_float32(bits[j]), scales[j]
         quotient = value / scale
         code = max(min(np.rint(to_float32(to_bfloat16(quotient))), most), least)
         qvalues[j] = np.uint8(np.int8(np.int32(code)))
@@ -71,19 +71,19 @@ def encode_integers(
 
 @compiled_sum  # type: ignore[untyped-decorator]
 def encode_by_tables(
-    bits: np.ndarray, own: np.ndarray, qvalue_table: np.ndarray, value_table: np.ndarray, qvalues: np.ndarray
+    bits: np.ndarray, scales: np.ndarray, qvalue_table: np.ndarray, value_table: np.ndarray, qvalues: np.ndarray
 ) -> tuple[np.float32, np.float32]:
-    """The same by tables."""
+    """As `encode_integers`, by tables: see `encode`."""
     quotients, decoded = np.empty(bits.size, np.uint16), np.empty(bits.size, np.float32)
     for j in range(bits.size):
-        quotients[j] = to_bfloat16(to_float32(bits[j]) / own[j])
+        quotients[j] = to_bfloat16(to_float32(bits[j]) / scales[j])
     for j in range(bits.size):
         qvalues[j] = qvalue_table[quotients[j]]
     for j in range(bits.size):
         decoded[j] = value_table[qvalues[j]]
     signal, noise = np.float32(0), np.float32(0)
     for j in range(bits.size):
-        value, scale = to_float32(bits[j]), own[j]
+        value, scale = to_float32(bits[j]), scales[j]
         lost = (decoded[j] - value / scale) * scale
         signal += value * value
         noise += lost * lost
@@ -91,19 +91,19 @@ def encode_by_tables(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def count_clipped(bits: np.ndarray, own: np.ndarray, bound: np.float32) -> np.int32:
-    """How many values of a row are larger than `bound` times their scales."""
+def count_clipped(bits: np.ndarray, scales: np.ndarray, bound: np.float32) -> np.int32:
+    """How many weights of a row [C] are larger than `bound` times their scales [C]."""
     count = np.int32(0)
     for j in range(bits.size):
-        count = np.int32(count + np.int32(abs(to_float32(bits[j]) / own[j]) > bound))
+        count = np.int32(count + np.int32(abs(to_float32(bits[j]) / scales[j]) > bound))
     return count
 
 
 @compiled  # type: ignore[untyped-decorator]
 def encode(
     bits: np.ndarray,
-    tile_row: np.ndarray,
-    tile: int,
+    group_row: np.ndarray,
+    group: int,
     scales: np.ndarray,
     integers: int,
     qvalue_table: np.ndarray,
@@ -125,16 +125,16 @@ def encode(
     signal, noise, clipped = 0.0, 0.0, 0
     least, most, largest = np.float32(-integers), np.float32(integers - 1), np.float32(bound)
     for r in range(rows):
-        own = scales[tile_row[r]]
-        if tile > 1:
-            for i in range(columns // tile):
-                spread[i * tile : (i + 1) * tile] = own[i]
-            own = spread
+        row_scales = scales[group_row[r]]
+        if group > 1:
+            for i in range(columns // group):
+                spread[i * group : (i + 1) * group] = row_scales[i]
+            row_scales = spread
         if integers:
-            a, b = encode_integers(bits[r], own, least, most, qvalues[r])
+            a, b = encode_integers(bits[r], row_scales, least, most, qvalues[r])
         else:
-            a, b = encode_by_tables(bits[r], own, qvalue_table, value_table, qvalues[r])
+            a, b = encode_by_tables(bits[r], row_scales, qvalue_table, value_table, qvalues[r])
         signal, noise = signal + a, noise + b
         if largest < np.inf:
-            clipped += count_clipped(bits[r], own, largest)
+            clipped += count_clipped(bits[r], row_scales, largest)
     return signal, noise, clipped

@@ -1,6 +1,7 @@
-"""What quantizing cost each parameter, from the figures that were added up in the same pass over the weights.
+"""What quantizing cost each parameter, from statistics that were added up while it was quantized.
 
-The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB, where x' is what the codes and scales stand for.
+The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB. x' is the weight that quantized value and scale
+stand for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,15 @@ from tpuconv.text import html as escape
 
 @dataclass(frozen=True)
 class Row:
-    """One quantized parameter. `bits` are those of a weight with its share of the scales, `clipped` the share of the
-    weights beyond the range of the codes, `rule` the number of the rule in the config. `source` says of a parameter
-    that the source has encoded whether codes and scales are "kept" or it is "requantized"; it is empty of others."""
+    """One quantized parameter.
+
+    Attributes:
+        rule: number of its rule in the config.
+        bits: per weight, with its share of the scales.
+        count: number of weights.
+        clipped: share of the weights that are outside of the range.
+        source: if the source has it encoded, whether it was "kept" or "requantized"; else empty.
+    """
 
     name: str
     qtype: str
@@ -30,13 +37,19 @@ class Row:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """What `--json` prints; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` are the quantized parameters, worst first; `bytes` those of the checkpoint, `parameters` and `weight_bits`
-    of the whole model, whatever is not quantized included."""
+    """The report of a checkpoint.
+
+    Attributes:
+        rows: the quantized parameters, worst first.
+        parameters, weight_bits: number and mean bits of all weights of the model, quantized or not.
+        bytes: of the checkpoint.
+    """
 
     config: str
     summary: str
@@ -46,6 +59,7 @@ class Report:
     weight_bits: float
 
     def to_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
         return {
             "config": self.config,
             "parameters": self.parameters,
@@ -56,21 +70,21 @@ class Report:
 
 
 def report(manifest: Mapping[str, Any]) -> Report:
-    """The report of a quantized checkpoint's manifest."""
+    """The report of a quantized checkpoint, from its manifest."""
     rows = []
-    for name, own in manifest["quantization"]["parameters"].items():
-        statistics = own["figures"]
+    for name, facts in manifest["quantization"]["parameters"].items():
+        statistics = facts["figures"]
         noise = statistics["noise"]
         rows.append(
             Row(
                 name=name,
-                qtype=own["qtype"],
-                rule=own["rule"],
-                bits=own["bits"],
+                qtype=facts["qtype"],
+                rule=facts["rule"],
+                bits=facts["bits"],
                 count=int(statistics["count"]),
                 snr_db=10 * log10(statistics["signal"] / noise) if noise and statistics["signal"] else inf,
                 clipped=statistics["clipped"] / statistics["count"],
-                source=next((how for how in ("kept", "requantized") if how in own), ""),
+                source=next((how for how in ("kept", "requantized") if how in facts), ""),
             )
         )
     parts = (QVALUE, SCALE, ZERO_POINT)
@@ -90,17 +104,19 @@ def report(manifest: Mapping[str, Any]) -> Report:
 
 @dataclass(frozen=True)
 class PatternSummary:
-    """The parameters of one pattern of names, and their range of signal-to-noise ratios."""
+    """The parameters of one pattern of names, and their signal-to-noise ratios."""
 
     pattern: str
     rows: Sequence[Row]
 
     @property
     def worst(self) -> Row:
+        """The parameter with the lowest ratio."""
         return min(self.rows, key=lambda row: row.snr_db)
 
     @property
     def mean_db(self) -> float:
+        """The mean ratio in dB."""
         return sum(row.snr_db for row in self.rows) / len(self.rows)
 
 
@@ -128,10 +144,11 @@ svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill
 
 
 def report_page(manifest: Mapping[str, Any]) -> str:
-    """A page that needs nothing but itself: totals, a plot of every parameter's ratio, and the table, worst first."""
-    own = report(manifest)
-    groups = by_pattern(own.rows)
-    title = f"{manifest['source']['name']}, {own.config}"
+    """The report as an HTML page without other files: totals, a plot of every parameter's ratio, and a table, worst
+    first."""
+    report_ = report(manifest)
+    groups = by_pattern(report_.rows)
+    title = f"{manifest['source']['name']}, {report_.config}"
     lines = "".join(
         f"<tr><td>{escape(kind.pattern)}</td><td class=n>{len(kind.rows)}</td><td>{escape(kind.worst.qtype)}</td>"
         f"<td class=n>{kind.worst.bits:.2f}</td><td class=n>{kind.worst.snr_db:.1f}</td>"
@@ -141,11 +158,12 @@ def report_page(manifest: Mapping[str, Any]) -> str:
     worst = "".join(
         f"<tr><td>{escape(row.name)}</td><td>{escape(row.qtype)}</td><td class=n>{row.bits:.2f}</td>"
         f"<td class=n>{row.count:,}</td><td class=n>{row.snr_db:.1f}</td></tr>"
-        for row in own.rows[:20]
+        for row in report_.rows[:20]
     )
     return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
 <h1>{escape(title)}</h1>
-<p>{escape(own.summary)}. {own.parameters:,} parameters, {own.weight_bits:.2f} bits a weight, {format_size(own.bytes)}.
+<p>{escape(report_.summary)}. {report_.parameters:,} parameters, {report_.weight_bits:.2f} bits a weight,
+{format_size(report_.bytes)}.
 <h2>Signal-to-noise ratio of every parameter, dB</h2>
 {_plot(groups)}
 <h2>By kind, worst first</h2>
@@ -157,7 +175,7 @@ def report_page(manifest: Mapping[str, Any]) -> str:
 
 
 def _plot(groups: Sequence[PatternSummary]) -> str:
-    """A line for each kind, a dot on it for each parameter."""
+    """One line per pattern, one dot on it per parameter."""
     values = [row.snr_db for kind in groups for row in kind.rows if row.snr_db < inf]
     if not values:
         return "<p>Nothing was lost."

@@ -1,4 +1,4 @@
-"""Which parameters a config quantizes, and how: resolved by Qwix itself on the model with shapes instead of arrays."""
+"""Which parameters a config quantizes, and how. Qwix itself decides, on the model with shapes instead of arrays."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -26,39 +26,40 @@ from tpuconv.quantize import tiled
 from tpuconv.quantize.config import QuantConfig, Rule, check_rules
 
 TOKENS = 1024
-"""Of the call that shows Qwix every product; enough that no product takes a short cut for few tokens."""
+"""Of the call that shows Qwix every product: enough that no product takes a path for few tokens."""
 
 EMBEDDING = "embed"
-"""The module whose matrix is looked up, and in some models multiplied too: Qwix would quantize it for the product, and
+"""The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
 the look-up could not read it."""
 
 LAYER = re.compile(r"layers[./](\d+)[./](.*)")
-"""The name of a parameter or module of one layer: its number, and the name within."""
+"""The name of a layer's parameter or module: the number of the layer, and the name within it."""
 
 
 class Provider(qwix.PtqProvider):  # type: ignore[misc]
-    """Qwix's provider for quantized weights, which sees the grouped products of experts too, and remembers which
-    modules asked for a rule."""
+    """Qwix's provider for quantized weights. It handles the experts' grouped products too, and records which modules
+    asked for a rule."""
 
     def __init__(self, config: QuantConfig):
         rules = [qwix.QuantizationRule(**rule.to_json()) for rule in config.rules]
         super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
-        self.asked: dict[str, None] = {}
+        self.seen_modules: dict[str, None] = {}
 
     def unused(self) -> set[int]:
-        """The numbers of the config's rules that decided about nothing."""
+        """The numbers of the config's rules that matched nothing."""
         return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
 
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
-        self.asked["/".join(map(str, flax_util.get_current_module_path()))] = None
+        self.seen_modules["/".join(map(str, flax_util.get_current_module_path()))] = None
         return super()._get_current_rule_and_op_id(op_name, **kwargs)
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        """Qwix's functions to intercept, with the grouped product."""
         intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
         return intercepted | {"tpuconv.models.kernels.grouped.product": self.grouped_product}
 
     def grouped_product(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
-        """Rows of `lhs` [T, D], group by group, times `rhs` [E, D, M]: scales as for the einsum TD,EDM->TEM."""
+        """`lhs` [T, D], group by group, times `rhs` [E, D, M]: [T, M]. Scales are as for the einsum TD,EDM->TEM."""
         rule, op_id = self._get_current_rule_and_op_id("ragged_dot")
         if rule is None or rule.weight_qtype is None:
             return grouped.product(lhs, rhs, group_sizes, groups=groups)
@@ -86,12 +87,12 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
 
 def _is_plain_qarray(x: Any) -> bool:
-    """Whether these are codes that are values themselves, and scales."""
+    """Whether it has quantized values that are numbers themselves, and scales but no zero points."""
     return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
 
 
 def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
-    """Qwix's; on a TPU that of `tiled` where that pays."""
+    """Qwix's einsum; on a TPU that of `tiled` if it is faster."""
     if (
         isinstance(lhs, qarray.QArray)
         or not _is_plain_qarray(rhs)
@@ -110,11 +111,16 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class ParamQuant:
-    """How one parameter is quantized: `tiles` is how many elements of each axis share a scale; `rule` the number of
-    the rule; `how` in Qwix's words, of one layer where layers are stacked."""
+    """How one parameter is quantized.
+
+    Attributes:
+        group_shape: how many elements of each axis share a scale.
+        rule: the number of the rule.
+        qwix_how: Qwix's `HowToQuantize`; of one layer if layers are stacked.
+    """
 
     shape: tuple[int, ...]
-    tiles: tuple[int, ...]
+    group_shape: tuple[int, ...]
     rule: int
     qwix_how: Any
 
@@ -124,8 +130,8 @@ class ParamQuant:
 
 
 def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], *, stacked: bool = False) -> QuantConfig:
-    """A config that quantizes the modules of these parameters and no others, each in the type that it is kept in; their
-    scales are those of the checkpoint, not what Qwix would make."""
+    """A config that quantizes exactly the modules of these parameters, each to the type that it is encoded in. The
+    scales are those of the checkpoint, not Qwix's."""
     modules: dict[str, list[str]] = {}
     for name, facts in passthrough.items():
         path = re.escape("/".join(name.split(".")[:-1]))
@@ -137,18 +143,23 @@ def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], *, stacked: 
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
-    """The model as Qwix quantizes it. Called within `nnx.eval_shape` it needs no weights."""
+    """The model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
     return qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
 
 
 def abstract_quantized_model(
     build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False
 ) -> Any:
-    """The model with shapes instead of arrays, quantized as a manifest says: by rules, or kept as it was released.
-    `build` makes it with separate layers, which rules name; where a checkpoint has them `stacked`, they are then.
+    """The model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was released.
+
+    Args:
+        build: makes the model with separate layers, which rules name.
+        quantization: of the manifest.
+        stacked: whether the layers are stacked then, as in the checkpoint.
 
     Raises:
-        ConfigError: the pattern of a rule is none, or takes for ever.
+        ConfigError: the pattern of a rule is invalid, or takes too long.
+        CorruptOutput: the manifest has a parameter that the model lacks.
     """
     passthrough = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
     config = (
@@ -181,12 +192,19 @@ def abstract_quantized_model(
 
 
 def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = False) -> dict[str, ParamQuant]:
-    """For every parameter that is quantized how, by name; where layers are `stacked`, of all layers by the name of
-    their one array. `build` makes the model with separate layers.
+    """How every parameter that a config quantizes is quantized.
+
+    Args:
+        build: makes the model with separate layers.
+        config: the rules.
+        stacked: whether layers are stacked: the result then is by the names of their arrays.
+
+    Returns:
+        By the name of the parameter.
 
     Raises:
-        ConfigError: a rule decides about nothing, is matched for ever, or has a tile that does not divide an axis.
-        UnsupportedConfig: layers that are to be stacked are not quantized alike.
+        ConfigError: a rule matches nothing, takes too long, or has a tile size that does not divide an axis.
+        UnsupportedConfig: layers that are stacked are not quantized alike.
     """
     provider = Provider(config)
     param_quants: dict[str, ParamQuant] = {}
@@ -199,7 +217,9 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
         for path, node in nnx.iter_graph(quantized(model, provider)):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
             if isinstance(node, ptq.WithAux):
-                param_quants[name] = ParamQuant(tuple(node.shape), _tiles(node), _first_match(config, module), node.how)
+                param_quants[name] = ParamQuant(
+                    tuple(node.shape), _group_shape(node), _first_match(config, module), node.how
+                )
             elif isinstance(node, Skipped):
                 first = f"layers.{node.like}."
                 param_quants.update(
@@ -220,12 +240,12 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
 
 
 def _stacked(param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider) -> dict[str, ParamQuant]:
-    """Of all layers what one says: each has scales of its own.
+    """The result for stacked layers, from that of one layer: each layer has its own scales.
 
     Raises:
         UnsupportedConfig: the layers are not quantized alike.
     """
-    for path in provider.asked:
+    for path in provider.seen_modules:
         if match := LAYER.fullmatch(path):
             first = f"layers/0/{match[2]}"
             if _decisions(config, path) != _decisions(config, first):
@@ -241,12 +261,14 @@ def _stacked(param_quants: Mapping[str, ParamQuant], config: QuantConfig, provid
         if match is None:
             out[name] = quant
         elif match[1] == "0":
-            out[f"layers.{match[2]}"] = replace(quant, shape=(layers, *quant.shape), tiles=(1, *quant.tiles))
+            out[f"layers.{match[2]}"] = replace(
+                quant, shape=(layers, *quant.shape), group_shape=(1, *quant.group_shape)
+            )
     return out
 
 
 def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
-    """What a module's products are quantized by: the rules that match it, up to the one that is for all products."""
+    """The rules that quantize a module's products: those that match it, up to the first that is for all products."""
     out: list[Rule | None] = []
     for rule in config.rules:
         if re.fullmatch(rule.module_path, module):
@@ -257,7 +279,7 @@ def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
 
 
 class Skipped(nnx.Module):
-    """In the place of a layer that Qwix would treat as it does an earlier one, the layer `like`."""
+    """Replaces a layer that Qwix would treat like an earlier one, the layer `like`."""
 
     def __init__(self, like: int):
         self.like = like
@@ -267,8 +289,8 @@ class Skipped(nnx.Module):
 
 
 def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
-    """Keeps of the layers that are alike the first one: tracing each takes time. Alike are layers of the same modules,
-    sizes, settings and window, each of whose modules is matched by the same rules."""
+    """Keeps only the first of equal layers, since tracing each takes time. Layers are equal if they have the same
+    modules, sizes, settings and window, and the same rules match each module."""
     kinds: list[tuple[Any, int]] = []
     for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
         graph, state = nnx.split(layer)
@@ -282,7 +304,7 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
             model.layers[i] = Skipped(like)
 
 
-def _tiles(leaf: Any) -> tuple[int, ...]:
+def _group_shape(leaf: Any) -> tuple[int, ...]:
     return tuple(n // s for n, s in zip(leaf.shape, flax_util.unbox(leaf.array).scale.shape, strict=True))
 
 
@@ -296,27 +318,31 @@ def _modules(model: Any) -> list[str]:
 
 
 def _check_used(config: QuantConfig, provider: Provider) -> None:
-    """That every rule decides about something."""
+    """Checks that every rule matches something first.
+
+    Raises:
+        ConfigError: a rule does not.
+    """
     faults = []
     for i in sorted(provider.unused()):
         rule = config.rules[i]
-        own = [path for path in provider.asked if re.fullmatch(rule.module_path, path)]
-        if own:
-            before = config.rules[_first_match(config, own[0])].line
-            faults.append(f"line {rule.line}: {rule.module_path!r}: line {before} matches first what it matches")
+        matched = [path for path in provider.seen_modules if re.fullmatch(rule.module_path, path)]
+        if matched:
+            earlier_line = config.rules[_first_match(config, matched[0])].line
+            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} matches first what it matches")
         else:
             faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
     if faults:
         raise ConfigError(
             f"{len(faults)} {'rules' if len(faults) > 1 else 'rule'} of {config.name} would decide about nothing",
             details=faults,
-            hint="modules are called like " + ", ".join(_examples(provider.asked)),
+            hint="modules are called like " + ", ".join(_examples(provider.seen_modules)),
         )
 
 
-def _examples(asked: Mapping[str, None]) -> list[str]:
-    """One module of each kind, numbers aside."""
+def _examples(seen_modules: Mapping[str, None]) -> list[str]:
+    """One module of each kind, ignoring numbers."""
     kinds: dict[str, str] = {}
-    for path in asked:
+    for path in seen_modules:
         kinds.setdefault(re.sub(r"\d+", "0", path), path)
     return list(kinds.values())[:12]

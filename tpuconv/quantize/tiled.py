@@ -1,7 +1,7 @@
-"""Products of few tokens with codes whose tiles have scales, for a TPU.
+"""Products of few tokens with quantized values whose groups have scales, for a TPU.
 
-Dequantized first, as Qwix does it, the scales of all tiles are spread out in fast memory, which takes ten times as long
-as the product. Codes are multiplied as they are here, tile by tile, and the scales come after.
+If they are dequantized first, as in Qwix, the scales of all groups are spread in fast memory, which takes ten times as
+long as the product. Here quantized values are multiplied as they are, group by group, and then the scales.
 """
 
 from math import prod
@@ -13,7 +13,8 @@ from tpuconv.models.kernels.grouped import DEPTH
 
 
 def is_for(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> bool:
-    """Whether that pays: tiles are as deep as the matrix unit, and sums of one tile less than its codes."""
+    """Whether that is faster: groups are as deep as the matrix unit, and the sums of a group smaller than its quantized
+    values."""
     left, right, out = _letters(equation)
     summed = [letter for letter in right if letter not in out]
     tiles = {letter: size // count for letter, size, count in zip(right, qvalues.shape, scale.shape, strict=True)}
@@ -24,8 +25,8 @@ def is_for(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) ->
 
 
 def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> jax.Array:
-    """`jnp.einsum` of `x` and of `qvalues` times `scale`, which has one number for each tile of codes. Sums are in
-    float32."""
+    """`jnp.einsum` of `x` and of `qvalues` times `scale`, which has one number for each group. Sums are in float32; the
+    result has the dtype of `x`."""
     left, right, out = _letters(equation)
     counts = dict(zip(right, scale.shape, strict=True))
     tiled = [letter for letter in right if letter not in out and counts[letter] > 1]
@@ -52,7 +53,7 @@ def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) ->
     shared = "".join(letter for letter in out if letter in right)
     names = "".join(letter.lower() if letter in tiled else letter for letter in right)
     scale = jnp.einsum(f"{names}->{numbers}{shared}", scale)
-    missing = [len(numbers) + at for at, letter in enumerate(out) if letter not in shared]
+    missing = [len(numbers) + axis_ for axis_, letter in enumerate(out) if letter not in shared]
     return jnp.sum(sums * jnp.expand_dims(scale, missing), axis=tuple(range(len(numbers)))).astype(x.dtype)
 
 

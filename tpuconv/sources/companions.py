@@ -1,4 +1,4 @@
-"""The files that go with the weights: configs, tokenizers, templates, licences. They are copied, never read as code."""
+"""The files that go with the weights: configs, tokenizers, templates, licenses. They are copied, never run as code."""
 
 import os
 import re
@@ -30,7 +30,7 @@ PATTERNS = (
     "notice*",
     "use_policy*",
 )
-"""Compared in lower case."""
+"""Of names in lower case."""
 
 NEVER = (
     "*.bin",
@@ -50,14 +50,14 @@ NEVER = (
 """Weights in other formats, and files that run code when they are loaded."""
 
 COMPANION_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".jinja")
-"""Of files that a tokenizer or a config is made of: what has their name must be one."""
+"""Of files that configs and tokenizers consist of. A folder of such a name is an error."""
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
-"""The model card, and the name under which the source's lies beside ours."""
+"""The model card, and the name of the source's card in our output."""
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name goes with the weights; the model card is none."""
+    """Whether a file of this name goes with the weights. The model card does not count."""
     lower = name.lower()
     return any(fnmatchcase(lower, pattern) for pattern in PATTERNS) and not any(
         fnmatchcase(lower, pattern) for pattern in NEVER
@@ -65,11 +65,18 @@ def is_companion(name: str) -> bool:
 
 
 def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) -> dict[str, dict[str, Any]]:
-    """The companions in a folder, the model card `card` among them, with size and hash as a manifest has them. In a
-    `trusted` folder, the cache of the Hub's client, files may be links.
+    """The companions in a folder and its model card.
+
+    Args:
+        folder: the checkpoint.
+        card: the name of the model card.
+        trusted: whether files may be links, as in the cache of the Hub's client.
+
+    Returns:
+        Size and hash of each file, as a manifest has them.
 
     Raises:
-        SourceError: one cannot be read, is a Git LFS pointer, or a link that leads out of the folder.
+        SourceError: a file cannot be read, is a Git LFS pointer, or a link that leads out of the folder.
     """
     try:
         names = sorted(name for name in os.listdir(folder) if is_companion(name) or name == card)
@@ -99,9 +106,13 @@ _PAGE = re.compile(rb"\s*<(!doctype html|html)", re.I)
 
 
 def check_inside(folder: Path, names: "list[str] | Mapping[str, object]") -> None:
-    """Raises SourceError if a file is a link that leads out of the folder: a checkpoint from elsewhere could name any
-    file of this machine. A snapshot in the Hub's cache, `models--*/snapshots/*`, links to blobs of that cache. What is
-    no regular file has its error when it is read."""
+    """Checks that no file is a link that leads out of the folder: a checkpoint from elsewhere could name any file of
+    this machine. A snapshot in the Hub's cache, `models--*/snapshots/*`, may link to blobs of that cache. What is no
+    regular file raises its error when it is read.
+
+    Raises:
+        SourceError: a file is such a link.
+    """
     inside = Path(os.path.realpath(folder))
     roots = [inside]
     if inside.parent.name == "snapshots" and inside.parents[1].name.startswith("models--"):

@@ -1,4 +1,4 @@
-"""config.json, and what it says of how the weights are encoded."""
+"""config.json, and what it says about how the weights are encoded."""
 
 import os
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from tpuconv.jsonfile import MAX_BYTES, parse, read_bytes
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE
 
 ENCODING_KEYS = ("quantization_config", "compression_config")
-"""Of config.json; the second one older versions of compressed-tensors wrote."""
+"""Keys of config.json; older versions of compressed-tensors wrote the second one."""
 
 
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says of how the weights are encoded."""
+    """The description, in a parsed config.json, of how the weights are encoded; None if there is none."""
     return next((config[key] for key in ENCODING_KEYS if config.get(key) is not None), None)
 
 
@@ -23,7 +23,7 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: i
 
     Raises:
         error: it is missing, or holds no such object.
-        SourceError: it cannot be read, is larger than `limit` bytes, or something else lies in its place.
+        SourceError: it cannot be read, is larger than `limit` bytes, or is no regular file.
     """
     if not os.path.lexists(path):
         raise error(f"{path} is missing", hint="give a folder that holds all files of the model, or its Hub id")
@@ -34,21 +34,21 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: i
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json; where it does not say how weights are encoded, with what ModelOpt's own file beside it says.
+    """A parsed config.json. If it does not say how the weights are encoded, ModelOpt's file beside it is added.
 
     Raises:
-        ConfigError: one of them is no JSON object, or config.json is missing.
-        SourceError: one of them cannot be read, or something else lies in its place.
+        ConfigError: config.json is missing, or one of the files holds no JSON object.
+        SourceError: one of them cannot be read, or is no regular file.
     """
     raw, beside = read_json(path, ConfigError), path.with_name(ENCODING_FILE)
     return with_encoding(raw, beside) if path.name == CONFIG_FILE and os.path.lexists(beside) else raw
 
 
 def with_encoding(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A parsed config.json; where it does not say how weights are encoded, with what ModelOpt's own file says.
+    """A parsed config.json; if it does not say how the weights are encoded, with ModelOpt's file `path` added.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file holds no JSON object.
     """
     if encoding_of(raw) is not None:
         return raw

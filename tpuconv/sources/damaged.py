@@ -1,4 +1,4 @@
-"""Files of the Hub's cache that are not what the Hub promises."""
+"""Files in the Hub's cache that do not match what the Hub promises."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from tpuconv.jsonfile import opened
 
 
 class DamagedDownload(SourceError):
-    """A file in the cache that is not what the Hub promises."""
+    """A file in the cache does not match what the Hub promises."""
 
     def __init__(self, path: Path, files: Sequence[Path], *details: str):
         super().__init__(
@@ -23,10 +23,10 @@ class DamagedDownload(SourceError):
         self.files = files
 
     def remove(self) -> None:
-        """Deletes it from the cache, so that it is downloaded again.
+        """Deletes the file from the cache, so that it is downloaded again.
 
         Raises:
-            DamagedDownload: this error, where nothing is downloaded (HF_HUB_OFFLINE), or it may not be deleted.
+            DamagedDownload: this error, if nothing can be downloaded (HF_HUB_OFFLINE) or the file may not be deleted.
         """
         from huggingface_hub import constants
 
@@ -40,17 +40,18 @@ class DamagedDownload(SourceError):
 
 
 def wrong_hash(path: Path, expected: str, actual: str) -> DamagedDownload:
-    """The error for a file whose bytes are not those that the Hub promises, naming what to delete from the cache."""
+    """The error for a file with a wrong sha256. It names what to delete from the cache."""
     return damaged(path, f"sha256 promised  {expected}", f"sha256 found     {actual}")
 
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
     # The blob and, where repositories share it, the shared file under it.
+    """The error for a file in the cache that is damaged in this way. It names what to delete."""
     return DamagedDownload(path, link_targets(path)[-2:], *details)
 
 
 def link_targets(path: Path) -> list[Path]:
-    """Where a symlink leads, link after link; the path itself if it is none."""
+    """The targets of a symlink, link after link; the path itself if it is no link."""
     targets: list[Path] = []
     while path.is_symlink() and len(targets) < 8:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))
@@ -59,13 +60,17 @@ def link_targets(path: Path) -> list[Path]:
 
 
 def check_promise(path: Path, sha256: str | None) -> None:
-    """Raises DamagedDownload if a file has not the sha256 that the Hub promises; None is no promise."""
+    """Checks the sha256 of a file, unless None is promised.
+
+    Raises:
+        DamagedDownload: it is another one.
+    """
     if sha256 is not None and (found := sha256_of(path)) != sha256:
         raise wrong_hash(path, sha256, found)
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file.
+    """The sha256 of a file, in hex.
 
     Raises:
         SourceError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Bytes of the Hub's files: fetched by ranges, so that what breaks off goes on where it broke, and counted."""
+"""Downloads files of the Hub by byte ranges, so that a broken connection is resumed, and counts the bytes."""
 
 import errno
 import threading
@@ -15,14 +15,19 @@ TICK_SECONDS = 0.1  # between two reports of progress
 DownloadProgress = Callable[[int, int], None]
 
 
-def chunks_of(url: str, at: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
-    """The bytes of a file from `at` to `end`. What breaks off is taken up where it broke."""
+def chunks_of(url: str, position: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
+    """Yields the bytes of a file from `position` to `end`. If the connection breaks, it is resumed there.
+
+    Raises:
+        Stopped: `stopped` was set.
+        Exception: the client's, if the Hub refuses or cannot be reached after RETRIES attempts.
+    """
     from huggingface_hub import constants, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
 
     failures = 0
-    while at < end:
-        headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={at}-{end - 1}"}
+    while position < end:
+        headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={position}-{end - 1}"}
         try:
             with http_stream_backoff(
                 "GET",
@@ -33,16 +38,16 @@ def chunks_of(url: str, at: int, end: int, stopped: threading.Event) -> Iterator
                 retry_on_status_codes=(408, 429),  # those say when to come back, and the client heeds it
             ) as response:
                 hf_raise_for_status(response)
-                skip = at if response.status_code == 200 else 0  # a proxy may ignore the range and send it all
+                skip = position if response.status_code == 200 else 0  # a proxy may ignore the range and send it all
                 for chunk in response.iter_bytes():
                     chunk, skip = chunk[skip:], max(skip - len(chunk), 0)
-                    if chunk := chunk[: end - at]:
-                        at += len(chunk)
+                    if chunk := chunk[: end - position]:
+                        position += len(chunk)
                         failures = 0
                         yield chunk
-                    if at == end:
+                    if position == end:
                         return
-            raise TimeoutError(f"{url} ended {end - at} bytes early")
+            raise TimeoutError(f"{url} ended {end - position} bytes early")
         except Exception as error:
             if not is_unreachable(error) or is_offline(error):
                 raise
@@ -54,8 +59,8 @@ def chunks_of(url: str, at: int, end: int, stopped: threading.Event) -> Iterator
 
 
 def lock(fd: int) -> bool:
-    """Takes the lock on an open file if nobody has it. Where the file system knows no locks, everybody gets it: two
-    writers then write the same bytes to the same places."""
+    """Locks an open file, and says whether it is locked. On a file system without locks everybody gets it: two writers
+    then write the same bytes to the same places."""
     import fcntl
 
     try:
@@ -69,11 +74,11 @@ def lock(fd: int) -> bool:
 
 
 class Stopped(Exception):
-    """Another file failed, or the user interrupted: this one stops too."""
+    """Another file failed, or the user interrupted the download."""
 
 
 class Meter:
-    """Bytes there of bytes in all, over the files of a download, reported a few times a second."""
+    """Counts the bytes of all files of a download, and reports them a few times a second."""
 
     def __init__(self, progress: DownloadProgress | None):
         self.stopped = threading.Event()
@@ -84,9 +89,11 @@ class Meter:
         self._next = 0.0
 
     def expect(self, name: str, size: int) -> None:
+        """Adds a file of a known size."""
         self._sizes[name] = size
 
     def set(self, name: str, done: int) -> None:
+        """Sets how many bytes of a file are there. Raises Stopped if the download is to stop."""
         self.check()
         with self._lock:
             self._done[name] = min(done, self._sizes.get(name, 0))
@@ -95,21 +102,25 @@ class Meter:
                 self._next = time.monotonic() + TICK_SECONDS
 
     def add(self, name: str, n: float) -> None:
+        """Adds bytes to a file."""
         self.set(name, self._done.get(name, 0) + int(n))
 
     def complete(self, name: str) -> None:
+        """Marks a file as complete."""
         self.set(name, self._sizes.get(name, 0))
 
     def finish(self) -> None:
+        """Reports that all is there."""
         if self._progress:
             self._progress(sum(self._sizes.values()), sum(self._sizes.values()))
 
     def check(self) -> None:
+        """Raises Stopped if the download is to stop."""
         if self.stopped.is_set():
             raise Stopped
 
     def bar(self, name: str) -> Any:
-        """What the client takes for a progress bar; it draws nothing and reports to this meter."""
+        """A class that the client takes for a progress bar. It draws nothing and reports to this meter."""
         meter = self
 
         class Bar:

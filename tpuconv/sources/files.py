@@ -2,7 +2,7 @@
 
 CONFIG_FILE = "config.json"
 ENCODING_FILE = "hf_quant_config.json"
-"""In which ModelOpt says how weights are encoded; older releases have it instead of config.json's key."""
+"""ModelOpt's description of how the weights are encoded; older releases have it instead of config.json's key."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 

@@ -32,18 +32,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Safetensors' names of element types (safetensors README, "Format")."""
+"""Safetensors' names of dtypes (safetensors README, "Format")."""
 MAX_NAME_LENGTH = 512
 MAX_AXES = 64
 MAX_SHARD_TENSORS = 250_000
-"""Of one shard; the largest real checkpoints have as many in all of theirs."""
+"""Of one shard. The largest real checkpoints have as many in all their shards together."""
 MAX_SIGNS = {b"{": MAX_SHARD_TENSORS + 2, b":": 5 * MAX_SHARD_TENSORS, b",": 10 * MAX_SHARD_TENSORS}
-"""How often signs occur in a header of so many tensors: each is an object of three keys and a few numbers."""
+"""How often these characters may occur in a header: each tensor is an object of three keys and a few numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the source: where its bytes are. `offset` counts from the start of the shard's file."""
+    """A tensor of the source and where its bytes are. `offset` counts from the start of the shard's file."""
 
     name: str
     dtype: str
@@ -54,14 +54,18 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
 
 def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
-    """Size and modification time (ns) of a safetensors file and its tensors in file order.
+    """Reads the header of a safetensors file.
+
+    Returns:
+        The file's size, its modification time in ns, and its tensors in the order of the file.
 
     Raises:
-        SourceError: the file cannot be read, or anything in the header is not exactly as the format says.
+        SourceError: the file cannot be read, or its header is not exactly what the format allows.
     """
     with opened(path, SourceError) as (fd, status):
         start = os.pread(fd, 64, 0)
@@ -73,14 +77,14 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
         if length > MAX_HEADER_BYTES:
             raise SourceError(f"{path} has a header of {length} bytes, more than any real checkpoint")
         raw = os.pread(fd, length, 8)
-    what = f"the header of {path}"
+    where = f"the header of {path}"
     if any(raw.count(sign) > most for sign, most in MAX_SIGNS.items()):  # before a parser makes objects of them
-        raise SourceError(f"{what} describes more than {MAX_SHARD_TENSORS} tensors, more than any real checkpoint")
+        raise SourceError(f"{where} describes more than {MAX_SHARD_TENSORS} tensors, more than any real checkpoint")
     if not raw.startswith(b"{"):
-        raise SourceError(f"{what} is no JSON object")
-    header = parse(raw, what, SourceError, constants=False)
+        raise SourceError(f"{where} is no JSON object")
+    header = parse(raw, where, SourceError, constants=False)
     metadata = header.pop("__metadata__", {})
-    check(metadata, Each(str), f"{what}, __metadata__", SourceError)
+    check(metadata, Each(str), f"{where}, __metadata__", SourceError)
     infos, faults = [], []
     for name, value in header.items():
         try:
@@ -88,16 +92,16 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
         except ValueError as e:
             faults.append(f"{path.name}: {e}")
     infos.sort(key=lambda info: (info.offset, info.nbytes))
-    at = 8 + length
+    end = 8 + length
     for info in infos:
-        if info.offset != at:
+        if info.offset != end:
             faults.append(
-                f"{path.name}: {info.name} {'overlaps the one before' if info.offset < at else 'follows a gap'}"
+                f"{path.name}: {info.name} {'overlaps the one before' if info.offset < end else 'follows a gap'}"
             )
-        at = info.offset + info.nbytes
-    if not faults and at != status.st_size:
-        fault = "is truncated" if at > status.st_size else "has bytes that no tensor owns"
-        faults.append(f"{path.name} {fault}: its header describes {at} bytes, the file has {status.st_size}")
+        end = info.offset + info.nbytes
+    if not faults and end != status.st_size:
+        fault = "is truncated" if end > status.st_size else "has bytes that no tensor owns"
+        faults.append(f"{path.name} {fault}: its header describes {end} bytes, the file has {status.st_size}")
     if faults:
         raise SourceError(faults[0], details=shorten(faults[1:]))
     return status.st_size, status.st_mtime_ns, infos

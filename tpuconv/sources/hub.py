@@ -20,17 +20,17 @@ def resolve(
     """The folder of a checkpoint, downloaded first if `src` is a Hub id.
 
     Args:
-        src: a folder, or a Hub id as `name` or `org/name`. A folder that exists goes first.
+        src: a folder, or a Hub id as `name` or `org/name`. An existing folder has precedence.
         revision: a branch, tag or commit of the Hub repository.
-        weights: if false, of each shard that is not in the cache only the header is fetched; the folder then is a
-            temporary one whose shards have their full size and holes for weights.
-        progress: called with bytes there and bytes in all, from any thread, one call at a time.
+        weights: if false, only the headers of shards that are not in the cache are fetched. The folder then is a
+            temporary one, whose shards have their full size but hold no weights.
+        progress: called with the bytes present and the total, from any thread, one call at a time.
 
     Raises:
         UsageError: `src` is neither, or a path that the system refuses.
-        HubError: the Hub refused, does not know it, or cannot be reached.
-        SourceError: the repository holds no safetensors checkpoint, or the cache a damaged file.
-        ResourceError: the disk is too small or the cache cannot be written.
+        HubError: the Hub refuses, does not know the id, or cannot be reached.
+        SourceError: the repository holds no safetensors checkpoint, or the cache holds a damaged file.
+        ResourceError: the disk is too small, or the cache cannot be written.
     """
     folder = _local_path(src)
     if src and folder.is_dir():
@@ -48,13 +48,12 @@ def resolve(
 
 
 def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
-    """config.json of a folder or a Hub id, or `src` itself where it is such a file, as `read_config` has it. Nothing
-    else is read.
+    """The config.json of a folder or a Hub id, or the file `src` itself; see `read_config`. Nothing else is read.
 
     Raises:
         UsageError: `src` is none of these, or a path that the system refuses.
-        ConfigError: config.json is missing or no JSON object.
-        HubError: the Hub refused, does not know it, or cannot be reached.
+        ConfigError: config.json is missing, or holds no JSON object.
+        HubError: the Hub refuses, does not know the id, or cannot be reached.
     """
     path = _local_path(src)
     if src and (path.is_dir() or path.suffix == ".json"):
@@ -65,11 +64,12 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _local_path(src: str) -> Path:
-    """The path that `src` is, if it is one: there may be nothing.
+    """`src` as a path, which need not exist.
 
     Raises:
-        UsageError: the system refuses to look there (a name too long, a NUL, a folder that others may not search), or
-            knows no such user (`~user`).
+        UsageError: the system refuses to look there (a name too long, a NUL, a folder that may not be searched), or
+            does
+            not know the user of `~user`.
     """
     try:
         path = Path(src).expanduser()

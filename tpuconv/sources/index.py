@@ -1,4 +1,4 @@
-"""The index of a checkpoint's shards: which files hold the weights, and which tensors each holds."""
+"""The index of a checkpoint: which files are its shards, and which tensors each one holds."""
 
 import os
 import re
@@ -16,11 +16,11 @@ _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the shards and, where there is an index, the shard of every tensor.
+    """The names of the shards and, if there is an index, the shard of every tensor.
 
     Raises:
         UsageError: the folder holds no safetensors.
-        SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are.
+        SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are missing.
     """
     try:
         names = set(os.listdir(folder))  # once: an index may name very many files
@@ -77,19 +77,19 @@ def _other_kind(names: Collection[str]) -> tuple[str, str] | None:
 
 
 def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> list[str]:
-    """Shards that are missing, and the patterns of the tensors that an index has in them."""
+    """Lines that name missing shards, and the patterns of the tensors that the index has in them."""
     shards = set(missing)
     names = list(islice((name for name, shard in weight_map.items() if shard in shards), MAX_NAMES_TO_COLLAPSE))
-    patterns = [f"{pattern}  ({len(own)} tensors)" for pattern, own in collapse(names).items()]
+    patterns = [f"{pattern}  ({len(tensors)} tensors)" for pattern, tensors in collapse(names).items()]
     more = ["... and more"] if len(names) == MAX_NAMES_TO_COLLAPSE else []
     return [*shorten(missing), "the index has these tensors in them:", *shorten(patterns), *more]
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The shard of every tensor, as an index has it: names of safetensors files of its folder.
+    """The shard of every tensor, from an index file: names of safetensors files in its folder.
 
     Raises:
-        SourceError: it has no such map, or names anything else.
+        SourceError: it has no such map, or names other files.
     """
     weight_map = read_json(index, SourceError, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -107,6 +107,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def shard_names(folder: Path) -> set[str]:
+    """The names of the shards in a folder, by its index if there is one."""
     if (folder / INDEX_FILE).exists():
         return set(read_weight_map(folder / INDEX_FILE).values())
     return {SINGLE_FILE}

@@ -31,7 +31,7 @@ class Reader(Protocol):
         """
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
-        """Fills `out`, in the dtype of the tensor, with a box of it: a slice for each axis.
+        """Fills `out`, in the dtype of the tensor, with a box of it: one slice per axis.
 
         Raises:
             SourceError: it cannot be read, or the source changed.
@@ -52,7 +52,7 @@ HASH_BLOCK = 4 << 20
 
 @dataclass
 class _OpenShard:
-    """An open shard. `digest` has seen its first `hashed` bytes."""
+    """An open shard. Its first `hashed` bytes are in `digest`."""
 
     fd: int
     size: int
@@ -65,8 +65,15 @@ WAIT = "wait until nothing writes to the source, then run again"
 
 
 class SafetensorsReader:
-    """Reads the weights of safetensors files, and hashes the files while it does: each byte is fetched from the disk
-    once. `check_cancelled` raises when the work is to stop. If only a part is read, nothing is hashed (`hashes`)."""
+    """Reads the weights of safetensors files, and hashes the files at the same time: each byte is fetched from the disk
+    once.
+
+    Args:
+        folder: the checkpoint.
+        shards: its files, with their stamps.
+        check_cancelled: raises an exception when the work must stop.
+        hashes: whether files are hashed while they are read. Of no use if only a part of them is read.
+    """
 
     def __init__(
         self,
@@ -84,19 +91,23 @@ class SafetensorsReader:
         self._lock = threading.Lock()
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of a tensor from byte `start` of it on."""
-        file, at = self._open(info.shard), info.offset + start
+        """Fills `out` with the bytes of a tensor from byte `start` on.
+
+        Raises:
+            SourceError: they cannot be read, or the file changed.
+        """
+        file, offset = self._open(info.shard), info.offset + start
         with file.lock:
-            first = self.hashes and file.hashed <= at
-            if first:
-                self._hash_to(file, info.shard, at)
-                self._fill(file, info.shard, at, out)
+            is_next = self.hashes and file.hashed <= offset
+            if is_next:
+                self._hash_to(file, info.shard, offset)
+                self._fill(file, info.shard, offset, out)
                 file.digest.update(out)
-                file.hashed = at + len(out)
-        if not first:
-            self._fill(file, info.shard, at, out)
-        # It will not be needed again; fresh pages for the cache cost more than the read itself.
-        os.posix_fadvise(file.fd, at, len(out), os.POSIX_FADV_DONTNEED)
+                file.hashed = offset + len(out)
+        if not is_next:
+            self._fill(file, info.shard, offset, out)
+        # The bytes are not needed again: new pages in the cache cost more than the read itself.
+        os.posix_fadvise(file.fd, offset, len(out), os.POSIX_FADV_DONTNEED)
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out`, contiguous and in the dtype of the tensor, with a box of it: a slice for each axis."""
@@ -111,14 +122,18 @@ class SafetensorsReader:
             done += nbytes
 
     def sha256(self, shard: str) -> str:
-        """The hash of a shard; reads what was not read yet."""
+        """The sha256 of a shard, in hex. Reads the bytes that were not read yet."""
         file = self._open(shard)
         with file.lock:
             self._hash_to(file, shard, file.size)
             return str(file.digest.hexdigest())
 
     def check_unchanged(self, shards: Collection[str] | None = None) -> None:
-        """Raises SourceError if one of the shards, all if None, is no longer the file that was planned from."""
+        """Checks that the shards, or all if None, are still the files that the plan was made from.
+
+        Raises:
+            SourceError: one of them is missing or changed.
+        """
         for shard in self._shards.values():
             if shards is not None and shard.name not in shards:
                 continue
@@ -141,18 +156,18 @@ class SafetensorsReader:
             file.digest.update(block)
             file.hashed += len(block)
 
-    def _fill(self, file: _OpenShard, shard: str, at: int, out: memoryview) -> None:
+    def _fill(self, file: _OpenShard, shard: str, offset: int, out: memoryview) -> None:
         while out:
             try:
-                n = os.preadv(file.fd, [out], at)
+                n = os.preadv(file.fd, [out], offset)
             except OSError as e:
                 raise SourceError(
-                    f"{self.folder / shard} cannot be read at byte {at}: {e.strerror}",
+                    f"{self.folder / shard} cannot be read at byte {offset}: {e.strerror}",
                     hint="check the disk; a rerun goes on where this one stopped",
                 ) from None
             if n == 0:
                 raise SourceError(f"{self.folder / shard} became shorter while it was read", hint=WAIT)
-            out, at = out[n:], at + n
+            out, offset = out[n:], offset + n
 
     def _open(self, shard: str) -> _OpenShard:
         with self._lock:

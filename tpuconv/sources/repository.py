@@ -32,9 +32,10 @@ HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checkpoint's folder; of a Hub checkpoint also the id, the commit and the sha256 that the Hub promises of files.
+    """The folder of a checkpoint. From the Hub also the id, the commit and the sha256 that the Hub promises for its
+    files.
 
-    Close it, or use it in a `with`: what `resolve(weights=False)` laid out is removed.
+    Close it, or use it in a `with`: the temporary folder of `resolve(weights=False)` is removed then.
     """
 
     folder: Path
@@ -45,10 +46,11 @@ class Resolved:
 
     @property
     def headers_only(self) -> bool:
-        """Whether the shards are headers followed by holes."""
+        """Whether the shards hold only headers."""
         return self._temporary is not None
 
     def close(self) -> None:
+        """Removes the temporary folder, if there is one."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -61,7 +63,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of the repository's listing. `sha256` is None for what git itself keeps."""
+    """A file in the listing of a repository. `sha256` is None for files that git itself stores."""
 
     name: str
     size: int
@@ -83,10 +85,12 @@ class Repository:
         self.meter = Meter(None)
 
     def snapshot(self, commit: str) -> Path:
+        """The cache folder of a commit."""
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """config.json, with ModelOpt's file beside it where there is one; of the cache where nobody answers."""
+        """The path of config.json in the cache, with ModelOpt's file beside it if there is one. Works offline if it is
+        cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         try:  # not left to the client, which tries again and again and says so each time
@@ -102,6 +106,7 @@ class Repository:
         return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))
 
     def resolve(self, weights: bool, progress: DownloadProgress | None) -> Resolved:
+        """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
         try:
             commit, files = self._listing()
         except Exception as error:
@@ -156,7 +161,7 @@ class Repository:
         return str(info.sha), files
 
     def _remember(self, commit: str) -> None:
-        """Notes in the cache, as the client does, which commit the revision is: for the next time without network."""
+        """Records in the cache, as the client does, the commit of the revision, so that it is found offline."""
         ref = self.storage / "refs" / self.revision
         if self.revision == commit or (ref.is_file() and ref.read_text() == commit):
             return
@@ -223,7 +228,7 @@ class Repository:
     # --- the files -------------------------------------------------------------------------------------------------
 
     def _in_parallel(self, work: Callable[[HubFile], None], files: Iterable[HubFile]) -> None:
-        """Runs `work` on each file, a few at a time. The first failure, or Ctrl-C, stops the others where they are."""
+        """Calls `work` for each file, a few at a time. The first error, or Ctrl-C, stops all others."""
         with ThreadPoolExecutor(WORKERS, thread_name_prefix="hub") as pool:
             futures = {pool.submit(work, file): file for file in files}
             try:
@@ -236,14 +241,14 @@ class Repository:
                 raise
 
     def _by_client(self, commit: str, file: HubFile) -> None:
-        """Fetches a file by the client's own means, or links it into the snapshot if its blob is there."""
+        """Fetches a file with the client, or links it into the snapshot if its blob is there."""
         from huggingface_hub import hf_hub_download
 
         if not self._is_cached(commit, file):
             hf_hub_download(self.repo, file.name, revision=commit, tqdm_class=self.meter.bar(file.name))
 
     def _fetch(self, commit: str, file: HubFile) -> None:
-        """Fetches a shard, going on where an earlier call was interrupted."""
+        """Fetches a shard. Resumes an interrupted download."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import are_symlinks_supported
 
@@ -266,19 +271,19 @@ class Repository:
                 if not os.fstat(out.fileno()).st_size:
                     partial.unlink(missing_ok=True)
                 return
-            at = min(out.seek(0, os.SEEK_END), file.size)
-            out.seek(at)
-            self.meter.set(file.name, at)
-            for chunk in chunks_of(self._url(commit, file), at, file.size, self.meter.stopped):
+            position = min(out.seek(0, os.SEEK_END), file.size)
+            out.seek(position)
+            self.meter.set(file.name, position)
+            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped):
                 out.write(chunk)
-                at += len(chunk)
-                self.meter.set(file.name, at)
+                position += len(chunk)
+                self.meter.set(file.name, position)
             out.truncate(file.size)
             out.flush()
             partial.replace(target)
 
     def _lay_out(self, commit: str, file: HubFile, folder: Path) -> None:
-        """Puts a shard's header, then a hole of the weights' size, in `folder`; a link if the shard is in the cache."""
+        """Writes a shard's header, followed by a hole of the weights' size; a link if the shard is in the cache."""
         if self._is_cached(commit, file):
             (folder / file.name).symlink_to(self.snapshot(commit) / file.name)
             return
@@ -300,7 +305,7 @@ class Repository:
         return hf_hub_url(self.repo, file.name, revision=commit)
 
     def _blob(self, file: HubFile) -> Path | None:
-        """Where the client keeps a file of this content, if git does not keep it itself."""
+        """Where the client stores a file of this content; None for files that git itself stores."""
         return self.storage / "blobs" / file.sha256 if file.sha256 else None
 
     def _partial(self, blob: Path) -> Path:
@@ -309,7 +314,7 @@ class Repository:
     # --- without network -------------------------------------------------------------------------------------------
 
     def _from_cache(self, cause: Exception) -> Resolved:
-        """The snapshot in the cache if it is complete."""
+        """The snapshot in the cache, if it is complete."""
         ref = self.storage / "refs" / self.revision
         commit = self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
         if not commit and ref.is_file():
@@ -339,7 +344,7 @@ class Repository:
 
 
 def _is_wanted(name: str) -> bool:
-    """Whether a conversion uses a file beside the weights; all lie in the repository's root."""
+    """Whether a conversion uses this file besides the weights. All such files lie in the repository's root."""
     return "/" not in name and (is_companion(name) or name == CARD)
 
 

@@ -1,4 +1,4 @@
-"""One shard of a source: what tells whether it is still the same file, and holds the same bytes."""
+"""A shard of a source: how to tell whether it is still the same file with the same bytes."""
 
 import os
 from collections.abc import Mapping
@@ -17,8 +17,13 @@ from tpuconv.storage.hashes import stamp
 
 @dataclass(frozen=True)
 class SourceShard:
-    """One safetensors file. `digest` is of its header and of samples of its values, `stamp` of what the file system
-    says of it, which differs once it was written to or is another file; `sha256` is what the Hub promised."""
+    """One safetensors file, or one array of a checkpoint of ours.
+
+    Attributes:
+        digest: hash of its header and of samples of its values.
+        stamp: hash of what the file system says about it. It changes when the file is written to or replaced.
+        sha256: what the Hub promises; None for a local file.
+    """
 
     name: str
     size: int
@@ -28,10 +33,11 @@ class SourceShard:
 
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Of the values of a shard: with the header they tell two checkpoints of one architecture apart."""
+"""Samples of a shard's values: with the header they distinguish checkpoints of the same architecture."""
 
 
 def hash_stamp(status: os.stat_result) -> str:
+    """The hash of a file's stamp, in hex; see `tpuconv.storage.hashes.stamp`."""
     return xxhash.xxh3_64_hexdigest(repr(stamp(status)).encode())
 
 
@@ -48,8 +54,8 @@ def read_digest(path: Path) -> tuple[str, str]:
             start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
             digest = xxhash.xxh3_128(os.pread(file.fileno(), min(start, 8 + MAX_HEADER_BYTES), 0))
             for i in range(SAMPLES):
-                at = start + max(0, size - start - SAMPLE_BYTES) * i // (SAMPLES - 1)
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, at))
+                offset = start + max(0, size - start - SAMPLE_BYTES) * i // (SAMPLES - 1)
+                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
             return digest.hexdigest(), hash_stamp(status)
     except OSError as e:
         raise SourceError(
@@ -58,9 +64,11 @@ def read_digest(path: Path) -> tuple[str, str]:
 
 
 def changed_shards(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
-    """The shards of a source that are not those that a manifest knows by `bytes`, `stamp` and `sha256`, or are missing;
-    None where it cannot be told, as the file is another one and no hash of it is known. A shard with another stamp is
-    read as a whole.
+    """The shards of a source that are missing, or differ from what a manifest knows: `bytes`, `stamp` and `sha256` by
+    name. A shard with another stamp is read completely.
+
+    Returns:
+        The names; None if it cannot be told, because a file was replaced and its sha256 is not known.
 
     Raises:
         UsageError: the folder holds no safetensors.

@@ -23,14 +23,19 @@ from tpuconv.storage.sealed import copy_file
 from tpuconv.text import has_surrogates, plain
 
 VERIFIED = "by the sha256 that the Hub promises"
+"""VERIFIED, UNVERIFIED and UNREAD: what a manifest says about whether the source's bytes are the published ones."""
 UNVERIFIED = "unverified: nobody promised a hash"
 UNREAD = "unverified: only a part of it was read"
-"""What a manifest says of whether the bytes of the source are those that were published."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint folder, its headers read and checked. `repo` and `commit` say where on the Hub it came from."""
+    """A checkpoint folder whose headers were read and checked.
+
+    Attributes:
+        repo, commit: where it comes from on the Hub.
+        companions: size and hash of the files that go with the weights, as a manifest has them.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -46,11 +51,11 @@ class Source:
 
     @property
     def encoding(self) -> Mapping[str, Any] | None:
-        """What config.json says of how the weights are encoded."""
+        """What config.json says about how the weights are encoded; None if nothing."""
         return encoding_of(self.config)
 
     def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """What the manifest says about the source. `sha256` has the hash of each shard, None if it was not hashed."""
         folder = self.folder.resolve()  # a name that is no text has no place in JSON
         return {
             "name": plain(self.name),
@@ -79,32 +84,39 @@ class Source:
         return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """Where a tensor lies: file, first byte, number of bytes."""
+        """Where the bytes of a tensor are: file, first byte and number of bytes."""
         return [(self.folder / info.shard, info.offset, info.nbytes)]
 
     def copy_companion(self, name: str, target: Path) -> None:
-        """Copies a file that goes with the weights. Raises SourceError if it changed since."""
+        """Copies a file that goes with the weights. Raises SourceError if it was changed."""
         copy_file(self.folder / name, target, self.companions[name])
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
     @property
     def name(self) -> str:
+        """The name of the model: of the repository, or of the folder."""
         return self.repo.split("/")[-1] if self.repo else self.folder.resolve().name
 
 
 def open_source(
     folder: Path, *, repo: str | None = None, commit: str | None = None, sha256: Mapping[str, str] | None = None
 ) -> Source:
-    """Reads config.json, the index and every header.
+    """Reads config.json, the index and all headers of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        repo, commit: where it comes from on the Hub.
+        sha256: what the Hub promises for files, by name.
 
     Raises:
-        UsageError: the folder does not exist or is no checkpoint.
-        ConfigError: config.json is missing or no JSON object.
-        SourceError: the index or a header is broken, incomplete or unsafe; all that were found are named.
-        DamagedDownload: such a file has not the `sha256` that is promised of it.
+        UsageError: the folder does not exist, or holds no checkpoint.
+        ConfigError: config.json is missing, or holds no JSON object.
+        SourceError: the index or a header is broken, incomplete or unsafe. All faults are listed.
+        DamagedDownload: a broken file does not match its `sha256`.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder")

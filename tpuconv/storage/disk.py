@@ -1,7 +1,8 @@
-"""Every change of an output or its work folder: no other module makes, writes, renames or removes a file there.
+"""Every change of an output or its work folder. No other module creates, writes, renames or removes a file there, so
+that a test can see each system call that changes the disk, and can lose what was not flushed.
 
-So a test can see each system call that changes the disk, and lose what was not flushed. Every function raises
-`write_error` of what the system says.
+If the system refuses, every function raises the error that `write_error` makes: ResourceError, OutputError or
+UsageError.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError
 from tpuconv.sizes import format_size
 
 DIRECT_BYTES = 1 << 20
-"""Smaller files are left to the page cache."""
+"""Smaller files go through the page cache."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
@@ -40,7 +41,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def write_error(path: Path, error: OSError) -> TpuconvError:
-    """The error for what could not be written, made or removed."""
+    """The error to raise for a path that could not be written, created or removed: it says what to do."""
     if error.errno in FULL:
         return ResourceError(
             f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
@@ -53,7 +54,7 @@ def write_error(path: Path, error: OSError) -> TpuconvError:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError into the error for `path`."""
+    """Turns an OSError within the `with` into the error for `path`; see `write_error`."""
     try:
         yield
     except OSError as e:
@@ -61,7 +62,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _translated(function: Function) -> Function:
-    """For functions whose first argument is the path."""
+    """A decorator for functions whose first argument is the path: their OSErrors become `write_error`s."""
 
     @wraps(function)
     def call(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,11 @@ def _translated(function: Function) -> Function:
 
 @_translated
 def check_room(path: Path, need: int, what: str) -> None:
-    """Raises ResourceError if the disk of a folder has fewer bytes free than `what` needs."""
+    """Checks that the disk of a folder has `need` bytes free, for `what`.
+
+    Raises:
+        ResourceError: it has fewer.
+    """
     free = shutil.disk_usage(path).free
     if free < need:
         raise ResourceError(
@@ -84,7 +89,7 @@ def check_room(path: Path, need: int, what: str) -> None:
 
 @_translated
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, if they are not there."""
+    """Creates a folder and its parents, unless they exist."""
     if not path.is_dir():
         if not path.parent.is_dir():
             make_folder(path.parent)
@@ -97,8 +102,11 @@ def make_folder(path: Path) -> None:
 
 @_translated
 def write_file(path: Path, data: bytes | np.ndarray) -> None:
-    """Writes a file and flushes it. An array of DIRECT_BYTES or more must start at a page, with room to the end of its
-    last one: it is written around the page cache where the file system can."""
+    """Writes a file and flushes it.
+
+    An array of DIRECT_BYTES or more is written around the page cache if the file system can. It must start at a page,
+    and its last page must be complete in memory.
+    """
     array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
     if not isinstance(data, bytes) and array.nbytes >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
         try:
@@ -111,7 +119,7 @@ def write_file(path: Path, data: bytes | np.ndarray) -> None:
 
 @_translated
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file so that after a crash it is the old one or the new one, complete."""
+    """Replaces a file atomically: after a crash it is the old one or the new one, complete."""
     partial = path.with_name(path.name + PARTIAL)
     write_file(partial, data)
     rename(partial, path)
@@ -119,18 +127,18 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 PARTIAL = ".partial"
-"""What the name of a file that `replace_file` writes ends in until it is complete."""
+"""Suffix of a file that `replace_file` writes, until it is complete."""
 
 
 class Writer:
-    """A file that is written from its begin to its end, and hashed; flushed when the `with` ends without an error."""
+    """Writes a file from start to end and hashes it. It is flushed when the `with` ends without an error."""
 
     def __init__(self, path: Path):
         self.path = path
         self._size, self._digest = 0, xxhash.xxh3_128()
 
     def facts(self) -> dict[str, Any]:
-        """Size and hash of what was written, as a manifest has them."""
+        """The size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
         return {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
 
     def __enter__(self) -> "Writer":
@@ -139,7 +147,7 @@ class Writer:
         return self
 
     def write(self, data: Any) -> None:
-        """All bytes of a buffer."""
+        """Writes all bytes of a buffer."""
         view = memoryview(data).cast("B")
         self._size += len(view)
         self._digest.update(view)
@@ -157,12 +165,13 @@ class Writer:
 
 @_translated
 def rename(path: Path, target: Path) -> None:
+    """Renames a file or folder."""
     os.rename(path, target)
 
 
 @_translated
 def exchange(path: Path, other: Path) -> bool:
-    """Swaps two folders in one step; False where the system or the file system cannot (Linux renameat2)."""
+    """Swaps two folders atomically (Linux renameat2). Returns False if the system or file system cannot."""
     try:
         _renameat2(path, other)
     except OSError as e:
@@ -184,13 +193,13 @@ def _renameat2(path: Path, other: Path) -> None:
 
 @_translated
 def open_lock(path: Path) -> int:
-    """A file to be locked, made if it is not there; never what a link leads to."""
+    """Opens a file to be locked, and creates it if needed. Does not follow links. Returns the descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 @_translated
 def remove_empty(path: Path) -> None:
-    """Removes a folder, unless somebody put something in it."""
+    """Removes a folder if it is empty."""
     with suppress(FileNotFoundError):
         try:
             os.rmdir(path)
@@ -201,7 +210,7 @@ def remove_empty(path: Path) -> None:
 
 @_translated
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with all in it, if it is there. Links are not followed."""
+    """Removes a file, a link or a folder with its contents, if it exists. Links are not followed."""
     try:
         is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -225,7 +234,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Flushes everything in a folder."""
+    """Flushes a folder with all files in it."""
     for name in entries(folder):
         path = folder / name
         sync_all(path) if path.is_dir() else sync(path)
@@ -234,12 +243,12 @@ def sync_all(folder: Path) -> None:
 
 @_translated
 def entries(path: Path) -> list[str]:
-    """The names in a folder that is written, sorted."""
+    """The names in an output or work folder, sorted."""
     return sorted(os.listdir(path))
 
 
 def page_buffer(nbytes: int) -> np.ndarray:
-    """Private memory in whole pages, as O_DIRECT needs it; given back to the system when it is dropped."""
+    """Private memory [bytes] in complete pages, as O_DIRECT needs it. It is returned to the system when it is freed."""
     pages = max(1, -(-nbytes // mmap.PAGESIZE))
     return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 

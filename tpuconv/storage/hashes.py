@@ -1,4 +1,4 @@
-"""Hashes of files, and what tells without reading whether a file is the same as before."""
+"""Hashes of files, and the stamp that tells without reading whether a file changed."""
 
 import errno
 import os
@@ -14,10 +14,10 @@ BLOCK = 4 << 20
 
 
 def hash_file(path: Path) -> dict[str, Any]:
-    """Size and hash of a file, as a manifest has them.
+    """The size and hash of a file, as a manifest has them: `bytes` and `xxh3_128`.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest, size = xxhash.xxh3_128(), 0
     for block in blocks(path):
@@ -27,10 +27,10 @@ def hash_file(path: Path) -> dict[str, Any]:
 
 
 def open_regular(path: Path) -> FileIO:
-    """A regular file, open to be read. Others may block for ever, or never end.
+    """Opens a regular file to be read. Other kinds, such as pipes, may block for ever or never end.
 
     Raises:
-        OSError: it is none, or cannot be read.
+        OSError: it is no regular file, or cannot be read.
     """
     file = FileIO(path, "r", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -40,10 +40,10 @@ def open_regular(path: Path) -> FileIO:
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a regular file.
+    """Yields the bytes of a regular file in blocks.
 
     Raises:
-        OSError: it is none, or cannot be read.
+        OSError: it is no regular file, or cannot be read.
     """
     with open_regular(path) as file:
         while block := file.read(BLOCK):
@@ -51,11 +51,11 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def hash_bytes(data: bytes) -> dict[str, Any]:
-    """Size and hash of a file with these bytes, as `hash_file` gives them."""
+    """The size and hash of a file with these bytes, as `hash_file` returns them."""
     return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """What the file system says of a file: device, inode, size, times of modification and of change, of which nobody
-    sets the last. Equal only if it is the same file and was not written to."""
+    """The stamp of a file: device, inode, size, and times of modification and of change. No program can set the last.
+    Two stamps are equal only if it is the same file and nobody wrote to it in between."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,25 +1,25 @@
-"""The journal: what a conversion has done so far, so that a killed one resumes, and the output appears complete or not
-at all.
+"""The journal of a conversion: what is done so far. A killed conversion resumes from it, and the output appears
+complete or not at all.
 
-Beside OUT lies the work folder `.<OUT>.tpuconv`. Every state of the work is a name on the disk:
+The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a name on the disk:
 
     tpuconv.work      the lock, and the mark that the folder is ours; nothing is removed from a folder without it
-    plan.done         the work was begun, by the plan that stands in it
-    UNIT.done         a part of the work is done, and on the disk
-    out/              what becomes OUT; it holds the file STAGED, which tells it from any other output
-    complete.done     out/ is complete and on the disk; the entry holds its identity
-    old/              the output that is replaced, where the system cannot swap two folders
+    plan.done         the work has begun; holds the fingerprint and the facts of its plan
+    UNIT.done         a part of the work is done, and flushed to the disk
+    out/              what becomes OUT; it holds the file STAGED, which no finished output has
+    complete.done     out/ is complete and flushed; holds the identity of its manifest
+    old/              the output that is replaced, if the system cannot swap two folders
 
-An entry is sealed as a manifest is, and names itself: one that was changed is an error, since what it says goes
-into the output.
+An entry is sealed as a manifest is, and holds its own name. An entry that was changed is an error, since its contents
+go into the output.
 
-Publishing goes from one state to the next, each step a single system call, and a run that was killed goes on from the
-state that it finds:
+Publishing goes from one state to the next, each step a single system call. A run continues from the state that it
+finds:
 
-    complete.done, out/ with STAGED     -> out/ becomes OUT, by a rename or by a swap with the old output
-    complete.done, OUT with STAGED      -> the file STAGED in OUT is removed
-    complete.done, STAGED nowhere       -> the work folder is removed, plan.done first and complete.done last
-    no plan.done, or out/ without STAGED  -> nothing here can be resumed: the folder is cleared
+    complete.done, out/ with STAGED       -> out/ becomes OUT, by a rename or a swap with the old output
+    complete.done, OUT with STAGED        -> the file STAGED in OUT is removed
+    complete.done, no STAGED              -> the work folder is removed, plan.done first and complete.done last
+    no plan.done, or out/ without STAGED  -> nothing can be resumed: the folder is cleared
 """
 
 import fcntl
@@ -42,16 +42,16 @@ MARK = b"work folder of tpuconv\n"
 
 MAX_ENTRY_BYTES = 1 << 30
 ENTRY_KEY = "entry"
-"""The key under which an entry has its own name."""
+"""Key under which an entry holds its own name."""
 ENTRY_SCHEMAS: Mapping[str, Any] = {
     "plan": {"fingerprint": str, "facts": dict},
     "complete": {"fingerprint": str, "identity": str},
 }
-"""Of the entries of the journal itself; those of other parts come from who records them."""
+"""Of the journal's own entries. The schemas of other parts are given by those who record them."""
 
 
 class State(Enum):
-    """What a run finds: nothing, a part of its work, all of it, or its output."""
+    """What a run finds: nothing, a part of its work, a complete but unpublished output, or its published output."""
 
     NEW = "new"
     BEGUN = "begun"
@@ -60,10 +60,13 @@ class State(Enum):
 
 
 class Journal:
-    """The work folder of one output. In a `with` it is locked: one writer per output.
+    """The work folder of one output. It is locked within a `with`: one writer per output.
 
-    `facts` says what is written, by name: two plans with the same `fingerprint` write the same; of two others the facts
-    tell what differs. OUT may be a link: what it points to is written or replaced.
+    Args:
+        out: the output. If it is a link, its target is written or replaced.
+        fingerprint: equal for two plans that write the same.
+        facts: what the fingerprint is made of, by name, to say in an error how two plans differ.
+        overwrite: replace an existing output of ours, or unfinished work of another plan.
     """
 
     def __init__(self, out: Path, fingerprint: str, facts: Mapping[str, Any] | None = None, *, overwrite: bool = False):
@@ -94,7 +97,7 @@ class Journal:
         return self
 
     def _check_folder(self) -> None:
-        """Raises OutputError if the work folder is somebody else's."""
+        """Raises OutputError if the work folder was not made by tpuconv."""
         with disk.writing(self.folder):
             try:
                 mode = os.lstat(self.folder).st_mode
@@ -146,10 +149,13 @@ class Journal:
             self._lock = -1
 
     def begin(self) -> State:
-        """Prepares to work, and says what there is already. Where OUT is this plan's result it is left as it is.
+        """Prepares the work folder.
+
+        Returns:
+            What exists already. A published output of this plan is left as it is.
 
         Raises:
-            OutputError: OUT exists and must not be replaced, or an unfinished conversion with other options lies here.
+            OutputError: OUT exists and must not be replaced, or there is unfinished work of another plan.
         """
         complete = self.done("complete")
         if complete is not None and not self._is_staged():
@@ -183,10 +189,17 @@ class Journal:
         return State.NEW
 
     def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """What was recorded of a part of the work, which fits a schema of `jsonfile`; None where it is not done.
+        """The recorded results of a part of the work.
+
+        Args:
+            part: the name of the part.
+            schema: what the results must look like; see `tpuconv.jsonfile.check`.
+
+        Returns:
+            The results, or None if the part is not done.
 
         Raises:
-            OutputError: the entry cannot be read, or is not as it was written.
+            OutputError: the entry cannot be read, or was changed.
         """
         path = self.folder / f"{part}.done"
         if not os.path.lexists(path):
@@ -201,7 +214,7 @@ class Journal:
             raise OutputError(e.message, hint=f"move {self.folder} away, and run again to begin anew") from None
 
     def record(self, part: str, facts: Mapping[str, Any]) -> None:
-        """Marks a part as done. Its results must be on the disk."""
+        """Marks a part as done, with its results. What it wrote must be flushed already."""
         disk.replace_file(self.folder / f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
 
     def forget(self, parts: list[str]) -> None:
@@ -211,7 +224,7 @@ class Journal:
         disk.sync(self.folder)
 
     def publish(self) -> None:
-        """Makes the staging folder, which is complete and holds its manifest, the output."""
+        """Makes the staging folder the output. It must be complete and hold its manifest."""
         complete = self.done("complete")
         if complete is None:
             disk.sync_all(self.staging)
@@ -231,8 +244,8 @@ class Journal:
         self._end_publication(complete)
 
     def _end_publication(self, complete: Mapping[str, Any]) -> bool:
-        """After the swap: removes what is left to remove. False if OUT is not what was published, because somebody took
-        it away or replaced it since."""
+        """Removes what is left after the swap. Returns False if OUT is not what was published: it was moved or replaced
+        since."""
         ended: bool = sealed.identity(self.out) == complete["identity"]
         if ended:
             disk.remove(self.out / STAGED)
@@ -244,7 +257,7 @@ class Journal:
         return (self.staging / STAGED).exists()
 
     def _is_idle(self) -> bool:
-        """Whether nothing lies here that a rerun could resume, as after a refusal."""
+        """Whether nothing here can be resumed, as after an error before the work began."""
         if not _same_file(self._lock, self.folder / WORK):
             return False
         names = disk.entries(self.folder)
@@ -276,8 +289,8 @@ class Journal:
                 )
 
     def _clear(self) -> None:
-        """Removes the work, in an order in which a rerun takes nothing of it for its own. An old output that was set
-        aside goes back first."""
+        """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
+        put back first."""
         if self._old.exists() and not os.path.lexists(self.out):
             disk.rename(self._old, self.out)
             disk.sync(self.out.parent)
@@ -289,8 +302,8 @@ class Journal:
 
 
 def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two mappings, a line for each key: `options.dtype: began with 'auto', now 'float32'`. Of two
-    hashes only that they differ."""
+    """The differences between two mappings, one line per key: `options.dtype: began with 'auto', now 'float32'`. For
+    two hashes it only says that they differ."""
     lines = []
     for key in dict.fromkeys([*began, *now]):
         old, new = began.get(key), now.get(key)
@@ -304,13 +317,13 @@ def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 
 
 def _is_hash(value: Any) -> bool:
-    """Whether it says nothing to a reader. A commit does, which has 40 digits."""
+    """Whether a value is a hash, which tells a reader nothing. A commit id, of 40 digits, does."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
 
 
 def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value_text(own)}" for key, own in value.items() if not _is_hash(own))
+        return ", ".join(f"{key} {_value_text(item)}" for key, item in value.items() if not _is_hash(item))
     return "nothing" if value is None else repr(value)
 
 

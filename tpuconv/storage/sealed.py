@@ -1,8 +1,8 @@
 """A sealed folder: its manifest `tpuconv.json` holds the size and hash of every other file, and its own hash.
 
-Every output of ours is one, so that publishing, replacing and checking an output need to know nothing else of it. The
-last key of a manifest is its seal: XXH3-128 of all bytes before it. The seal also is the identity of what the folder
-holds: two folders with the same seal hold the same.
+Every output of ours is one. Publishing, replacing and checking an output need nothing else of it. The last key of a
+manifest is its seal: XXH3-128 of all bytes before it. The seal is also the identity of the folder's contents: two
+folders with the same seal hold the same.
 """
 
 import json
@@ -24,7 +24,7 @@ from tpuconv.storage.disk import PARTIAL, Writer, replace_file
 from tpuconv.storage.hashes import blocks, hash_file, stamp
 
 MANIFEST_FORMAT = 2
-"""Of the manifest; changes when conversions of the same source and table begin to write something else."""
+"""Version of the manifest. It changes when conversions of the same source and table begin to write something else."""
 SEALED_SINCE = 2
 """The first format whose manifests are sealed and list the files."""
 
@@ -49,7 +49,8 @@ _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\n')
 
 @dataclass(frozen=True)
 class Sealed:
-    """A manifest: its parsed JSON, its seal (of an older format the hash of all its bytes), and which file it was."""
+    """A manifest that was read. Of formats before 2, `identity` is the hash of all its bytes. `stamp` is that of the
+    file."""
 
     raw: Mapping[str, Any]
     identity: str
@@ -57,28 +58,29 @@ class Sealed:
 
     @property
     def files(self) -> Mapping[str, Any]:
-        """`bytes` and `xxh3_128` of files, by their path in the folder; none where the format is older."""
+        """`bytes` and `xxh3_128` of each file, by its path in the folder. Empty in formats before 2."""
         files: Mapping[str, Any] = self.raw.get("files", {})
         return files
 
     @property
     def is_sealed(self) -> bool:
+        """Whether the format has seals and lists the files."""
         return int(self.raw["format"]) >= SEALED_SINCE
 
 
 def seal(facts: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest with these facts, which are not empty."""
-    own = {key: value for key, value in facts.items() if key != "seal"}
-    body = json.dumps(own, indent=1).encode()[: -len(b"\n}")]
+    """The bytes of a manifest with these facts, which must not be empty."""
+    unsealed = {key: value for key, value in facts.items() if key != "seal"}
+    body = json.dumps(unsealed, indent=1).encode()[: -len(b"\n}")]
     return body + b',\n "seal": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
 def read_sealed(folder: Path) -> Sealed:
-    """The manifest of a folder.
+    """Reads the manifest of a folder, and checks its seal.
 
     Raises:
-        UsageError: the folder has none.
-        CorruptOutput: it cannot be read, or does not hold its seal.
+        UsageError: the folder has no manifest.
+        CorruptOutput: the manifest cannot be read, or does not match its seal.
     """
     path = folder / MANIFEST
     own_stamp, data = stamp_of(path), _read_manifest(path)
@@ -94,7 +96,7 @@ def read_sealed(folder: Path) -> Sealed:
 
 
 def seal_of(data: bytes) -> str | None:
-    """The seal that ends the bytes of `seal`; None where they do not hold it."""
+    """The seal at the end of a manifest's bytes. None if there is none, or the bytes do not match it."""
     found = _SEAL.fullmatch(data, max(0, data.rfind(b",\n")))
     if found is None or found[1].decode() != xxhash.xxh3_128_hexdigest(data[: found.start()]):
         return None
@@ -118,7 +120,7 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def kind_of(folder: Path) -> str | None:
-    """The kind of an output of ours; None where its manifest cannot be understood."""
+    """The kind of an output of ours. None if its manifest cannot be read."""
     try:
         return str(read_sealed(folder).raw.get("kind", CHECKPOINT))
     except TpuconvError:
@@ -126,7 +128,11 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check_current(folder: Path, sealed: Sealed) -> None:
-    """Raises SourceError if a folder holds another output by now than when its manifest was read."""
+    """Checks that a folder still holds the output whose manifest was read.
+
+    Raises:
+        SourceError: it holds another one by now.
+    """
     if stamp_of(folder / MANIFEST) == sealed.stamp is not None:
         return
     if identity(folder) != sealed.identity:
@@ -134,7 +140,7 @@ def check_current(folder: Path, sealed: Sealed) -> None:
 
 
 def stamp_of(path: Path) -> tuple[int, ...] | None:
-    """The stamp of a file; None where there is none."""
+    """The stamp of a file; None if it does not exist."""
     try:
         return stamp(os.stat(path))
     except (OSError, ValueError):
@@ -142,7 +148,7 @@ def stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 def identity(folder: Path) -> str | None:
-    """The identity of what a folder holds; None where it has no manifest that holds its seal."""
+    """The identity of a folder's contents. None if it has no valid manifest."""
     try:
         return read_sealed(folder).identity
     except TpuconvError:
@@ -153,7 +159,7 @@ def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
     """Copies a file that must have the expected size and hash.
 
     Raises:
-        SourceError: it cannot be read, or was changed.
+        SourceError: the file cannot be read, or was changed.
         ResourceError: the copy cannot be written.
     """
     try:
@@ -171,11 +177,11 @@ def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
 
 
 def take_in(folder: Path, name: str) -> None:
-    """Seals a folder again with a file as it is now, after it was written into the published output.
+    """Updates the manifest of a published output after the file `name` was written into it.
 
     Raises:
-        CorruptOutput: the manifest cannot be understood.
-        ResourceError: it cannot be written.
+        CorruptOutput: the manifest cannot be read.
+        ResourceError: the manifest cannot be written.
     """
     sealed = read_sealed(folder)
     if sealed.is_sealed:
@@ -183,12 +189,12 @@ def take_in(folder: Path, name: str) -> None:
 
 
 def reseal(folder: Path, sealed: Sealed, files: Mapping[str, Any]) -> None:
-    """Writes a manifest with other facts of the files."""
+    """Writes the manifest with other facts of the files."""
     replace_file(folder / MANIFEST, seal({**sealed.raw, "files": dict(files)}))
 
 
 def size_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Files, by their path in the folder, that are missing or not of their size, and what is wrong."""
+    """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong with it."""
     for name, size in sizes.items():
         try:
             status = os.stat(folder / name)
@@ -202,7 +208,11 @@ def size_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, s
 
 
 def raise_damage(folder: Path, faults: Iterable[tuple[str, str]]) -> None:
-    """Raises CorruptOutput if an output that is there already has faults, files and what is wrong with them."""
+    """Checks that an existing output has no faults: pairs of a file and what is wrong with it.
+
+    Raises:
+        CorruptOutput: it has some; they are listed.
+    """
     if lines := [f"{name} {fault}" for name, fault in faults]:
         raise CorruptOutput(
             f"{folder} is damaged: {len(lines)} of its files are not as they were written",
@@ -212,14 +222,13 @@ def raise_damage(folder: Path, faults: Iterable[tuple[str, str]]) -> None:
 
 
 def extra_entries(folder: Path, expected: Iterable[str]) -> list[str]:
-    """What lies in a folder, not deeper, beside the expected names and those of files of ours that are being
-    written."""
+    """The names at the top of a folder that are neither expected nor files of ours that are being written."""
     known = {STAGED, *expected}
     return sorted(e.name for e in folder.iterdir() if e.name not in known and e.name.removesuffix(PARTIAL) not in known)
 
 
 def why_not_ours(folder: Path) -> list[str]:
-    """Why a folder must not be replaced: nothing but outputs of ours may be. Empty where it may."""
+    """The reasons why a folder must not be replaced: only outputs of ours may be. Empty if it may."""
     if not folder.is_dir():
         return ["it is no folder"]
     names = sorted(entry.name for entry in folder.iterdir())

@@ -120,7 +120,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
         yield Checked(f"{PARAMS}/{name}", 0, "is not in the manifest: Orbax may take it for an array")
     if manifest.sealed.is_sealed:
         for array in manifest.arrays.values():
-            for name in _entries(manifest.params / array.name, {"zarr.json", *array.cut.shard_sizes()}):
+            for name in _entries(manifest.params / array.name, {"zarr.json", *array.spec.shard_sizes()}):
                 yield Checked(f"{PARAMS}/{array.name}/{name}", 0, "is not in the manifest: it is no part of the array")
 
 

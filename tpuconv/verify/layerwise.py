@@ -65,7 +65,7 @@ def compare_layers(
         UsageError: the checkpoint is quantized, or holds a part of the layers only.
         SourceError: the source lacks a tensor that transformers' model needs.
     """
-    manifest.check_whole()
+    manifest.check_complete()
     if manifest.quantization is not None:
         raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
     _return_freed_memory()

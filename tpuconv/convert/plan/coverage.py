@@ -1,5 +1,5 @@
 """Planning: every tensor of the source is used or skipped exactly once, every parameter of the table is produced once,
-shapes and dtypes fit. Faults are collected and raised together before a weight byte is read."""
+and shapes and dtypes fit. Faults are collected and raised together, before a byte of the weights is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 
 TENSORS_TO_LIST = 100_000
-"""That may be missing and are listed by name: as many as the largest models have."""
+"""Missing tensors that are listed by name: as many as the largest models have."""
 
 
 def make_plan(
@@ -27,13 +27,22 @@ def make_plan(
     options: Options,
     quantization: Quantization | None = None,
 ) -> Plan:
-    """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
+    """Plans a conversion from headers alone. What does not fit is not raised here: see `Plan.check`.
+
+    Args:
+        source: with its headers.
+        family: name of the family.
+        table: of the family, or of a checkpoint.
+        config: the family's reading of config.json.
+        options: what to convert, and how.
+        quantization: which parameters to quantize.
 
     Raises:
-        UsageError: `options.layers` lies outside the model, it has not the layers of `include_mtp`, or nothing is
-            encoded that could be kept.
+        UsageError: `options.layers` lies outside of the model, the model has no layers for `include_mtp`, or `encoding`
+            is
+            "keep" and nothing is encoded.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
-        MappingError: the config asks for so many more tensors than there are that they are not listed.
+        MappingError: the config needs so many more tensors than there are that they are not listed.
     """
     if options.scan_layers:
         if why := getattr(config, "unscannable", ""):
@@ -46,9 +55,9 @@ def make_plan(
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
     if mtp and options.layers is not None:
         raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
-    if (asked := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
+    if (tensor_count := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
         raise MappingError(
-            f"config.json asks for {asked} tensors, and {source.name} has {len(source.tensors)}",
+            f"config.json asks for {tensor_count} tensors, and {source.name} has {len(source.tensors)}",
             hint="num_hidden_layers and the number of experts are not those of these weights",
         )
     bindings = table.bind(_cut_layers(config, options.layers), mtp)
@@ -100,10 +109,14 @@ def make_plan(
     if not faults:
         slabs = []
         for binding in bindings:
-            own, cut = cut_binding(tensors, binding, options.dtype, quantization.encoders if quantization else {})
-            faults += [f"{array.name}  is made by two rows of the table" for array in own if array.name in arrays]
-            arrays |= {array.name: array for array in own}
-            slabs += cut
+            new_arrays, new_slabs = cut_binding(
+                tensors, binding, options.dtype, quantization.encoders if quantization else {}
+            )
+            faults += [
+                f"{array.name}  is made by two rows of the table" for array in new_arrays if array.name in arrays
+            ]
+            arrays |= {array.name: array for array in new_arrays}
+            slabs += new_slabs
         units = gather(source, tensors, slabs)
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
     return Plan(
@@ -125,7 +138,7 @@ def make_plan(
 
 
 def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
-    """What a tensor is a copy of: perhaps of one that is a copy itself, as the head of a tied model is."""
+    """The original of a copy. It may be a copy of a copy, as is the head of a tied model."""
     original = copies.get(name)
     while original is not None and original not in expected:
         original = copies.get(original)
@@ -138,7 +151,7 @@ def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool
 
 @dataclass(frozen=True)
 class _CutConfig:
-    """A config of which only a part of the layers is asked for."""
+    """A config of which only some layers are wanted."""
 
     config: HasAxes
     axes: Mapping[str, int | Sequence[int]]
@@ -174,13 +187,13 @@ def _describe(tensors: Mapping[str, Tensor], pattern: str, names: list[str], fau
 
 
 def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> list[str]:
-    odd, mixed = [], []
+    not_float, mixed = [], []
     for binding in bindings:
-        own = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
-        odd += [tensor.name for tensor in own if tensor.dtype.name not in FLOAT_DTYPES]
-        if len({(tensor.values.dtype, tensor.scheme is None) for tensor in own}) > 1:
-            mixed.append(own[0].name)
+        sources = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
+        not_float += [tensor.name for tensor in sources if tensor.dtype.name not in FLOAT_DTYPES]
+        if len({(tensor.values.dtype, tensor.scheme is None) for tensor in sources}) > 1:
+            mixed.append(sources[0].name)
     return [
         _describe(tensors, pattern, names, "is no plain float, and config.json does not say how it is encoded")
-        for pattern, names in collapse(odd).items()
+        for pattern, names in collapse(not_float).items()
     ] + [f"{pattern}  has not the dtype of the tensors it is joined with" for pattern in collapse(mixed)]

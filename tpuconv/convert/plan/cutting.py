@@ -1,4 +1,4 @@
-"""Cutting: arrays into shards and chunks, their sources into slabs, slabs gathered to units of work."""
+"""Dividing the work: arrays into shards and chunks, their sources into slabs, and slabs into units."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -27,9 +27,19 @@ from tpuconv.sources.source import Source
 def cut_binding(
     tensors: Mapping[str, Tensor], binding: Binding, dtype: str, encoders: Mapping[str, Encoder]
 ) -> tuple[list[OutputArray], list[Slab]]:
-    """The arrays of a binding, and the slabs in which it is converted: boxes of at most about SLAB_BYTES, cut along the
-    letters that are outermost in the source first, so that reading goes on in long runs. What is encoded together stays
-    together."""
+    """Divides the work of a binding.
+
+    Args:
+        tensors: of the source.
+        binding: a row of the table.
+        dtype: that of `Options`.
+        encoders: of the parameters that are quantized.
+
+    Returns:
+        The arrays that it makes, and its slabs: boxes of about SLAB_BYTES at most. They are cut along the letters that
+            are
+        outermost in the source first, so that it is read in long runs. What is encoded together stays together.
+    """
     layout, lengths = binding.layout, binding.sizes
     letters = list(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
@@ -66,8 +76,7 @@ def cut_binding(
 
 
 class _Target:
-    """One parameter while it is cut: the letters that lead its axes, the shape of its chunks, the blocks in which it
-    is encoded."""
+    """A parameter that is being divided: the first letters of its axes, the shape of its chunks, and its blocks."""
 
     def __init__(
         self, axes: Axes, shape: Shape, encoder: Encoder | None, dtype: np.dtype[Any], letters: list[str]
@@ -81,10 +90,10 @@ class _Target:
         self.chunks = _chunk_shape(shape, self.leads, letters, itemsize)
 
     def least(self, letter: str, size: int) -> int:
-        """The smallest range of a letter that is whole chunks and blocks."""
-        at = self.leads.index(letter)
-        inner = self.shape[at] // size
-        return lcm(self.chunks[at], self.blocks[at], inner) // inner
+        """The smallest range of a letter that is a whole number of chunks and blocks."""
+        axis = self.leads.index(letter)
+        inner = self.shape[axis] // size
+        return lcm(self.chunks[axis], self.blocks[axis], inner) // inner
 
     def arrays(
         self, name: str, lengths: Mapping[str, int], steps: Mapping[str, int], sources: tuple[str, ...], buffer: bool
@@ -103,8 +112,8 @@ class _Target:
 
 
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
-    """The shape in which an array is stored and read: stacked axes are cut first, then those that a mesh divides, eight
-    ways where it does not make crumbs, then whatever is left until a chunk is small enough."""
+    """The shape of an array's chunks. Stacked axes are cut first, then those that a mesh divides, eight ways unless the
+    pieces become too small, then all others until a chunk is small enough."""
     ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
     order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
     counts = [1] * len(shape)
@@ -125,12 +134,12 @@ def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: i
 
 
 def _divisor(size: int, wanted: int) -> int:
-    """The smallest divisor of `size` from `wanted` to twice that; `wanted` where there is none (uneven chunks)."""
+    """The smallest divisor of `size` from `wanted` to twice that; `wanted` if there is none (uneven chunks)."""
     return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
 
 
 def gather(source: Source, tensors: Mapping[str, Tensor], slabs: list[Slab]) -> tuple[WorkUnit, ...]:
-    """Gathers slabs to units, in the order in which the source lies on disk."""
+    """Gathers slabs into units of about UNIT_BYTES, in the order of the source on disk."""
     order = {shard.name: i for i, shard in enumerate(source.shards)}
 
     def place(slab: Slab) -> tuple[int, int]:
@@ -139,14 +148,14 @@ def gather(source: Source, tensors: Mapping[str, Tensor], slabs: list[Slab]) -> 
         return order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
 
     units: list[WorkUnit] = []
-    own: list[Slab] = []
+    unit_slabs: list[Slab] = []
     size = 0
     for slab in sorted(slabs, key=place):
-        own.append(slab)
+        unit_slabs.append(slab)
         size += stored_bytes(tensors, slab)
         if size >= sizes.UNIT_BYTES:
-            units.append(WorkUnit(f"u{len(units):05d}", tuple(own), size))
-            own, size = [], 0
-    if own:
-        units.append(WorkUnit(f"u{len(units):05d}", tuple(own), size))
+            units.append(WorkUnit(f"u{len(units):05d}", tuple(unit_slabs), size))
+            unit_slabs, size = [], 0
+    if unit_slabs:
+        units.append(WorkUnit(f"u{len(units):05d}", tuple(unit_slabs), size))
     return tuple(units)

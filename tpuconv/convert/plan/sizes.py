@@ -1,10 +1,10 @@
-"""How work is divided, in bytes. All are part of a plan's fingerprint."""
+"""How work is divided, in bytes. The sizes are part of a plan's fingerprint."""
 
 from tpuconv.checkpoint import shards
 
 CHUNK_BYTES = shards.CHUNK_BYTES
-"""Chunks are what a device reads: larger ones are cut further, so that it reads little that it does not need."""
+"""Chunks are what a device reads. Larger ones are divided, so that a device reads little that it does not need."""
 SLAB_BYTES = 32 << 20
-"""What is read, transformed and written in one go."""
+"""Read, transformed and written at once."""
 UNIT_BYTES = 256 << 20
-"""What a rerun does again or not."""
+"""Done completely or again, after an interruption."""

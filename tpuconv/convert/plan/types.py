@@ -1,4 +1,4 @@
-"""A plan as data: what is read, which slabs of it become which boxes of which arrays, and what is skipped."""
+"""A plan as data: which slabs of the source become which boxes of which arrays, and what is skipped."""
 
 import hashlib
 import json
@@ -31,10 +31,16 @@ FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
-    the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
-    `encoding` is one of ENCODINGS: what becomes of encoded tensors; `allow_nonfinite` lets values pass that are NaN or
-    infinite."""
+    """What changes the output.
+
+    Attributes:
+        dtype: "auto" (as in the source), "bfloat16" or "float32".
+        scan_layers: stack the layers in one array each.
+        layers: the layers to convert; all if None.
+        include_mtp: convert the layers that predict further tokens too.
+        encoding: what becomes of encoded tensors; one of ENCODINGS.
+        allow_nonfinite: let NaN and infinite values pass.
+    """
 
     dtype: str = "auto"
     scan_layers: bool = False
@@ -44,6 +50,7 @@ class Options:
     allow_nonfinite: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """What the manifest says about them."""
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
         return {
             "dtype": self.dtype,
@@ -57,8 +64,13 @@ class Options:
 
 @dataclass(frozen=True)
 class EncodedComponent:
-    """One of the arrays that hold an encoded parameter: `blocks` says for each axis how many elements of the parameter
-    an element of it stands for. `own` values are the parameter's; others, scales, count as no parameters."""
+    """One of the arrays that hold an encoded parameter.
+
+    Attributes:
+        suffix: of its name, after the parameter's.
+        blocks: for each axis, how many elements of the parameter one element stands for.
+        own: whether it holds the parameter's values. Others, such as scales, do not count as parameters.
+    """
 
     suffix: str
     dtype: np.dtype[Any]
@@ -67,28 +79,31 @@ class EncodedComponent:
 
 
 class Encoder(Protocol):
-    """Makes of a parameter's values the arrays that hold it, such as quantized values and their scales."""
+    """Makes, from the values of a parameter, the arrays that hold it, such as quantized values and their scales."""
 
     @property
     def blocks(self) -> Shape:
-        """For each axis how many elements must be encoded together: 1 where it does not matter."""
+        """For each axis, how many elements must be encoded together; 1 if it does not matter."""
 
     @property
     def parts(self) -> tuple[EncodedComponent, ...]:
-        """The arrays, named after the parameter by their suffixes."""
+        """The arrays that it makes."""
 
     def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """The parts of a box of whole blocks, which need not be contiguous, and figures about it that add up.
+        """Encodes a box of complete blocks, which need not be contiguous.
+
+        Returns:
+            The values of each part, and statistics that can be added up.
 
         Raises:
-            FloatingPointError: a value is infinite or not a number.
+            FloatingPointError: a value is infinite or NaN.
         """
 
     def check(self) -> None:
-        """Raises GateError if what was made is wrong; called before it counts as done."""
+        """Raises GateError if the result is wrong. Called before it counts as done."""
 
     def to_json(self) -> dict[str, Any]:
-        """All that decides about the result."""
+        """Everything that determines the result."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,8 @@ class Quantization:
 
 @dataclass(frozen=True)
 class OutputArray(ShardedArraySpec):
-    """One array of the output: a parameter, or a part of one that is encoded. `axes` are its axes in letters. A
-    `buffer` counts as no parameter."""
+    """One array of the output: a parameter, or a part of an encoded one. `axes` are its axes in letters. A `buffer`
+    does not count as parameters."""
 
     name: str
     axes: str
@@ -121,13 +136,14 @@ class OutputArray(ShardedArraySpec):
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes, without checksums."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Slab:
-    """What is read, transformed and written in one go: a box of every target of a binding, whole chunks. `dtype` is
-    that of the values, before a target is encoded."""
+    """What is read, transformed and written at once: a box of every target of a binding, in complete chunks. `ranges`
+    are its ranges of letters; `dtype` is that of the values, before a target is encoded."""
 
     binding: Binding
     ranges: Ranges
@@ -135,48 +151,50 @@ class Slab:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of every letter within the slab."""
         return cut_sizes(self.binding.sizes, self.ranges)
 
     @property
     def elements(self) -> int:
+        """The number of values."""
         return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
 
     @property
     def nbytes(self) -> int:
-        """Of the values."""
+        """The number of bytes of the values."""
         return self.elements * self.dtype.itemsize
 
     def reads(self) -> Iterator[list[tuple[str, int, int]]]:
-        """For every source tensor of the layout the parts to read: name, first element, number of elements."""
+        """Yields, for every source tensor of the layout, the runs to read: name, first element, number of elements."""
         layout, sizes = self.binding.layout, self.binding.sizes
         for stack, axes, shape in zip(self.binding.src, layout.src, layout.src_shapes(sizes), strict=True):
-            each = prod(shape[stack.depth :])
+            tensor_size = prod(shape[stack.depth :])
             parts = []
-            for at, stop in runs(axes, sizes, self.ranges):
-                while at < stop:
-                    index, first = divmod(at, each)
-                    count = min(stop - at, each - first)
+            for start, stop in runs(axes, sizes, self.ranges):
+                while start < stop:
+                    index, first = divmod(start, tensor_size)
+                    count = min(stop - start, tensor_size - first)
                     parts.append((stack.names[index], first, count))
-                    at += count
+                    start += count
             yield parts
 
     def names(self) -> Iterator[str]:
-        """The source tensors of the layout of which something is read."""
+        """Yields the source tensors that are read."""
         for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
-            for at, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
-                yield from stack.names[at:stop]
+            for start, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
+                yield from stack.names[start:stop]
 
     def begins(self) -> tuple[str, int]:
-        """The source tensor that is read first, and the number of its first element: what `reads` says first."""
+        """The source tensor that is read first, and the number of its first element: the first run of `reads`."""
         stack, axes = self.binding.src[0], self.binding.layout.src[0]
         sizes = self.binding.sizes
         corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
-        at, _ = runs(axes, sizes, corner)[0]
-        index, first = divmod(at, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
+        start, _ = runs(axes, sizes, corner)[0]
+        index, first = divmod(start, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
         return stack.names[index], first
 
     def boxes(self) -> list[tuple[slice, ...]]:
-        """Where the slab lies in each target of the layout."""
+        """The box of the slab in each target of the layout."""
         layout, sizes = self.binding.layout, self.binding.sizes
         return [
             tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
@@ -193,7 +211,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A part of the work that is done or not: any process that sees the output folder could run it."""
+    """A part of the work that is done or not. Any process that sees the output folder could do it."""
 
     uid: str
     slabs: tuple[Slab, ...]
@@ -235,43 +253,46 @@ class Plan:
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:
-        """Of the parameters that are not stored as plain values."""
+        """The encoders of the parameters that are quantized."""
         return self.quantization.encoders if self.quantization else {}
 
     @property
     def mapped(self) -> int:
-        """Tensors of the source that are used."""
+        """The number of source tensors that are used."""
         used = {name for array in self.arrays.values() for name in array.sources}
         return sum(len(self.tensors[name].stored) for name in used)
 
     @property
     def parameters(self) -> int:
-        """Elements that are trained; tied ones count once."""
+        """The number of trained elements. Tied ones count once."""
         return sum(prod(array.shape) for array in self.arrays.values() if not array.buffer)
 
     @property
     def output_bytes(self) -> int:
+        """The number of bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
     @property
     def source_bytes(self) -> int:
-        """Bytes that are read to be converted."""
+        """The number of bytes that are read to be converted."""
         return sum(unit.nbytes for unit in self.units)
 
     @property
     def hashes_shards(self) -> bool:
-        """Whether whole shards are read, and so hashed. A trial on some layers would read all others for their hash."""
+        """Whether shards are read completely, and so hashed. A trial on some layers would read all others only to hash
+        them."""
         return self.source.hashed and self.options.layers is None
 
     def shards_of(self, unit: WorkUnit) -> set[str]:
-        """The shards of the source from which a unit is made."""
+        """The shards of the source that a unit is made from."""
         return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
 
     def is_encoded(self, slab: Slab) -> bool:
+        """Whether the slab has a target that is quantized."""
         return any(name in self.encoders for stack in slab.binding.dst for name in stack.names)
 
     def is_stored_as_wanted(self, slab: Slab) -> bool:
-        """Whether the bytes of the source are those of the values."""
+        """Whether the stored bytes are already the values."""
         tensor = self.tensors[slab.binding.src[0].names[0]]
         return tensor.is_stored_as(slab.dtype)
 
@@ -283,14 +304,14 @@ class Plan:
         return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and is_plain
 
     def stored_bytes(self, slab: Slab) -> int:
-        """Bytes read for the values of a slab, scales aside."""
+        """The bytes that are read for the values of a slab, without scales."""
         return stored_bytes(self.tensors, slab)
 
     def written_bytes(self, slab: Slab) -> int:
-        """About as many as the slab adds to the output."""
-        own = sum(map(prod, slab.binding.layout.src_shapes(slab.binding.sizes)))
+        """About how many bytes the slab adds to the output."""
+        all_elements = sum(map(prod, slab.binding.layout.src_shapes(slab.binding.sizes)))
         names = [part for stack in slab.binding.dst for name in stack.names for part in self.stored_names(name)]
-        return sum(self.arrays[name].nbytes for name in names) * slab.elements // max(1, own)
+        return sum(self.arrays[name].nbytes for name in names) * slab.elements // max(1, all_elements)
 
     def stored_names(self, parameter: str) -> tuple[str, ...]:
         """The names of the arrays that hold a parameter."""
@@ -299,8 +320,8 @@ class Plan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All that decides about what is written. Of a shard for which a sha256 is promised that alone counts, of
-        others its size and digest."""
+        """Everything that determines what is written, by name. Of a shard with a promised sha256 only that counts; of
+        others the size and the digest."""
         shards = [[s.name, s.sha256 or [s.size, s.digest]] for s in self.source.shards]
         return {
             "format": MANIFEST_FORMAT,
@@ -348,7 +369,11 @@ class Plan:
         }
 
     def check(self) -> None:
-        """Raises MappingError with every fault if there is one."""
+        """Checks that the plan can be run.
+
+        Raises:
+            MappingError: it has faults; all are listed.
+        """
         if self.faults:
             count = len(self.faults)
             raise MappingError(
@@ -365,5 +390,5 @@ def _digest(facts: Any) -> str:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
-    """Bytes in which the values of a slab are stored, scales aside."""
+    """The bytes in which the values of a slab are stored, without scales."""
     return tensors[slab.binding.src[0].names[0]].stored_bytes(slab.elements)

@@ -1,7 +1,8 @@
-"""The groups of parameters that a recipe chooses a type for: modules with one parent, as `layers/3/attn`, and the head.
+"""The groups of parameters for which a recipe chooses a type: modules with the same parent, as in `layers/3/attn`, and
+the head.
 
-Each has three options: as it is, int8 with a scale a channel, int4 in tiles. Qwix itself says on the model with shapes
-instead of weights which parameters there are and how each is quantized.
+Each has three options: unquantized, int8 with one scale per channel, int4 in tiles. Qwix itself decides, on the model
+with shapes instead of weights, which parameters there are and how each is quantized.
 """
 
 import re
@@ -22,28 +23,27 @@ from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace
 from tpuconv.quantize.rules import ParamQuant, resolve_rules
 
 INT4_TILE_SIZES = (32, 16, 8)
-"""Of int4: the first that divides the axis that is tiled of all parameters of a group; a scale a channel where none
-does."""
+"""The first that divides the tiled axis of all parameters of a group is used; if none does, one scale per channel."""
 
 ROUTER = "router"
-"""It decides which experts a token goes through, and has next to no weights: no config of this package quantizes it."""
+"""It chooses the experts of a token, and has few weights: no config of this package quantizes it."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """`space` has the groups with their bits, not yet with what they cost; `encoders` has of each option's type how
-    each parameter is quantized."""
+    """`space` has the groups with their bits, but not their costs. `encoders` has, by type and parameter, how it is
+    quantized."""
 
     space: SearchSpace
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
 
 
 def find_choices(manifest: Manifest) -> Choices:
-    """From the shapes of a checkpoint; no weights are read.
+    """The choices for a checkpoint, from its shapes. No weights are read.
 
     Raises:
-        UsageError: the checkpoint is quantized, or only a part of a model.
-        UnsupportedConfig: its layers are stacked, or Qwix finds nothing to quantize in it.
+        UsageError: the checkpoint is quantized, or holds only a part of a model.
+        UnsupportedConfig: its layers are stacked, or Qwix finds nothing to quantize.
     """
     _check_plain(manifest)
     family = get_family(manifest.family)
@@ -92,7 +92,7 @@ def _check_plain(manifest: Manifest) -> None:
             f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
             hint="measure the checkpoint that it was made from, or convert with --encoding dequantize",
         )
-    manifest.check_whole()
+    manifest.check_complete()
     if manifest.scan_layers:
         raise UnsupportedConfig(
             f"{manifest.folder} has its layers stacked in one array, and a recipe gives each the type that it can bear",
@@ -101,12 +101,12 @@ def _check_plain(manifest: Manifest) -> None:
 
 
 def _groups(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
-    """The parameters by the path of their group, with {} for the number of the layer, and that number."""
+    """The parameters of each group, by its path, with {} for the number of the layer, and that number."""
     modules = {name: name.replace(".", "/").rpartition("/")[0] for name in names}
     by_parent: dict[str, list[str]] = {}
     for name, module in modules.items():
-        parent, _, own = module.rpartition("/")
-        if own != ROUTER:
+        parent, _, last = module.rpartition("/")
+        if last != ROUTER:
             by_parent.setdefault(parent or module, []).append(name)
     out = {}
     for parent, members in by_parent.items():
@@ -125,7 +125,7 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
 
 
 def _tile(quants: Sequence[ParamQuant]) -> int | None:
-    """Qwix tiles the last of the axes along which a product adds up."""
+    """The tile size for int4. Qwix tiles the last of the axes that a product sums over."""
     sizes = [
         max((axis, n) for axis, n in enumerate(quant.shape) if axis not in quant.qwix_how.channelwise_axes)[1]
         for quant in quants

@@ -1,7 +1,7 @@
-"""What rounding a group of parameters costs the model: KL(unquantized || that group quantized), on prompts.
+"""What rounding a group of parameters costs the model: KL(unquantized || with that group quantized), on prompts.
 
-One model is loaded, and compiled once; the values that codes and scales stand for take the place of the weights. It
-computes in float32, 4 bytes a weight: what bfloat16 rounds is more than what one group in int8 costs.
+One model is loaded and compiled once; its weights are replaced by rounded ones. It computes in float32, 4 bytes per
+weight: the rounding of bfloat16 is larger than the effect of one group in int8.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,14 @@ DTYPE = "float32"
 
 
 class Probe:
-    """Measures on one model, whose weights it changes and puts back.
+    """Measures on one model, whose weights it changes and restores.
 
     Args:
         model: unquantized, in float32, on one device or several.
-        choices: what there is to measure.
-        prompts: token ids of each.
+        choices: what to measure.
+        prompts: the token ids of each.
 
-    Raises:
-        GateError: by what measures, where logits are not all numbers.
+    Its methods raise GateError if the logits are not finite.
     """
 
     def __init__(self, model: Any, choices: Choices, prompts: Sequence[Sequence[int]]):
@@ -41,7 +40,7 @@ class Probe:
         self._reference = [log_softmax(logits) for logits in self._run()]
 
     def each(self) -> Iterator[ParamGroup]:
-        """The groups with what each option costs."""
+        """Yields the groups with the cost of each option."""
         for group in self._choices.space.groups:
             yield replace(group, options=tuple(self._alone(group, option) for option in group.options))
 
@@ -56,16 +55,16 @@ class Probe:
         return replace(option, kl=cost)
 
     def together(self, options: Sequence[Option]) -> float:
-        """What these options of the groups cost the whole model. The last measurement: weights are not put back, so
-        that no second model is in memory."""
+        """The KL divergence of the model with these options of all groups. Only to be called last: the weights are not
+        restored, so that there is no second model in memory."""
         for group, option in zip(self._choices.space.groups, options, strict=True):
             if option.qtype is not None:
                 self._round(group, option)
         return self._divergence()
 
     def _round(self, group: ParamGroup, option: Option) -> None:
-        """Puts what codes and scales stand for in the place of the weights, as the conversion makes them of the stored
-        ones: float32 holds the stored values and the rounded ones exactly."""
+        """Replaces weights by rounded ones, as a conversion makes them from the stored weights. float32 holds both
+        exactly."""
         import jax
 
         for name in group.names:

@@ -1,4 +1,5 @@
-"""A recipe of mixed types: of every group of parameters the one that together lose least, at a number of bits a weight.
+"""A recipe of mixed types: for every group of parameters an option, so that the model loses least at a number of bits
+per weight.
 
     summary: 4.96 bits a weight, chosen by measured sensitivity
     qwix:
@@ -6,7 +7,7 @@
         - {module_path: 'layers/(0|4)/attn/.*', weight_qtype: int8}
         - {module_path: 'layers/\\d+/mlp/.*', weight_qtype: int4, tile_size: 32}
 
-What a group loses by itself is measured (`tpuconv.quantize.recipe.measure`); here are only numbers and names.
+What each group costs is measured by `tpuconv.quantize.recipe.measure`. Here are only numbers and names.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,12 @@ STATES = 20_000
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store a group, as it is where `qtype` is None. `bits` are those of all its weights together, scales
-    counted; `kl` is what it costs the model, in nats a token, NaN before it is measured."""
+    """One way to store a group: unquantized if `qtype` is None.
+
+    Attributes:
+        bits: of all its weights together, with scales.
+        kl: what it costs the model, in nats per token; NaN before it is measured.
+    """
 
     qtype: str | None
     tile_size: int | None
@@ -42,8 +47,15 @@ class Option:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that get one rule: `names`, of `count` weights in all. `path` is the pattern of their modules, with {}
-    for the number of the layer; `layer` is that, None outside of layers. The first option leaves the group as it is."""
+    """Parameters that get the same rule.
+
+    Attributes:
+        path: pattern of their modules, with {} for the number of the layer.
+        layer: that number; None outside of layers.
+        names: of the parameters.
+        count: number of weights.
+        options: the first leaves the group unquantized.
+    """
 
     path: str
     layer: int | None
@@ -53,13 +65,16 @@ class ParamGroup:
 
     @property
     def pattern(self) -> str:
+        """The pattern of its modules."""
         return self.path.format(self.layer)
 
     @property
     def worst(self) -> float:
+        """The largest cost of an option."""
         return max(option.kl for option in self.options)
 
     def to_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
         keys = ("qtype", "tile_size", "bits", "kl")
         options = ((o.qtype, o.tile_size, o.bits / self.count, o.kl) for o in self.options)
         return {
@@ -71,39 +86,39 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What there is to choose from: the groups, and what is never quantized. `parameters` counts all weights,
-    `other_bits` are the bits of those in no group."""
+    """The groups to choose options for. `parameters` counts all weights; `other_bits` are the bits of those in no
+    group."""
 
     groups: tuple[ParamGroup, ...]
     parameters: int
     other_bits: int
 
     def bits(self, options: Sequence[Option]) -> float:
-        """Mean bits of a weight, as the report of a quantized checkpoint has it, with these options of the groups."""
+        """Mean bits per weight with these options, as in the report of a quantized checkpoint."""
         return (self.other_bits + sum(option.bits for option in options)) / self.parameters
 
     def check(self, target: float) -> None:
-        """That some choice has at most `target` bits a weight, and not every choice.
+        """Checks that some choice, but not every choice, has at most `target` bits per weight.
 
         Raises:
-            UsageError: it is not so; the message has the range.
+            UsageError: it is not so. The message has the range.
         """
         least = self.bits([min(group.options, key=lambda option: option.bits) for group in self.groups])
-        whole = self.bits([group.options[0] for group in self.groups])
-        if not least <= target < whole:
+        unquantized = self.bits([group.options[0] for group in self.groups])
+        if not least <= target < unquantized:
             raise UsageError(
-                f"{target:g} bits a weight cannot be reached: this model can have {least:.4f} to {whole:.4f}",
-                hint=f"all groups in their smallest type have {least:.4f} bits a weight, unquantized it has {whole:g}",
+                f"{target:g} bits a weight cannot be reached: this model can have {least:.4f} to {unquantized:.4f}",
+                hint=f"all groups in their smallest type have {least:.4f} bits a weight, unquantized {unquantized:g}",
             )
 
 
 def choose(space: SearchSpace, target: float) -> list[Option]:
-    """Of each group the option so that the sum of KL is least and bits a weight are at most `target`.
+    """The option of each group with the lowest sum of KL at `target` bits per weight or less.
 
-    It takes for granted that divergences add up, which they do only nearly: measure the whole afterwards. Under that
-    it is a knapsack that takes one item of each group, solved exactly (Nemhauser and Ullmann, 1969): group by group it
-    keeps every pair of sums, bits and KL, that no other beats in both. Where these are more than `STATES`, in models of
-    many layers, it keeps as many, evenly by bits, and what it finds may be worse by what the bits between two are
+    This assumes that divergences add up, which they nearly do: measure the complete model afterwards. Then it is a
+    knapsack with one item per group, solved exactly (Nemhauser and Ullmann, 1969): group by group, every pair of sums,
+    bits and KL, is kept unless another one is better in both. If there are more than `STATES`, in models of many
+    layers, only as many are kept, evenly by bits; the result may then be worse by what the bits between two of them are
     worth. Which are kept does not depend on the target, so that a larger target never has a larger KL.
 
     Raises:
@@ -124,10 +139,10 @@ def choose(space: SearchSpace, target: float) -> list[Option]:
             kept = kept[np.diff(slots, prepend=-1) > 0]  # the least bits of each slot
         steps.append((kept, len(bits)))
         bits, kl = all_bits[kept], all_kl[kept]
-    at = int(np.searchsorted(bits / space.parameters, target, side="right")) - 1
+    state = int(np.searchsorted(bits / space.parameters, target, side="right")) - 1
     chosen = []
     for group, (kept, count) in zip(reversed(space.groups), reversed(steps), strict=True):
-        option, at = divmod(int(kept[at]), count)
+        option, state = divmod(int(kept[state]), count)
         chosen.append(group.options[option])
     return chosen[::-1]
 
@@ -136,27 +151,26 @@ def choose(space: SearchSpace, target: float) -> list[Option]:
 
 
 def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
-    """The rules in YAML, one for all layers whose modules of a path get the same."""
+    """The rules in YAML: one for all layers whose modules of a path get the same option."""
     layers: dict[tuple[str, Option], list[int | None]] = {}
     for group, option in zip(groups, options, strict=True):
         if option.qtype:
             layers.setdefault((group.path, Option(option.qtype, option.tile_size, 0, 0)), []).append(group.layer)
     out = []
-    for (path, kind), own in layers.items():
-        every = [group.layer for group in groups if group.path == path]
-        numbers = r"\d+" if own == every and len(own) > 1 else "|".join(map(str, own))
+    for (path, kind), members in layers.items():
+        all_layers = [group.layer for group in groups if group.path == path]
+        numbers = r"\d+" if members == all_layers and len(members) > 1 else "|".join(map(str, members))
         pattern = path.format(f"({numbers})" if "|" in numbers else numbers)
         tile = f", tile_size: {kind.tile_size}" if kind.tile_size else ""
         out.append(f"- {{module_path: '{pattern}', weight_qtype: {kind.qtype}{tile}}}")
     return out
 
 
-def to_yaml(space: SearchSpace, options: Sequence[Option], made: Sequence[str]) -> str:
-    """A config with these options of the groups. Comments are `made`, lines that say where it comes from, and a table
-    of what was measured."""
+def to_yaml(space: SearchSpace, options: Sequence[Option], provenance: Sequence[str]) -> str:
+    """A config with these options. Its comments are the lines of `provenance`, and a table of what was measured."""
     lines = [f"summary: {space.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
     # A name from elsewhere may hold what breaks a comment.
-    lines += [f"# {plain(line)}" for line in made]
+    lines += [f"# {plain(line)}" for line in provenance]
     lines += ["#", *(f"#   {plain(line)}" for line in _table_lines(space.groups, options))]
     return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options)), ""])
 
@@ -170,12 +184,12 @@ def _table_lines(groups: Sequence[ParamGroup], options: Sequence[Option]) -> Ite
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """That a recipe can be written there.
+    """Checks that a recipe can be written to `out`.
 
     Raises:
-        OutputError: there is such a file, and it is not to be replaced.
-        ResourceError: none can be made.
-        UsageError: it is a folder, or in none.
+        OutputError: the file exists, and must not be replaced.
+        ResourceError: it cannot be created.
+        UsageError: it is a folder, or its folder does not exist.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"{out} is a folder, or in none", hint="name a file in a folder that there is")
@@ -188,7 +202,10 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def write(text: str, out: Path, overwrite: bool) -> None:
-    """Writes it, unless another file has come to be there since `check_free`, which raises its errors again. An old
-    file stays until the new one is complete."""
+    """Writes a recipe. An old file stays until the new one is complete.
+
+    Raises:
+        OutputError, ResourceError, UsageError: see `check_free`, which is called again.
+    """
     check_free(out, overwrite)
     replace_file(out, text.encode())
