@@ -1,4 +1,4 @@
-"""Writes tpuconv/models/common/reference_keys.py: the keys of config.json that transformers reads, for each model type.
+"""Writes tpuconv/models/common/reference_keys.json: the keys of config.json that transformers reads by model type.
 
     python tools/reference_keys.py
 
@@ -8,6 +8,7 @@ config for it. So the table rather has a key too many, which is refused, than on
 """
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -19,7 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from tpuconv.models.registry import all_families
 from tpuconv.verify.logits import READ_AS
 
-TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.py"
+TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
 SHARED = (
     *("configuration_utils", "modeling_rope_utils", "masking_utils", "cache_utils", "modeling_layers"),
     *("modeling_utils", "integrations.moe", "integrations.sdpa_attention", "integrations.flash_attention"),
@@ -40,11 +41,13 @@ def asked(module: str) -> Iterator[str]:
 
 
 def keys_of(model_type: str) -> set[str]:
-    """The keys that the class of a model type and the code of its model read; of a composite one the outer class."""
+    """The keys that the class of a model type, that of its text model and the code of the model read."""
     kind = type(AutoConfig.for_model(model_type))
     package = kind.__module__.removeprefix("transformers.").rpartition(".")[0]
     names = {*kind.__dataclass_fields__, *kind.attribute_map, *asked(kind.__module__.removeprefix("transformers."))}
-    return names | set(asked(f"{package}.modeling_{package.rpartition('.')[2]}"))
+    names |= set(asked(f"{package}.modeling_{package.rpartition('.')[2]}"))
+    text = kind.sub_configs.get("text_config")
+    return names | keys_of(text.model_type) if text else names
 
 
 def is_data(name: str) -> bool:
@@ -60,36 +63,10 @@ def table() -> tuple[list[str], dict[str, list[str]]]:
     return sorted(filter(is_data, shared)), {k: sorted(filter(is_data, names - shared)) for k, names in read.items()}
 
 
-def listed(names: list[str], indent: str) -> str:
-    """Names in lines of at most 120 characters."""
-    lines = [""]
-    for name in names:
-        if len(lines[-1]) + len(name) > 108:
-            lines.append("")
-        lines[-1] += f"{name} "
-    return "".join(f'{indent}"{line}"\n' for line in lines)
-
-
 def text() -> str:
-    """The module."""
+    """The file."""
     shared, read = table()
-    rows = "".join(f'    "{kind}": (\n{listed(names, " " * 8)}    ),\n' for kind, names in read.items())
-    return f'''"""The keys of config.json that transformers {transformers.__version__} reads. Written by tools/reference_keys.py."""
-
-from collections.abc import Mapping
-
-SHARED = frozenset(
-    (
-{listed(shared, " " * 8)}    ).split()
-)
-"""Those that every model reads."""
-
-_OWN = {{
-{rows}}}
-
-READ: Mapping[str, frozenset[str]] = {{kind: SHARED.union(names.split()) for kind, names in _OWN.items()}}
-"""Model type to all keys that the reference reads."""
-'''
+    return json.dumps({"transformers": transformers.__version__, "shared": shared, **read}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -573,6 +573,12 @@ def tpuconv(verbose: bool) -> None:
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last: a trial.")
 @click.option("--include-mtp", is_flag=True, help="Convert the layers that predict further tokens (DeepSeek), too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@click.option(
+    "--allow-config",
+    metavar="KEY",
+    multiple=True,
+    help="Convert as if this key of config.json, which is not supported, were not there; may be repeated.",
+)
 @click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and infinite values, and scales of 0, as they are.")
 @OVERWRITE
 @CHECK
@@ -591,6 +597,7 @@ def convert(
     include_mtp: bool,
     revision: str | None,
     allow_nonfinite: bool,
+    allow_config: tuple[str, ...],
     overwrite: bool,
     check: bool,
     max_memory: int | None,
@@ -612,7 +619,7 @@ def convert(
     _either_kept_or_quantized(encoding == "keep", quantize)
     rules = _rules(quantize)
     limits = Limits.of_this_machine(jobs, max_memory)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite)
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, allow_config)
 
     def attempt() -> None:
         with _kept(), _progress("downloading", as_json) as show:
@@ -657,8 +664,9 @@ def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfi
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.run import read_ahead
 
-    config = family.config.from_hf(source.config)
-    plan = make_plan(source, family.name, table, config, options)
+    report = family.check_config(source.config, options.allow_config, source.tensors)
+    config, ignored = report.config, report.ignored
+    plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan
     _check_address_space()
@@ -668,7 +676,7 @@ def _plan(source: Any, family: Any, table: Any, options: Any, rules: "QuantConfi
         if runs:  # not before the modules are read: they come in small pieces from the same disk
             read_ahead(plan)
         how = quantization(plan, family, config, rules)
-    return make_plan(source, family.name, table, config, options, how)
+    return make_plan(source, family.name, table, config, options, how, ignored)
 
 
 @contextmanager
@@ -773,7 +781,12 @@ def _show_plan(plan: "Plan", limits: Any, as_json: bool) -> None:
 
 
 def _print_skipped(console: "Console", plan: "Plan") -> None:
-    """A line for each reason, with the first patterns that it covers."""
+    """A line for each reason, with the first patterns or keys of config.json that it covers."""
+    for about in dict.fromkeys((key.reason, key.warning) for key in plan.ignored_config):
+        keys = [key.key[:100] for key in plan.ignored_config if (key.reason, key.warning) == about]
+        shown = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+        warning = f"  warning: {about[1]}" if about[1] else ""
+        console.print(f"  ignored in config.json: {shown}: {about[0]}{warning}", soft_wrap=True)
     for reason in dict.fromkeys(skip.reason for skip in plan.skipped):
         own = [skip for skip in plan.skipped if skip.reason == reason]
         shown = ", ".join(skip.pattern for skip in own[:2]) + (f" and {len(own) - 2} more" if len(own) > 2 else "")
@@ -878,7 +891,12 @@ def quantize(
     source = open_checkpoint(chosen)
     limits = Limits.of_this_machine(jobs, max_memory)
     own = source.manifest
-    options = Options(scan_layers=own.scan_layers, layers=own.layer_range, include_mtp=own.include_mtp)
+    options = Options(
+        scan_layers=own.scan_layers,
+        layers=own.layer_range,
+        include_mtp=own.include_mtp,
+        allow_config=own.allow_config,
+    )
     family = get_family(source.manifest.family)
     plan = _plan(source, family, source.table(), options, rules, runs=not (explain or dry_run))
     plan.check()
@@ -1111,7 +1129,7 @@ def export(ckpt: Path, out: Path, overwrite: bool, check: bool, as_json: bool) -
 
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
-    config = family.config.from_hf(exporter.released_config(manifest))
+    config = family.read_config(exporter.released_config(manifest), manifest.allow_config)
     began, total, was_there = time.monotonic(), 0, False
     with _kept(), _progress("exporting", as_json) as show:
         for at in exporter.export(manifest, family.table, config, out, overwrite=overwrite):
@@ -1540,18 +1558,20 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
     """The config, the quantization and the dtype of a source or a checkpoint, without its weights. `as_stored` asks for
     a whole checkpoint, and for nothing that it does not hold; `keep` for the codes and scales of a source."""
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.common.config import without_keys
     from tpuconv.names import MANIFEST
     from tpuconv.sources.hub import fetch_config
     from tpuconv.verify.topology import request as tpu
 
     quantization: Any = None
     checkpoint, own = None, "bfloat16"
+    allowed: tuple[str, ...] = ()
     _either_kept_or_quantized(keep, quantize)
     if (Path(src) / MANIFEST).is_file():
         if keep:
             raise UsageError(f"{src} is converted already, and taken as it is stored", hint="leave --encoding out")
         manifest = read_manifest(Path(src))
-        quantization, own = manifest.quantization, manifest.dtype
+        quantization, own, allowed = manifest.quantization, manifest.dtype, manifest.allow_config
         checkpoint = str(manifest.folder.absolute()) if quantize is None else None
         if as_stored:
             manifest.check_whole()
@@ -1565,7 +1585,7 @@ def _described(src: str, quantize: str | None, keep: bool, dtype: str, as_stored
             raise UsageError(f"{src} is quantized already, by {quantization['name']}", hint="leave --quantize out")
         rules = _rules(quantize)
         quantization = rules.to_json() if rules else None
-    config = fetch_config(src)
+    config = without_keys(fetch_config(src), allowed)
     if keep:
         quantization = tpu.as_released(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}

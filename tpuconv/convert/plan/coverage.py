@@ -12,6 +12,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Kept, keep
 from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
+from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 
@@ -26,6 +27,7 @@ def make_plan(
     config: HasAxes,
     options: Options,
     quantization: Quantization | None = None,
+    ignored_config: tuple[IgnoredKey, ...] = (),
 ) -> Plan:
     """Plans a conversion from headers alone. Nothing is raised for what does not fit: see `Plan.check`.
 
@@ -121,6 +123,7 @@ def make_plan(
         copies=copies,
         unmapped=tuple(unmapped),
         faults=tuple(faults),
+        ignored_config=ignored_config,
     )
 
 

@@ -18,6 +18,7 @@ from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, Shape, cut_sizes, lead, runs
 from tpuconv.mapping.passthrough import Kept
 from tpuconv.mapping.table import Binding, MappingTable
+from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 from tpuconv.storage.sealed import FORMAT
@@ -34,7 +35,7 @@ class Options:
     """What changes the output. `dtype` is "auto" (as the source has it), "bfloat16" or "float32"; `layers` the part of
     the layers that is converted, all where None; `include_mtp` brings the layers that predict further tokens;
     `encoding` is one of ENCODINGS: what becomes of encoded tensors; `allow_nonfinite` lets values pass that are NaN or
-    infinite."""
+    infinite; `allow_config` are keys of config.json that are read as if they were not there."""
 
     dtype: str = "auto"
     scan_layers: bool = False
@@ -42,6 +43,7 @@ class Options:
     include_mtp: bool = False
     encoding: str = "dequantize"
     allow_nonfinite: bool = False
+    allow_config: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
@@ -52,6 +54,7 @@ class Options:
             "include_mtp": self.include_mtp,
             "encoding": self.encoding,
             **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
+            **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
         }
 
 
@@ -206,7 +209,7 @@ class Skip:
 @dataclass(frozen=True)
 class Plan:
     """See the module. `kept` are the parameters that stay encoded. `faults` is empty in a plan that can be run: `check`
-    raises them."""
+    raises them. `ignored_config` are the keys of config.json that are not read."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -222,6 +225,7 @@ class Plan:
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
+    ignored_config: tuple[IgnoredKey, ...] = ()
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:
@@ -314,6 +318,7 @@ class Plan:
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
             "mapped": self.mapped,
             "skipped": [vars(skip) for skip in self.skipped],
+            "ignored_config": [key.to_json() for key in self.ignored_config],
             "unmapped": list(self.unmapped),
             "faults": list(self.faults),
             "parameters": self.parameters,
