@@ -91,7 +91,7 @@ def test_a_user_lets_a_key_through() -> None:
     with pytest.raises(UsageError, match=r"no key 'sliding_windo' \(near: sliding_window\)"):
         report(raw, "sliding_windo")
     with pytest.raises(UsageError, match="reads this key"):
-        report({**raw, "hidden_size": 8}, "hidden_size")
+        report({"model_type": "llama", "hidden_size": 8}, "hidden_size")
     beside = {"model_type": "llama4", "text_config": {"sliding_window": 5}}
     assert [key.key for key in report(beside, "sliding_window").ignored] == ["sliding_window"]
 
