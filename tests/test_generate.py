@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tpuconv
 from helpers.families import CASES, PROMPTS, Case, one_fast_of_each
 from tpuconv.errors import UsageError
-from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded
+from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, prefill_chunk
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -72,15 +72,24 @@ def test_the_cache_is_donated_and_a_shape_is_compiled_once(greedy: Generator) ->
     ids_BT, mask_BT = left_padded(PROMPTS)
     key = jax.random.key(0)
     batch, tokens = ids_BT.shape
-    prefill, decode = greedy.prefill(batch, tokens, tokens + NEW), greedy.decode(batch, tokens + NEW)
+    decode = greedy.decode(batch, tokens + NEW)
     assert greedy.decode(batch, tokens + NEW) is decode
-    ids_B, cache = prefill(greedy.weights, ids_BT, mask_BT, key)
+    ids_B, cache = greedy.read(ids_BT, mask_BT, NEW, key)
     before = cache.layers[0].k_BSKH
     at = before.unsafe_buffer_pointer()
     for _ in range(3):
         ids_B, cache = decode(greedy.weights, ids_B, cache, key)
     assert before.is_deleted()
     assert cache.layers[0].k_BSKH.unsafe_buffer_pointer() == at
+
+
+def test_a_long_prompt_is_read_in_chunks(greedy: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens of each prompt at a time: the first chunk is filled up, and of the shorter prompts all padding."""
+    whole = tokens(greedy, PROMPTS)
+    monkeypatch.setattr("tpuconv.models.generate.PREFILL_TOKENS", 2 * len(PROMPTS) + 1)
+    assert prefill_chunk(len(PROMPTS), 9) == 2
+    assert greedy.slots(len(PROMPTS), 9, NEW) == 10 + NEW
+    np.testing.assert_array_equal(tokens(greedy, PROMPTS), whole)
 
 
 def test_a_seed_gives_the_same_tokens_again(orbax: Any) -> None:

@@ -1,5 +1,7 @@
 """Grouped products: the kernel for few rows against the plain formula, and what the TPU's compiler makes of it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from helpers.tpu_compiler import answers_of, compiler
-from tpuconv.models.kernels.grouped import DEPTH, FEW_ROWS, FP4, KINDS, by_xla, expected_groups, few_rows, product
+from tpuconv.models.kernels import grouped
+from tpuconv.models.kernels.grouped import (
+    DEPTH,
+    FEW_ROWS,
+    FP4,
+    KINDS,
+    by_xla,
+    difference,
+    expected_groups,
+    few_rows,
+    grouped_matmul,
+)
 from tpuconv.verify.topology.request import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (1440, 720)]
@@ -66,7 +79,7 @@ def test_a_row_that_is_no_number_spoils_no_other():
 )  # fmt: skip
 def test_what_the_kernel_cannot_do_xla_does(rows, shape, kind):
     shapes = jax.ShapeDtypeStruct((rows, shape[1]), "bfloat16"), jax.ShapeDtypeStruct(shape, kind)
-    traced = jax.make_jaxpr(lambda *a: product(*a, groups=2))(*shapes, jax.ShapeDtypeStruct(shape[:1], "int32"))
+    traced = jax.make_jaxpr(lambda *a: grouped_matmul(*a, groups=2))(*shapes, jax.ShapeDtypeStruct(shape[:1], "int32"))
     assert "pallas_call" not in str(traced)
 
 
@@ -83,7 +96,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from tpuconv.models.generate import compiler_options
-from tpuconv.models.kernels.grouped import product
+from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.verify.topology.hlo import Schedule
 
 for line in sys.stdin:
@@ -101,8 +114,8 @@ for line in sys.stdin:
             return jax.ShapeDtypeStruct(shape, "float32", sharding=where)
 
     def feed(x, up, down, up_scale, down_scale, counts):
-        x = product(x, up, counts, groups=64, scale=up_scale).astype(x.dtype)
-        return product(x, down, counts, groups=64, scale=down_scale)
+        x = grouped_matmul(x, up, counts, groups=64, scale=up_scale).astype(x.dtype)
+        return grouped_matmul(x, down, counts, groups=64, scale=down_scale)
 
     compiled = jax.jit(feed).lower(x, up, down, scale(up), scale(down), counts).compile(compiler_options("tpu"))
     print(json.dumps(Schedule(compiled.as_text()).custom_calls()), flush=True)
@@ -123,3 +136,88 @@ def test_every_chip_has_the_kernel_and_no_matrix_is_fetched_ahead():
         assert kernel["count"] == 2
         assert kernel["bytes"] >= matrices  # operands of the kernel where they lie, in HBM
         assert kernel["expected_bytes"] <= 0.35 * matrices
+
+
+# -- the check on the device -------------------------------------------------------------------------------------------
+
+INTERPRETED = partial(few_rows, interpret=True)
+
+
+def off_by_one_group(x, kernel, counts, *scale, groups):
+    return few_rows(x, jnp.roll(kernel, 1, axis=0), counts, *scale, groups=groups, interpret=True)
+
+
+def one_wrong_number(*operands, groups):
+    return few_rows(*operands, groups=groups, interpret=True).at[2, 5].mul(3)
+
+
+def without_scales(x, kernel, counts, *scale, groups):
+    return few_rows(x, kernel, counts, groups=groups, interpret=True)
+
+
+def not_a_number(*operands, groups):
+    return few_rows(*operands, groups=groups, interpret=True).at[1, 3].set(jnp.nan)
+
+
+def failing(*operands, groups):
+    raise RuntimeError("Mosaic failed to compile TPU kernel\nwith many lines")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [("bfloat16", None), ("int8", None), ("int8", (128, 1)), ("float8_e4m3fn", (128, 1)), (FP4, (32, 1))],
+)
+def test_a_right_kernel_passes_its_check(kind, tile):
+    x = (24, 256), "float32" if kind == "float32" else "bfloat16"
+    scale = tile and ((3, 256 // tile[0], 128 // tile[1]), "float32")
+    assert difference(x, ((3, 256, 128), kind), scale, 3, INTERPRETED) is None
+
+
+@pytest.mark.parametrize(
+    ("sabotaged", "words"),
+    [(off_by_one_group, "where jax.lax.ragged_dot gives"), (one_wrong_number, "where jax.lax.ragged_dot gives"),
+     (without_scales, "where jax.lax.ragged_dot gives"), (not_a_number, "it gives nan where"),
+     (failing, "it fails with RuntimeError: Mosaic failed to compile TPU kernel")],
+)  # fmt: skip
+def test_a_wrong_kernel_fails_its_check(sabotaged, words):
+    shapes = ((24, 128), "bfloat16"), ((4, 128, 128), "int8"), ((4, 4, 1), "float32")
+    assert words in difference(*shapes, 4, sabotaged)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """What jax says of the machine while a model is traced, and kernels that have not been checked."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    grouped._is_right.cache_clear()
+    yield
+    grouped._is_right.cache_clear()
+
+
+def traced(E):
+    shapes = jax.ShapeDtypeStruct((8, 128), "bfloat16"), jax.ShapeDtypeStruct((E, 128, 128), "int8")
+    return str(jax.make_jaxpr(lambda *a: grouped_matmul(*a, groups=E))(*shapes, jax.ShapeDtypeStruct((E,), "int32")))
+
+
+def test_on_a_tpu_a_kernel_is_checked_once_for_each_shape(on_tpu, monkeypatch, recwarn):
+    checked = []
+    monkeypatch.setattr(grouped, "few_rows", INTERPRETED)
+    monkeypatch.setattr(grouped, "difference", lambda *a: checked.append(a) or difference(*a))
+    for E in (2, 3, 2, 3):
+        assert "pallas_call" in traced(E)
+    assert [kernel for _, kernel, *_ in checked] == [((2, 128, 128), "int8"), ((3, 128, 128), "int8")]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("sabotaged", "words"), [(one_wrong_number, "it gives"), (failing, "it fails with Runtime")])
+def test_on_a_tpu_a_wrong_kernel_is_not_used(on_tpu, monkeypatch, sabotaged, words):
+    monkeypatch.setattr(grouped, "few_rows", sabotaged)
+    shape = r"rows \[8, 128\] in bfloat16 and matrices \[2, 128, 128\] in int8: " + words
+    with pytest.warns(UserWarning, match=shape) as warned:
+        programs = [traced(2), traced(2)]
+    assert len(warned) == 1
+    assert all("ragged_dot" in program and "pallas_call" not in program for program in programs)
+
+
+def test_ahead_of_time_no_kernel_is_checked(monkeypatch):
+    monkeypatch.setattr(grouped, "difference", failing)
+    assert "pallas_call" in traced(2)

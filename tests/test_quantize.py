@@ -37,7 +37,7 @@ from tpuconv.errors import (
     UnsupportedConfig,
     UsageError,
 )
-from tpuconv.models.kernels.grouped import product
+from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.models.registry import get_family
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
@@ -124,7 +124,7 @@ def test_grouped_products_are_quantized_as_the_einsum_that_they_are():
             self.kernel = nnx.Param(jax.random.normal(jax.random.key(0), (4, 64, 32), jnp.bfloat16))
 
         def __call__(self, x):
-            return product(x, self.kernel[...], jnp.asarray([3, 0, 4, 1]), groups=4)
+            return grouped_matmul(x, self.kernel[...], jnp.asarray([3, 0, 4, 1]), groups=4)
 
     class Einsum(Grouped):
         def __call__(self, x):

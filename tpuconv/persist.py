@@ -34,9 +34,15 @@ def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite:
     """
     source = _source(model, open_checkpoint(like))
     made = source.manifest
-    options = Options(scan_layers=made.scan_layers, layers=made.layer_range, include_mtp=made.include_mtp)
+    options = Options(
+        scan_layers=made.scan_layers,
+        layers=made.layer_range,
+        include_mtp=made.include_mtp,
+        allow_config=made.allow_config,
+    )
     family = get_family(made.family)
-    plan = make_plan(source, family.name, source.table(), family.config.from_hf(source.config), options)
+    config = family.read_config(source.config, made.allow_config)
+    plan = make_plan(source, family.name, source.table(), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 
 

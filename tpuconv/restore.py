@@ -135,7 +135,7 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
 
 
 def _config(manifest: Manifest) -> Any:
-    return get_family(manifest.family).config.from_hf(read_checkpoint_config(manifest))
+    return get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
 
 
 def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:

@@ -15,6 +15,7 @@ from tpuconv.progress import Listener, Progress, ignore
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Options, Plan, Skip
     from tpuconv.convert.sizing import Limits
+    from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
 
@@ -37,6 +38,7 @@ class Conversion:
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
         skipped: source tensors that are not converted, and why.
+        ignored_config: keys of config.json that are not read, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized.
     """
 
@@ -53,6 +55,7 @@ class Conversion:
     seconds: float
     peak_memory_bytes: int
     skipped: Sequence["Skip"]
+    ignored_config: Sequence["IgnoredKey"]
     quantization: "Report | None"
 
     def to_json(self) -> dict[str, Any]:
@@ -109,6 +112,7 @@ def convert(
     include_mtp: bool = False,
     revision: str | None = None,
     allow_nonfinite: bool = False,
+    allow_config: Sequence[str] = (),
     overwrite: bool = False,
     check: bool = False,
     max_memory: int | None = None,
@@ -129,6 +133,7 @@ def convert(
         include_mtp: convert the multi-token prediction layers too.
         revision: branch, tag or commit of the Hub repository.
         allow_nonfinite: accept NaN and infinite values, and scales of 0.
+        allow_config: keys of config.json that are not supported, to convert as if they were not there.
         overwrite: replace an output of tpuconv in `out`; it stays complete until the new one is.
         check: if the output is there already, read all of it and compare checksums.
         max_memory: budget in bytes; 60% of the machine's by default.
@@ -144,7 +149,7 @@ def convert(
     from tpuconv.sources.damaged import DamagedDownload
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite)
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config))
     limits = Limits.of_this_machine(jobs, max_memory)
     fetched_again: set[tuple[Path, ...]] = set()
     while True:
@@ -171,6 +176,7 @@ def plan(
     include_mtp: bool = False,
     revision: str | None = None,
     allow_nonfinite: bool = False,
+    allow_config: Sequence[str] = (),
     max_memory: int | None = None,
     jobs: int | None = None,
     progress: Listener = ignore,
@@ -184,7 +190,7 @@ def plan(
     from tpuconv.convert.plan.types import Options
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite)
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config))
     with _planned(str(src), options, rules, revision, weights=False, progress=progress) as planned:
         return _sized(planned, rules, max_memory, jobs)
 
@@ -295,7 +301,7 @@ def export(
 
     manifest, folder = read_manifest(Path(ckpt)), Path(out)
     family = get_family(manifest.family)
-    config = family.config.from_hf(exporting.released_config(manifest))
+    config = family.read_config(exporting.released_config(manifest), manifest.allow_config)
     began, total, was_there = time.monotonic(), 0, False
     for step in exporting.export(manifest, family.table, config, folder, overwrite=overwrite):
         progress(Progress("exporting", step.done, step.total))
@@ -371,7 +377,12 @@ def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "P
 
     source = open_checkpoint(ckpt)
     made = source.manifest
-    options = Options(scan_layers=made.scan_layers, layers=made.layer_range, include_mtp=made.include_mtp)
+    options = Options(
+        scan_layers=made.scan_layers,
+        layers=made.layer_range,
+        include_mtp=made.include_mtp,
+        allow_config=made.allow_config,
+    )
     return _make_plan(source, get_family(made.family), source.table(), options, rules, runs=runs)
 
 
@@ -380,8 +391,9 @@ def _make_plan(
 ) -> "Plan":
     from tpuconv.convert.plan.coverage import make_plan
 
-    config = family.config.from_hf(source.config)
-    plan = make_plan(source, family.name, table, config, options)
+    report = family.check_config(source.config, options.allow_config, source.tensors)
+    config, ignored = report.config, report.ignored
+    plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan
     from tpuconv.convert.run import read_ahead
@@ -389,7 +401,8 @@ def _make_plan(
 
     if runs:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
         read_ahead(plan)
-    return make_plan(source, family.name, table, config, options, quantization(plan, family, config, rules))
+    how = quantization(plan, family, config, rules)
+    return make_plan(source, family.name, table, config, options, how, ignored)
 
 
 def _run(
@@ -430,5 +443,6 @@ def _run(
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
         skipped=plan.skipped,
+        ignored_config=plan.ignored_config,
         quantization=report(read_manifest(out).raw) if plan.quantization else None,
     )

@@ -225,19 +225,21 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     complete checkpoint."""
     from tpuconv.api.conversion import find_rules, is_checkpoint
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.common.config import without_keys
     from tpuconv.sources.hub import fetch_config
     from tpuconv.verify.topology.request import as_released
 
     rules = find_rules(quantize, encoding)
     quantization: Mapping[str, Any] | None = rules.to_json() if rules else None
     checkpoint, stored = None, "bfloat16"
+    allowed: Sequence[str] = ()
     if is_checkpoint(src):
         if encoding == "keep":
             raise UsageError(
                 f"{src} is converted already: its weights are taken as stored", hint="leave --encoding out"
             )
         manifest = read_manifest(Path(src))
-        stored = manifest.dtype
+        stored, allowed = manifest.dtype, manifest.allow_config
         if manifest.quantization and quantization:
             raise UsageError(
                 f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave --quantize out"
@@ -252,7 +254,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
             f"--write-layouts writes into a checkpoint: {src} is {state}",
             hint="make one first, with `tpuconv quantize` or `tpuconv convert`",
         )
-    config = fetch_config(src)
+    config = without_keys(fetch_config(src), allowed)
     if encoding == "keep":
         quantization = as_released(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}

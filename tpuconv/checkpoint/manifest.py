@@ -88,6 +88,7 @@ CHECKPOINT_SCHEMA = {
         "layers": ([Size], None),
         "include_mtp": Optional(bool),
         "encoding": Optional(str),
+        "allow_config": Optional([str]),
     },
     "versions": Each(str),
     "parameters": Size,
@@ -234,6 +235,11 @@ class Manifest:
     def include_mtp(self) -> bool:
         """Whether it has the layers that predict further tokens."""
         return bool(self.raw["options"].get("include_mtp"))
+
+    @property
+    def allow_config(self) -> tuple[str, ...]:
+        """The keys of config.json that are read as if they were not there."""
+        return tuple(self.raw["options"].get("allow_config", ()))
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tpuconv.convert.plan.types import Skip
+    from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.report import Report
 
 
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 @click.option("--include-mtp", is_flag=True, help="Convert the multi-token prediction layers (DeepSeek) too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinite values, and scales of 0.")
+@click.option(
+    "--allow-config",
+    metavar="KEY",
+    multiple=True,
+    help="Convert as if this key of config.json, which is not supported, were not there; may be repeated.",
+)
 @options.writes_output
 @options.limits
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")
@@ -87,6 +94,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
             f"peak memory {format_size(done.peak_memory_bytes)}"
             + (f", {format_size(done.resumed_bytes)} from an earlier run" if done.resumed_bytes else ""),
         )
+    _show_ignored(done.ignored_config)
     _show_skipped(done.skipped)
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
@@ -129,6 +137,7 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
             format_size(sum(array.nbytes for array in group)),
         )
     console().print(table)
+    _show_ignored(plan.plan.ignored_config)
     _show_skipped(plan.plan.skipped)
     show(
         f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {len(arrays)} arrays, "
@@ -136,6 +145,14 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
         f"peak memory {format_size(plan.peak_memory_bytes)}"
     )
     plan.check()
+
+
+def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
+    """A line for each reason, with the first keys of config.json that it covers."""
+    for reason, warning in dict.fromkeys((key.reason, key.warning) for key in ignored):
+        keys = [key.key[:100] for key in ignored if (key.reason, key.warning) == (reason, warning)]
+        named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if keys[4:] else "")
+        show(f"  ignored in config.json: {named}: {reason}", (f"  warning: {warning}" if warning else "", "yellow"))
 
 
 def _show_skipped(skipped: "Sequence[Skip]") -> None:

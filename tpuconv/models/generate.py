@@ -1,4 +1,8 @@
-"""Text from a model: the prompts in one call (prefill), then a call for each token (decode), the cache in place."""
+"""Token ids from a model: the prompts in chunks (prefill), then one call for each token (decode), the cache in place.
+
+`Generator` compiles both programs. `tpuconv generate`, the benchmark and the ahead-of-time compilation for a slice of
+TPUs use it, so that what is judged ahead of time is what runs.
+"""
 
 import functools
 import os
@@ -24,6 +28,9 @@ from tpuconv.models.common.layers import HIDDEN
 
 CACHE_SHARE = 0.6
 """Of the memory of a machine without other devices, the part that a cache may take beside the weights."""
+
+PREFILL_TOKENS = 2048
+"""Tokens of all sequences in one call of prefill: the attention scores of longer prompts would not fit in memory."""
 
 LEAST_TEMPERATURE = 1e-5
 """Below it the most likely token is taken: logits divided by less are infinite in float32."""
@@ -77,17 +84,38 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
     return dict(TPU_OPTIONS) if platform == "tpu" else {}
 
 
-class Generator:
-    """A model with its prefill and decode step, compiled once for each shape: for the devices that hold its weights and
-    for the layouts that these have. The cache lies as the decode step likes it best.
+def prefill_chunk(batch: int, tokens: int) -> int:
+    """Tokens of each sequence in one call of prefill, for `batch` prompts of `tokens` tokens."""
+    return max(1, min(tokens, PREFILL_TOKENS // batch))
 
-    `decode(batch, length)` is the step that takes (weights, ids [B], cache, key) to the token after each of these and
-    the cache, which is used up and comes back extended; `prefill(batch, tokens, length)` takes (weights, ids [B, T],
-    mask [B, T], key) to the next token [B] of every prompt, and the cache, which has `length` slots.
+
+class Generator:
+    """A model with its prefill and decode steps, compiled once for each shape, for the devices that hold its weights.
+
+    - `decode(batch, length)` is compiled from (weights, ids [B], cache, key) to (next ids [B], cache).
+    - `prefill(batch, tokens, length)` is compiled from (weights, ids [B, T], mask [B, T], cache, key) to the same.
+    - `empty_cache(batch, length)` makes the cache of `length` slots that both take.
+
+    Both steps donate the cache, whose memory layout is the one that the compiler chooses for decoding. Weights keep
+    their layouts; with `free_layouts` the compiler chooses those too, and `decode(...).input_formats` has its choice.
+    The model may hold shapes with shardings (`jax.ShapeDtypeStruct`) instead of arrays: then it only compiles.
+
+    Args:
+        model: from `tpuconv.load`.
+        sampling: how a token is chosen from its logits.
+        cache_dtype: of keys and values; the model's dtype where None.
+        free_layouts: for the ahead-of-time compilation.
     """
 
-    def __init__(self, model: Decoder, sampling: Sampling = Sampling(), cache_dtype: DTypeLike | None = None):
-        self.model, self.sampling, self.cache_dtype = model, sampling, cache_dtype
+    def __init__(
+        self,
+        model: Decoder,
+        sampling: Sampling = Sampling(),
+        cache_dtype: DTypeLike | None = None,
+        *,
+        free_layouts: bool = False,
+    ):
+        self.model, self.sampling, self.cache_dtype, self.free_layouts = model, sampling, cache_dtype, free_layouts
         self.graph, state = nnx.split(model)
         self.weights, self.form = jax.tree.flatten(state)  # a plain list: a step of a small model is as short as a call
         where = self.weights[0].sharding
@@ -96,22 +124,74 @@ class Generator:
         self.platform = next(iter(where.device_set)).platform
         self.options = compiler_options(self.platform)
         self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
+        self._empty_cache = functools.cache(self._empty)
 
     def _decode(self, batch: int, length: int) -> Compiled:
         def decode(weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
-            return self._run(weights, ids_B[:, None], None, cache, key)
+            return self._step(weights, ids_B[:, None], None, cache, key)
 
-        empty = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
-        self._check_memory(empty)
-        where = jax.tree.map(lambda _: self.whole, empty) if self.mesh is None else cache_shardings(empty, self.mesh)
-        formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), where)
+        cache = self.cache_shapes(batch, length)
+        self._check_memory(cache)
+        formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), self._cache_shardings(cache))
+        weights = [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
         jitted = jax.jit(
             decode,
             donate_argnums=2,
-            in_shardings=(self._formats(), self.whole, formats, self.whole),
+            in_shardings=(weights, self.whole, formats, self.whole),
             out_shardings=(self.whole, formats),
         )
-        return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), empty)  # type: ignore[no-untyped-call]
+        return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), cache)  # type: ignore[no-untyped-call]
+
+    def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
+        def prefill(
+            weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache, key: jax.Array
+        ) -> Any:
+            return self._step(weights, ids_BT, mask_BT, cache, key)
+
+        weights, _, cache, _ = self.decode(batch, length).input_formats[0]
+        jitted = jax.jit(
+            prefill,
+            donate_argnums=3,
+            in_shardings=(weights, self.whole, self.whole, cache, self.whole),
+            out_shardings=(self.whole, cache),
+        )
+        ids, mask = (jax.ShapeDtypeStruct((batch, tokens), dtype) for dtype in (jnp.int32, bool))  # type: ignore[no-untyped-call]
+        return self._compile(jitted, ids, mask, self.cache_shapes(batch, length))
+
+    def _step(self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
+        """The next token [B] of each sequence after ids_BT, and the cache with these tokens: what both programs do."""
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
+        logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
+        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
+
+    def _compile(self, jitted: Any, *args: Any) -> Compiled:
+        key = jax.eval_shape(jax.random.key, 0)
+        weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]  # type: ignore[no-untyped-call]
+        with self._on_mesh():
+            compiled: Compiled = jitted.lower(weights, *args, key).compile(self.options)
+        return compiled
+
+    def _on_mesh(self) -> Any:
+        return nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh)
+
+    def cache_shapes(self, batch: int, length: int) -> Cache:
+        """The cache with shapes instead of arrays."""
+        shapes: Cache = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
+        return shapes
+
+    def _cache_shardings(self, cache: Cache) -> Any:
+        return jax.tree.map(lambda _: self.whole, cache) if self.mesh is None else cache_shardings(cache, self.mesh)
+
+    def empty_cache(self, batch: int, length: int) -> Cache:
+        """A cache of `length` slots, none of them used."""
+        cache: Cache = self._empty_cache(batch, length)()
+        return cache
+
+    def _empty(self, batch: int, length: int) -> Any:
+        formats = self.decode(batch, length).input_formats[0][2]
+        make = jax.jit(lambda: self.model.init_cache(batch, length, self.cache_dtype), out_shardings=formats)
+        with self._on_mesh():
+            return make.lower().compile(self.options)
 
     def _check_memory(self, cache: Cache) -> None:
         """Raises ResourceError where the cache takes more than a part of this machine's memory. Other devices refuse it
@@ -125,33 +205,26 @@ class Generator:
                 hint="ask for fewer tokens or sequences",
             )
 
-    def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
-        def prefill(weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, key: jax.Array) -> Any:
-            return self._run(weights, ids_BT, mask_BT, self.model.init_cache(batch, length, self.cache_dtype), key)
+    def read(self, ids_BT: np.ndarray, mask_BT: np.ndarray, new_tokens: int, key: jax.Array) -> tuple[Any, Cache]:
+        """Runs the prompts ids_BT, padded on the left, through `prefill`, in chunks of `prefill_chunk` tokens.
 
-        cache_formats = self.decode(batch, length).input_formats[0][2]
-        jitted = jax.jit(
-            prefill,
-            in_shardings=(self._formats(), self.whole, self.whole, self.whole),
-            out_shardings=(self.whole, cache_formats),
-        )
-        ids, mask = (jax.ShapeDtypeStruct((batch, tokens), dtype) for dtype in (jnp.int32, bool))  # type: ignore[no-untyped-call]
-        return self._compile(jitted, ids, mask)
+        Returns:
+            The next token [B] of each prompt, and the cache, which has room for `new_tokens` more.
+        """
+        batch, tokens = ids_BT.shape
+        chunk = prefill_chunk(batch, tokens)
+        more = -tokens % chunk  # all chunks have one shape: the first is filled up on the left
+        ids_BT, mask_BT = (np.pad(array, ((0, 0), (more, 0))) for array in (ids_BT, mask_BT))
+        length = self.slots(batch, tokens, new_tokens)
+        prefill, cache = self.prefill(batch, chunk, length), self.empty_cache(batch, length)
+        for at in range(0, tokens + more, chunk):
+            now = slice(at, at + chunk)
+            ids_B, cache = prefill(self.weights, ids_BT[:, now], mask_BT[:, now], cache, key)
+        return ids_B, cache
 
-    def _run(self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
-        logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
-        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
-
-    def _formats(self) -> list[Any]:
-        """Of the weights: none is laid out anew in a step."""
-        return [x.format for x in self.weights]
-
-    def _compile(self, jitted: Any, *args: Any) -> Compiled:
-        key = jax.eval_shape(jax.random.key, 0)
-        with nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh):
-            compiled: Compiled = jitted.lower(self.weights, *args, key).compile(self.options)
-        return compiled
+    def slots(self, batch: int, tokens: int, new_tokens: int) -> int:
+        """The `length` of the cache for prompts of so many tokens and `new_tokens` after them."""
+        return tokens + -tokens % prefill_chunk(batch, tokens) + new_tokens
 
     def __call__(
         self,
@@ -173,9 +246,8 @@ class Generator:
         key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)
         batch, tokens = ids_BT.shape
-        prefill = self.prefill(batch, tokens, tokens + max_new_tokens)
-        decode = self.decode(batch, tokens + max_new_tokens)
-        ids_B, cache = prefill(self.weights, ids_BT, mask_BT, key)
+        decode = self.decode(batch, self.slots(batch, tokens, max_new_tokens))
+        ids_B, cache = self.read(ids_BT, mask_BT, max_new_tokens, key)
         for step in range(max_new_tokens):
             chosen_B = ids_B
             if step + 1 < max_new_tokens:  # the device computes the next token while this one is looked at

@@ -1,6 +1,6 @@
 """Which family reads a config.json. Families are imported when they are asked for, and import no jax to be planned."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -11,7 +11,7 @@ from typing import Any
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import ConfigReport, DecoderConfig, given_keys, report_ignored, without_keys
 
 FAMILIES: Mapping[str, str] = {
     "llama": "tpuconv.models.llama.family:FAMILY",
@@ -47,6 +47,27 @@ class Family:
     def model_class(self) -> Any:
         """The class of the Flax NNX model, to call with (config, scan_layers=, dtype=, rngs=). Imports jax."""
         return _resolve(self.model)
+
+    def read_config(self, raw: Mapping[str, Any], allow: Collection[str] = ()) -> DecoderConfig:
+        """The config that a parsed config.json describes without its keys `allow`; raises as `config.from_hf`."""
+        return self.config.from_hf(without_keys(raw, allow))
+
+    def check_config(
+        self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
+    ) -> ConfigReport:
+        """The config that a parsed config.json describes, and what is not read of it.
+
+        Args:
+            raw: the parsed config.json.
+            allow: keys that the user lets through, which are read as if they were not there.
+            tensors: names of the checkpoint's tensors, which may show what an ignored key says.
+
+        Raises:
+            UsageError: a key of `allow` is not there, or is read.
+            UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
+        """
+        given_keys(raw, allow)
+        return report_ignored(self.read_config(raw, allow), raw, allow, tensors)
 
 
 def _resolve(path: str) -> Any:

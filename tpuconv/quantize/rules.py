@@ -56,13 +56,13 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """Qwix's functions to intercept, with the grouped product."""
         intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
-        return intercepted | {"tpuconv.models.kernels.grouped.product": self.grouped_product}
+        return intercepted | {"tpuconv.models.kernels.grouped.grouped_matmul": self.grouped_matmul}
 
-    def grouped_product(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
+    def grouped_matmul(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
         """`lhs` [T, D], group by group, times `rhs` [E, D, M]: [T, M]. Scales are as for the einsum TD,EDM->TEM."""
         rule, op_id = self._get_current_rule_and_op_id("ragged_dot")
         if rule is None or rule.weight_qtype is None:
-            return grouped.product(lhs, rhs, group_sizes, groups=groups)
+            return grouped.grouped_matmul(lhs, rhs, group_sizes, groups=groups)
         if isinstance(rhs, ptq.WithAux):
             rhs = rhs.array
         elif name := flax_util.find_param(rhs):
@@ -74,7 +74,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
             )
             rhs = ptq.create_quantized_param(name, rhs, how).array
         if _is_plain_qarray(rhs) and rule.act_qtype is None:
-            return grouped.product(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
+            return grouped.grouped_matmul(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
         if rule.act_qtype is not None:
             how = qarray.HowToQuantize(
                 qtype=rule.act_qtype,

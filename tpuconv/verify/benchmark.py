@@ -232,35 +232,38 @@ def measure(
 def _measure(generator: Any, work: Work, shape: Shape, repeats: int, limits: Limits, spoken: Sequence[int]) -> Timing:
     import jax
 
-    B, T, length = shape.batch, shape.prompt_length, shape.prompt_length + shape.new_tokens
+    from tpuconv.models.generate import prefill_chunk
+
+    B, T, new = shape.batch, shape.prompt_length, shape.new_tokens
+    length = generator.slots(B, T, new)
     ids_BT = np.random.default_rng(0).integers(0, work.vocab_size, (B, T), np.int32)
     mask_BT = np.ones(ids_BT.shape, bool)
     weights, key = generator.weights, jax.random.key(0)
 
     began = time.perf_counter()
-    decode, prefill = generator.decode(B, length), generator.prefill(B, T, length)
+    decode, _ = generator.decode(B, length), generator.prefill(B, prefill_chunk(B, T), length)
     compile_seconds = time.perf_counter() - began
 
     own = list(spoken)[-T:] or list(map(int, ids_BT[0]))
-    ids_B, cache = prefill(weights, *_in_shape(own, ids_BT.shape), key)
+    ids_B, cache = generator.read(*_in_shape(own, ids_BT.shape), new, key)
     new_ids = [int(ids_B[0])]
-    for _ in range(shape.new_tokens - 1):
+    for _ in range(new - 1):
         ids_B, cache = decode(weights, ids_B, cache, key)
         new_ids.append(int(ids_B[0]))
 
     firsts, steps = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        ids_B, cache = prefill(weights, ids_BT, mask_BT, key)
+        ids_B, cache = generator.read(ids_BT, mask_BT, new, key)
         np.asarray(ids_B)
         first = time.perf_counter()
-        for _ in range(shape.new_tokens - 1):
+        for _ in range(new - 1):
             ids_B, cache = decode(weights, ids_B, cache, key)
         np.asarray(ids_B)
         firsts.append(first - began)
-        steps.append((time.perf_counter() - first) / (shape.new_tokens - 1))
+        steps.append((time.perf_counter() - first) / (new - 1))
 
-    slots_taken = (T + shape.new_tokens / 2) / length  # on average over the steps
+    slots_taken = (T + new / 2) / length  # on average over the steps
     cache_bytes = slots_taken * sum(x.nbytes for x in jax.tree.leaves(cache.layers))
     memory = decode.memory_analysis()
     parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)

@@ -69,7 +69,7 @@ def compare_layers(
     if manifest.quantization is not None:
         raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
     _return_freed_memory()
-    theirs, ours = _Reference(source, manifest.family, prompts, dtype), _Ours(manifest, prompts, dtype)
+    theirs, ours = _Reference(source, manifest, prompts, dtype), _Ours(manifest, prompts, dtype)
     parts: list[LayerError] = []
 
     def compared(name: str, reference: Sequence[np.ndarray], own: Any, gathered: Any) -> None:
@@ -103,7 +103,7 @@ def _error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float
 class _Reference:
     """Transformers' model. `hidden` are the states [1, T, D] of every prompt after the last part that ran."""
 
-    def __init__(self, source: Path, family: str, prompts: Sequence[Sequence[int]], dtype: str):
+    def __init__(self, source: Path, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -116,8 +116,8 @@ class _Reference:
         opened = open_source(source)
         self.folder, self.reader = source, opened.open(hashes=False)
         self.tensors, _ = decode_names(opened.tensors, opened.encoding)
-        known = get_family(family)
-        self.sources = sources_by_target(known.table, known.config.from_hf(opened.config))
+        known = get_family(manifest.family)
+        self.sources = sources_by_target(known.table, known.read_config(opened.config, manifest.allow_config))
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
             self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()

@@ -12,6 +12,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
 from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
+from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 
@@ -26,6 +27,7 @@ def make_plan(
     config: HasAxes,
     options: Options,
     quantization: Quantization | None = None,
+    ignored_config: tuple[IgnoredKey, ...] = (),
 ) -> Plan:
     """Plans a conversion from headers alone. What does not fit is not raised here: see `Plan.check`.
 
@@ -134,6 +136,7 @@ def make_plan(
         copies=copies,
         unmapped=tuple(unmapped),
         faults=tuple(faults),
+        ignored_config=ignored_config,
     )
 
 

@@ -18,6 +18,7 @@ from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, Shape, cut_sizes, lead, runs
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.table import Binding, MappingTable
+from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 from tpuconv.storage.sealed import MANIFEST_FORMAT
@@ -40,6 +41,7 @@ class Options:
         include_mtp: convert the layers that predict further tokens too.
         encoding: what becomes of encoded tensors; one of ENCODINGS.
         allow_nonfinite: let NaN and infinite values pass.
+        allow_config: keys of config.json that are read as if they were not there.
     """
 
     dtype: str = "auto"
@@ -48,6 +50,7 @@ class Options:
     include_mtp: bool = False
     encoding: str = "dequantize"
     allow_nonfinite: bool = False
+    allow_config: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest says about them."""
@@ -59,6 +62,7 @@ class Options:
             "include_mtp": self.include_mtp,
             "encoding": self.encoding,
             **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
+            **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
         }
 
 
@@ -230,7 +234,7 @@ class Skip:
 @dataclass(frozen=True, repr=False)
 class Plan:
     """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
-    raises them."""
+    raises them. `ignored_config` are the keys of config.json that are not read."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -246,6 +250,7 @@ class Plan:
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
+    ignored_config: tuple[IgnoredKey, ...] = ()
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
@@ -352,6 +357,7 @@ class Plan:
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
             "mapped": self.mapped,
             "skipped": [vars(skip) for skip in self.skipped],
+            "ignored_config": [key.to_json() for key in self.ignored_config],
             "unmapped": list(self.unmapped),
             "faults": list(self.faults),
             "parameters": self.parameters,

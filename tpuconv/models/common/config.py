@@ -1,16 +1,20 @@
-"""config.json read strictly: every key is a field of the family's Config, known to be without effect, or refused.
+"""config.json read strictly: a key is a field of the family's Config, known to be without effect, or one that the
+reference (transformers) does not read, which is reported as ignored. Every other key is refused.
 
 A key that is skipped in silence may be one that changes the mathematics: the conversion would succeed and the model be
 wrong.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
 
@@ -38,7 +42,7 @@ NO_EFFECT = frozenset(
 )
 """Keys that do not change the logits of a forward pass."""
 
-ONLY: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -53,6 +57,16 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Keys of which these values alone are implemented, in every family; without the key all is well."""
+
+SHOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "qkv_bias": ("q_proj.bias", "q.bias"),
+    "use_qk_norm": ("q_norm",),
+    "qk_norm": ("q_norm",),
+    "qk_layernorm": ("q_norm",),
+    "add_qkv_bias": ("q_proj.bias", "q.bias"),
+    "shared_expert_intermediate_size": ("shared_expert",),
+}
+"""Keys that the reference may not read, as the tensors say it all, and parts of the names of these tensors."""
 
 MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
@@ -73,7 +87,8 @@ class DecoderConfig:
     """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
     with its defaults, which are those of transformers.
 
-    `only` adds to `ONLY`, `most` to `MOST`; `least` holds the smallest values of integers that may be less than 1.
+    `only` adds to `SUPPORTED_VALUES`, `most` to `MOST`; `least` holds the smallest values of integers that may be less
+    than 1.
     """
 
     model_type: ClassVar[str]
@@ -107,7 +122,7 @@ class DecoderConfig:
         """
         check_rope_keys(raw)
         hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
-        _refuse_unknown(raw, known=hints, only={**ONLY, **cls.only}, model_type=cls.model_type)
+        cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
         wrong = [f"{k}={short(raw[k])} is no {_spelt(hint)}" for k, hint in given.items() if not _fits(raw[k], hint)]
         wrong += [
@@ -121,6 +136,22 @@ class DecoderConfig:
         config = cls(**values)
         raw = _with_default_rope(raw, cls.default_rope)
         return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a config.json that are not read, as the reference does not read them either, with their values.
+
+        Raises:
+            UnsupportedConfig: a key that the reference reads and this family does not, or a value that is not
+                implemented.
+        """
+        return cls._ignored(raw)
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """`ignored_keys` of what `DecoderConfig.from_hf` reads, a part of config.json where a family overrides it."""
+        known = [field.name for field in fields(cls) if field.name not in cls.derived]
+        return ignored_keys(raw, known, {**SUPPORTED_VALUES, **cls.only}, cls.model_type)
 
     def __post_init__(self) -> None:
         faults = []
@@ -235,10 +266,13 @@ def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Ma
     return raw if "rope_theta" in given else {**raw, **theta}
 
 
-def _refuse_unknown(
-    raw: Mapping[str, Any], known: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], model_type: str
-) -> None:
-    faults = []
+def ignored_keys(
+    raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]], model_type: str
+) -> dict[str, Any]:
+    """The keys that nobody reads; see `DecoderConfig.ignored_keys`. Of a model type of which it is not
+    known what the reference reads, as one of a family outside this package, every unknown key is refused."""
+    read = keys_of_reference(model_type)
+    faults, ignored = [], {}
     for key, value in raw.items():
         if key in only:
             if value not in only[key]:
@@ -246,15 +280,111 @@ def _refuse_unknown(
                 faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
         # A null is an absent key; a False may well mean something.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
-            # To look for those that are near takes time.
-            near = get_close_matches(key[:100], [*known, *only, *ROPE_KEYS], n=1) if len(faults) < 20 else []
-            faults.append(f"{key[:100]}={short(value)}" + (f" (near: {near[0]})" if near else ""))
+            if read is not None and key not in read:
+                ignored[key] = value
+            else:  # to look for those that are near takes time
+                near = _near(key, known, only) if len(faults) < MOST_HINTS else ""
+                faults.append(f"{key[:100]}={short(value)}{near}")
     if faults:
+        names = " ".join(f"--allow-config {fault.partition('=')[0]}" for fault in faults[:3])
         raise UnsupportedConfig(
             f"config.json asks for what {model_type} does not know",
             details=shorten(faults),
-            hint="a key that does not change the logits belongs in NO_EFFECT of tpuconv/models/common/config.py",
+            hint=f"to convert as if they were not there, where you know that they do not matter: {names}",
         )
+    return ignored
+
+
+@cache
+def keys_of_reference(model_type: str) -> frozenset[str] | None:
+    """The keys of config.json that transformers reads for a model type; None where that is not known. The table is
+    written by tools/reference_keys.py."""
+    table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
+    return frozenset(table["shared"] + table[model_type]) if model_type in table else None
+
+
+MOST_HINTS = 20
+"""Keys for which one that is near is looked for."""
+
+
+def _near(key: str, *known: Collection[str]) -> str:
+    near = get_close_matches(key[:100], [*(name for names in known for name in names), *ROPE_KEYS], n=1)
+    return f" (near: {near[0]})" if near else ""
+
+
+@dataclass(frozen=True)
+class IgnoredKey:
+    """A key of config.json that is not read. `reason` says why; `warning`, where it is not empty, why it may matter
+    all the same."""
+
+    key: str
+    value: Any
+    reason: str
+    warning: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "value": short(self.value), "reason": self.reason, "warning": self.warning or None}
+
+
+@dataclass(frozen=True)
+class ConfigReport:
+    """What `Family.check_config` returns: the config, and the keys of config.json that are not read."""
+
+    config: DecoderConfig
+    ignored: tuple[IgnoredKey, ...]
+
+
+def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A parsed config.json without some of its keys, in `text_config` neither."""
+    out = {key: value for key, value in raw.items() if key not in keys}
+    if keys and isinstance(raw.get("text_config"), Mapping):
+        out["text_config"] = {key: value for key, value in raw["text_config"].items() if key not in keys}
+    return out
+
+
+def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:
+    """All keys of a parsed config.json, those of its `text_config` too.
+
+    Raises:
+        UsageError: those of `allow` are not among them.
+    """
+    text = raw.get("text_config")
+    given = {**(text if isinstance(text, Mapping) else {}), **raw}
+    for key in allow:
+        if key not in given:
+            raise UsageError(
+                f"config.json has no key {short(key)}{_near(key, given)}", hint="leave out --allow-config for it"
+            )
+    return given
+
+
+def report_ignored(
+    config: DecoderConfig, raw: Mapping[str, Any], allow: Collection[str], tensors: Collection[str]
+) -> ConfigReport:
+    """What is not read of `raw`, of which `config` was made without the keys `allow`. `tensors` are the names of the
+    checkpoint's tensors.
+
+    Raises:
+        UsageError: config.json has no key of `allow`, or one is read.
+    """
+    given = given_keys(raw, allow)
+    own = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
+    for key in allow:
+        if key in own or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
+            raise UsageError(
+                f"--allow-config {key}: the conversion reads this key", hint="edit config.json to change its value"
+            )
+    ignored = [IgnoredKey(key, given[key], "allowed by --allow-config") for key in allow]
+    reason = f"transformers does not read it for {config.model_type}"
+    for key, value in type(config).ignored_keys(without_keys(raw, allow)).items():
+        says = bool(value) and not isinstance(value, str)
+        shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
+        warning = ""
+        if says and not shown:
+            near = _near(key, own, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
+            warning = f"its value says something, and no tensor shows it{near}"
+        ignored.append(IgnoredKey(key, value, reason, warning))
+    return ConfigReport(config, tuple(ignored))
 
 
 def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:

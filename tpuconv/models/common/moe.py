@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Keys, normal
 from tpuconv.models.common.placement import automatic_mesh
-from tpuconv.models.kernels.grouped import product
+from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
 
 FEW = 0.5
@@ -66,7 +66,7 @@ class Expert(nnx.Module):
         if gathers and len(x) <= FEW * self.kernel.shape[0]:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
-            y = product(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
+            y = grouped_matmul(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...][rows.expert]
 
 

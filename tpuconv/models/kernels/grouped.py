@@ -1,15 +1,19 @@
 """Rows, group by group, times the matrix of each group: what experts do with their tokens.
 
-On a TPU a kernel of our own takes few rows through them. It reads the matrices of groups that have rows, from where
-they lie, and no others. XLA's own kernel reads no others either, but XLA brings all to fast memory ahead of it.
+On a TPU a Pallas kernel of our own multiplies few rows. It reads only the matrices of groups that have rows, from HBM.
+XLA's own kernel reads no others either, but XLA fetches all of them to fast memory ahead of it. Before the kernel is
+used on a TPU it is compared there with XLA's, once per process and shape.
 """
 
+import warnings
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -36,24 +40,103 @@ XLA_KINDS = ("bfloat16", "float32", "int8")
 FP4 = "float4_e2m1fn"
 KINDS = (*XLA_KINDS, "float8_e4m3fn", "float8_e5m2", "int4", FP4)
 """What ours does."""
+CHECK_LIMIT = 2.0**-8
+"""Largest difference of our kernel from XLA's, by the largest result. XLA's rounds dequantized values to bfloat16 and
+may multiply float32 as bfloat16, which makes about a half of it; a wrong matrix, scale or slab makes far more."""
+
+Kernel = Callable[..., jax.Array]
 
 
-def product(
+def grouped_matmul(
     x: jax.Array, kernel: jax.Array, counts: jax.Array, *, groups: int, scale: jax.Array | None = None
 ) -> jax.Array:
-    """`x` [R, D] times `kernel` [E, D, M]: [R, M] in float32. The first `counts[0]` rows are multiplied with the first
-    matrix, the next `counts[1]` with the second, and so on; what becomes of rows after the last is undefined. They are
-    dealt over `groups`, of which the other ones' matrices are elsewhere. `scale` [E, D/d, M/m] is that of codes, which
-    share one in tiles of d by m."""
+    """Multiplies the rows of each group with the group's matrix.
+
+    Args:
+        x: rows [R, D], sorted by group.
+        kernel: matrices [E, D, M].
+        counts: rows of each group [E]. What becomes of rows after the last group's is undefined.
+        groups: number of groups among which the rows were distributed, those on other devices included.
+        scale: [E, D/d, M/m] of quantized matrices, one for each tile of d by m values.
+
+    Returns:
+        [R, M] in float32.
+    """
     operands = (x, kernel, counts) if scale is None else (x, kernel, counts, scale)
-    if len(x) <= FEW_ROWS and kernel.dtype.name in KINDS and tile_width(x, kernel, scale) is not None:
-        on_tpu: Callable[..., jax.Array] = partial(few_rows, groups=groups)
+    if (
+        len(x) <= FEW_ROWS
+        and kernel.dtype.name in KINDS
+        and tile_width(x, kernel, scale) is not None
+        and (jax.default_backend() != "tpu" or _is_right(*map(_signature, (x, kernel, scale)), groups))
+    ):
+        on_tpu: Kernel = partial(few_rows, groups=groups)
     elif scale is not None:
         on_tpu = partial(by_xla, dtype=x.dtype)  # to which its matrix unit rounds anyway: half of the bytes
     else:
         return by_xla(*operands)
     y: jax.Array = jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_xla)
     return y
+
+
+Signature = tuple[tuple[int, ...], str]
+"""Shape and dtype of an array."""
+
+
+def _signature(x: jax.Array | None) -> Signature | None:
+    return None if x is None else (x.shape, x.dtype.name)
+
+
+@cache
+def _is_right(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
+    """Whether our kernel computes what XLA's does on the first device here; if not, it warns. In a thread of its own,
+    as this is called while a model is traced: there nothing is traced, and no mesh is set."""
+    with ThreadPoolExecutor(1) as thread:
+        problem = thread.submit(difference, x, kernel, scale, groups, few_rows).result()
+    if problem is not None:
+        scaled = "" if scale is None else f", scales {list(scale[0])} in {scale[1]}"
+        warnings.warn(
+            f"the TPU kernel for experts is not used for rows {list(x[0])} in {x[1]} and matrices {list(kernel[0])} in "
+            f"{kernel[1]}{scaled}: {problem}. jax.lax.ragged_dot is used instead, which is slower",
+            stacklevel=2,
+        )
+    return problem is None
+
+
+def difference(x: Signature, kernel: Signature, scale: Signature | None, groups: int, ours: Kernel) -> str | None:
+    """Runs a kernel with random operands of these shapes on the first device here.
+
+    Returns:
+        None where it computes what `by_xla` does, up to rounding; else what is wrong, in words.
+    """
+    (R, _), (E, _, _) = x[0], kernel[0]
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(R, [1 / max(groups, E)] * E + [1 - E / max(groups, E)])[:E]
+    count = int(counts.sum())
+    try:
+        with jax.default_device(jax.local_devices()[0]):
+            keys = jax.random.split(jax.random.key(0), 3)
+            operands = [_random(keys[0], x), _random(keys[1], kernel), jnp.asarray(counts, jnp.int32)]
+            if scale is not None:
+                operands.append(jax.random.uniform(keys[2], scale[0], jnp.float32, 0.5, 2).astype(scale[1]))
+            y = np.asarray(jax.jit(partial(ours, groups=groups))(*operands))[:count]
+            wanted = np.asarray(jax.jit(partial(by_xla, dtype=x[1]))(*operands))[:count]
+    except Exception as e:  # of the compiler or the device: of any kind
+        return f"it fails with {type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}"
+    apart = np.abs(y - wanted)
+    if not apart.size or apart.max() <= CHECK_LIMIT * np.abs(wanted).max():
+        return None
+    row, column = np.unravel_index(np.argmax(np.nan_to_num(apart, nan=np.inf)), apart.shape)
+    return f"it gives {y[row, column]:.6g} where jax.lax.ragged_dot gives {wanted[row, column]:.6g}"
+
+
+@partial(jax.jit, static_argnums=1)
+def _random(key: jax.Array, like: Signature) -> jax.Array:
+    """Values of a type, one matrix at a time: all in float32 would take more memory than the model has."""
+    shape, dtype = like
+    size = {"int8": 40.0, "int4": 3.0}.get(dtype, 1.0)
+    keys = jax.random.split(key, shape[0])
+    values: jax.Array = jax.lax.map(lambda key: (size * jax.random.normal(key, shape[1:])).astype(dtype), keys)
+    return values
 
 
 def by_xla(
@@ -111,7 +194,7 @@ def few_rows(
         rows = tile[at] * height + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
         is_own = (rows >= starts[group[at]]) & (rows < ends[group[at]])
         scale = _of_columns(scales[0][0].astype(jnp.float32), j * width, width, M) if scales else None
-        y[...] = jnp.where(is_own, _product(x, kernel.at[0], scale), y[...])
+        y[...] = jnp.where(is_own, _tile_matmul(x, kernel.at[0], scale), y[...])
 
     operands = [x, kernel]
     blocks = [
@@ -148,7 +231,7 @@ def few_rows(
     return y
 
 
-def _product(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
+def _tile_matmul(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
     """Within the kernel: rows [height, D] times a matrix [D, width], slab by slab, with the scales [D/d, width] of its
     tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with its codes."""
     D, width = kernel.shape

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError, UnsupportedConfig, shorten
+from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.config import NO_EFFECT, DecoderConfig
+from tpuconv.models.common.config import NO_EFFECT, DecoderConfig, ignored_keys
 from tpuconv.models.common.rope import Rope, check_rope_keys
 from tpuconv.models.registry import Family
 from tpuconv.sources.config import encoding_of
@@ -65,12 +65,15 @@ class Config(DecoderConfig):
         tied = text.get("tie_word_embeddings", False)
         if beside.pop("tie_word_embeddings", tied) != tied:
             raise ConfigError(f"config.json: tie_word_embeddings is {not tied} outside text_config, {tied} inside")
-        if beside:
-            raise UnsupportedConfig(
-                "config.json asks for what llama4 does not know",
-                details=shorten([f"{key[:100]}={short(value)}" for key, value in beside.items()]),
-            )
+        ignored_keys(beside, (), {}, cls.model_type)
         return cls.from_text(text, encoding_of(raw))
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        beside = {key: value for key, value in raw.items() if key not in (*OUTSIDE, "text_config")}
+        beside.pop("tie_word_embeddings", None)
+        inside = cls._ignored(raw.get("text_config") or {})
+        return {**inside, **ignored_keys(beside, (), {}, cls.model_type)}
 
     @classmethod
     def from_text(cls, text: Mapping[str, Any], quantization: Any) -> Self:

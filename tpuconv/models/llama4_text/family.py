@@ -20,6 +20,10 @@ class Config(llama4.Config):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         return cls.from_text(raw, encoding_of(raw))
 
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return cls._ignored(raw)
+
 
 FAMILY = Family(
     name="llama4_text",

@@ -50,6 +50,10 @@ class Config(DecoderConfig):
             raise ConfigError(f"config.json: num_experts={raw['num_experts']!r}, num_local_experts={newer!r}")
         return super().from_hf(raw)
 
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().ignored_keys({key: value for key, value in raw.items() if key != "num_local_experts"})
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.num_experts_per_tok > self.num_experts:

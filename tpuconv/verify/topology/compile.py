@@ -17,9 +17,6 @@ from tpuconv.sharding import MESH_AXES, decoding_mesh
 from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.request import Memory, Program, Question, Slice, format_mesh
 
-PREFILL_TOKENS = 2048
-"""Tokens of all sequences in one call of prefill: a prompt goes through in chunks, as its scores would not fit."""
-
 
 def main(asked: Path, answered: Path) -> None:
     """Reads a `Question` and the name of a slice, and writes an `Answer` or an error, as JSON."""
@@ -57,18 +54,20 @@ class _Compilation:
         from flax import nnx
 
         from tpuconv.models.common.cache import cache_shardings
+        from tpuconv.models.generate import Generator
 
         self.question, self.topology, self.sizes = question, topology, mesh
         self.model = model_of(question, family, config)
-        self.graph, self.state = nnx.split(self.model)
+        graph, state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
-        self.formats: Any = None
         table = family.table.stack_layers() if self.model.scan_layers else family.table
         self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
-        cache = jax.eval_shape(lambda: self.model.init_cache(question.batch, question.context, question.cache_dtype))
         self.params = nnx.from_flat_state(
-            [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(self.state)]
+            [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
         )
+        # What `generate` runs, with the layouts that `--write-layouts` makes `load` use.
+        self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=question.cache_dtype, free_layouts=True)
+        cache = self.generator.cache_shapes(question.batch, question.context)
         self.cache = jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh))
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
@@ -81,6 +80,8 @@ class _Compilation:
         return _placed(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
 
     def answer(self) -> dict[str, Any]:
+        from tpuconv.models.generate import prefill_chunk
+
         question, available = self.question, self.topology.chip.hbm
         weights, cache = _bytes(self.params), _bytes(self.cache)
         facts: dict[str, Any] = {"topology": self.topology.name, "devices": self.topology.devices, "mesh": self.sizes}
@@ -88,8 +89,7 @@ class _Compilation:
         why = ""
         if weights + cache > available:
             why = f"weights and cache alone take {_gib(weights + cache)} of {_gib(available)}"
-        chunk = max(1, min(question.context, PREFILL_TOKENS // question.batch))
-        tokens = {"decode": 1, "prefill": chunk}
+        tokens = {"decode": 1, "prefill": prefill_chunk(question.batch, question.context)}
         for name in question.programs:
             if not why:
                 try:
@@ -111,43 +111,26 @@ class _Compilation:
 
     def _layouts(self) -> dict[str, DeviceLayout]:
         """How decoding would have each parameter lie."""
+        import jax
         from flax import nnx
 
+        decode = self.generator.decode(self.question.batch, self.question.context)
+        chosen = jax.tree.unflatten(self.generator.form, decode.input_formats[0][0])
         out = {}
-        shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, self.formats[0]))
+        shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, chosen))
         for path, value in shapes.items():
             layout = formats[path].get_value().layout
             out[".".join(map(str, path))] = DeviceLayout(value.dtype.name, layout.major_to_minor, layout.tiling)
         return out
 
     def _compile(self, name: str, tokens: int) -> Program:
-        import jax
-        import jax.numpy as jnp
-        from flax import nnx
-        from jax.experimental import layout
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        from tpuconv.models.generate import compiler_options
-
-        def step(params: Any, cache: Any, ids_BT: Any) -> Any:
-            """The most likely next token of every sequence, and the cache."""
-            logits_BTV, cache = nnx.merge(self.graph, params)(ids_BT, cache=cache)
-            return jnp.argmax(logits_BTV[:, -1], axis=-1), cache
-
-        everywhere = NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-        ids = jax.ShapeDtypeStruct((self.question.batch, tokens), jnp.int32, sharding=everywhere)  # type: ignore[no-untyped-call]
-        formats = self.formats
-        if formats is None:  # decode comes first, and says how the cache and the weights should lie
-            formats = jax.tree.map(lambda x: layout.Format(layout.Layout.AUTO, x.sharding), (self.params, self.cache))
-        jitted = jax.jit(
-            step, donate_argnums=1, in_shardings=(*formats, everywhere), out_shardings=(everywhere, formats[1])
-        )
-        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.cache, ids))  # type: ignore[no-untyped-call]
-        with jax.sharding.set_mesh(self.mesh):
-            began = time.monotonic()
-            compiled = jitted.lower(*bare).compile(compiler_options("tpu"))
-            seconds = time.monotonic() - began
-        self.formats = self.formats or compiled.input_formats[0][:2]
+        batch, context = self.question.batch, self.question.context
+        began = time.monotonic()
+        if name == "decode":
+            compiled = self.generator.decode(batch, context)
+        else:
+            compiled = self.generator.prefill(batch, tokens, context)
+        seconds = time.monotonic() - began
         memory: Any = compiled.memory_analysis()
         schedule = Schedule(str(compiled.as_text()))
         read, written = schedule.hbm

@@ -1,0 +1,115 @@
+"""Keys of config.json that are not read: listed where the reference does not read them either, else refused."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpuconv
+from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.commands import tpuconv as command
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models.common.config import keys_of_reference
+from tpuconv.models.registry import all_families, find_family
+
+TOOL = Path(__file__).parent.parent / "tools" / "reference_keys.py"
+RELEASED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+"""Of a released Qwen3 model."""
+
+
+def report(raw: dict[str, Any], *allow: str, tensors: tuple[str, ...] = ()) -> Any:
+    return find_family(raw).check_config(raw, allow, tensors)
+
+
+def test_the_table_is_what_transformers_reads() -> None:
+    tool = runpy.run_path(str(TOOL))
+    assert tool["text"]() == tool["TABLE"].read_text(encoding="utf-8"), f"run `python {TOOL.name}`"
+
+
+def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() -> None:
+    from transformers import AutoConfig
+
+    for family in all_families():
+        for model_type in family.architectures.values():
+            kind = type(AutoConfig.for_model({"kimi_k2": "deepseek_v3"}.get(model_type, model_type)))
+            assert set(kind.__dataclass_fields__) <= set(keys_of_reference(model_type) or ())
+
+
+def test_a_key_that_the_reference_does_not_read_is_listed() -> None:
+    raw = {"model_type": "qwen3", **RELEASED}
+    found = report(raw, tensors=("model.layers.0.self_attn.q_norm.weight",))
+    assert found.config == find_family(raw).config.from_hf({"model_type": "qwen3"})
+    assert {key.key: key.value for key in found.ignored} == RELEASED
+    assert not any(key.warning for key in found.ignored)
+    assert {key.reason for key in found.ignored} == {"transformers does not read it for qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "warns"),
+    [("use_qk_norm", True, True), ("residual_scale", 2, True), ("residual_scale", 0.0, False), ("mla", False, False),
+     ("dual_chunk_attention_config", {"chunk_size": 4}, True), ("sparse", {}, False), ("flavour", "mild", False),
+     ("nothing", None, None)],
+)  # fmt: skip
+def test_a_value_that_says_something_is_a_warning_where_no_tensor_shows_it(key: str, value: Any, warns: Any) -> None:
+    ignored = report({"model_type": "qwen2", key: value}).ignored
+    assert [bool(each.warning) for each in ignored] == ([] if warns is None else [warns])
+
+
+def test_a_misspelt_key_is_told_of_the_one_that_is_near() -> None:
+    (key,) = report({"model_type": "llama", "tie_word_embedings": True}).ignored
+    assert "near: tie_word_embeddings" in key.warning
+
+
+def test_keys_beside_and_in_the_text_config_of_llama4() -> None:
+    raw = {"model_type": "llama4", "qkv_bias": False, "text_config": {"cross_attention": True}}
+    assert {key.key: bool(key.warning) for key in report(raw).ignored} == {"qkv_bias": False, "cross_attention": True}
+    (key,) = report({"model_type": "llama4_text", "cross_attention": True}).ignored
+    assert key.warning
+    with pytest.raises(UnsupportedConfig, match="hidden_size=8"):
+        report({**raw, "hidden_size": 8})
+
+
+def test_a_newer_name_of_a_key_is_no_ignored_one() -> None:
+    assert report({"model_type": "qwen3_moe", "num_local_experts": 128}).ignored == ()
+
+
+def test_a_user_lets_a_key_through() -> None:
+    raw = {"model_type": "llama", "sliding_window": 5, "hidden_act": "gelu"}
+    with pytest.raises(UnsupportedConfig, match="--allow-config sliding_window --allow-config hidden_act"):
+        report(
+            raw,
+        )
+    with pytest.raises(UnsupportedConfig, match="hidden_act"):
+        report(raw, "sliding_window")
+    found = report(raw, "sliding_window", "hidden_act")
+    assert [(key.key, key.reason) for key in found.ignored] == [
+        ("sliding_window", "allowed by --allow-config"), ("hidden_act", "allowed by --allow-config"),
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"no key 'sliding_windo' \(near: sliding_window\)"):
+        report(raw, "sliding_windo")
+    with pytest.raises(UsageError, match="reads this key"):
+        report({"model_type": "llama", "hidden_size": 8}, "hidden_size")
+    beside = {"model_type": "llama4", "text_config": {"sliding_window": 5}}
+    assert [key.key for key in report(beside, "sliding_window").ignored] == ["sliding_window"]
+
+
+def test_the_manifest_says_what_was_let_through(tmp_path: Path) -> None:
+    """And what reads the checkpoint, by its own config.json, lets it through too."""
+    config = qwen3_config(num_hidden_layers=1)
+    source = random_checkpoint(tmp_path / "hf", config)
+    (source / "config.json").write_text(json.dumps({**config, **RELEASED, "attention_chunk_size": 8}))
+    refused = command("convert", source, tmp_path / "out", code=5)
+    assert "--allow-config attention_chunk_size" in refused.stderr
+    done = command("convert", source, tmp_path / "out", "--allow-config", "attention_chunk_size")
+    assert "ignored in config.json: qkv_bias, use_qk_norm, shared_expert_inte" in done.stdout
+    assert "attention_chunk_size: allowed by --allow-config" in done.stdout
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.raw["options"]["allow_config"] == ["attention_chunk_size"]
+    assert tpuconv.load(tmp_path / "out").config.num_hidden_layers == 1
+    command("quantize", tmp_path / "out", tmp_path / "q", "--config", "int8_weight_only")
+    assert read_manifest(tmp_path / "q").allow_config == ("attention_chunk_size",)
+    command("export", tmp_path / "out", tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_bytes() == (source / "config.json").read_bytes()

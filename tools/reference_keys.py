@@ -1,0 +1,73 @@
+"""Writes tpuconv/models/common/reference_keys.json: the keys of config.json that transformers reads by model type.
+
+    python tools/reference_keys.py
+
+Run it after an update of transformers; a test says when the table is out of date. A key counts as read where it is a
+field of the config's class or another name of one, or where the code of the model, or what all models share, asks a
+config for it. So the table rather has a key too many, which is refused, than one too few.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from tpuconv.models.registry import all_families
+from tpuconv.verify.logits import READ_AS
+
+TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
+SHARED = (
+    *("configuration_utils", "modeling_rope_utils", "masking_utils", "cache_utils", "modeling_layers"),
+    *("modeling_utils", "integrations.moe", "integrations.sdpa_attention", "integrations.flash_attention"),
+)
+ASKED = (
+    r"config\.([a-z]\w*)",
+    r"(?:getattr|hasattr)\(\s*[\w.]*config[\w.()]*,\s*[\"'](\w+)[\"']",
+    r"kwargs\.(?:pop|get|setdefault)\(\s*[\"'](\w+)[\"']",
+    r"config_dict(?:\.(?:pop|get)\(|\[)\s*[\"'](\w+)[\"']",
+)
+
+
+def asked(module: str) -> Iterator[str]:
+    """The names that the code of a module of transformers asks a config for."""
+    source = inspect.getsource(import_module(f"transformers.{module}"))
+    for pattern in ASKED:
+        yield from re.findall(pattern, source)
+
+
+def keys_of(model_type: str) -> set[str]:
+    """The keys that the class of a model type, that of its text model and the code of the model read."""
+    kind = type(AutoConfig.for_model(model_type))
+    package = kind.__module__.removeprefix("transformers.").rpartition(".")[0]
+    names = {*kind.__dataclass_fields__, *kind.attribute_map, *asked(kind.__module__.removeprefix("transformers."))}
+    names |= set(asked(f"{package}.modeling_{package.rpartition('.')[2]}"))
+    text = kind.sub_configs.get("text_config")
+    return names | keys_of(text.model_type) if text else names
+
+
+def is_data(name: str) -> bool:
+    """Whether a config can have it as a key: it is no method, and no part of the name of a file."""
+    return not callable(getattr(PreTrainedConfig, name, None)) and name not in ("json", "py")
+
+
+def table() -> tuple[list[str], dict[str, list[str]]]:
+    """The keys that every model reads, and for each model type of ours those that it reads besides."""
+    types = sorted({kind for family in all_families() for kind in family.architectures.values()})
+    read = {kind: keys_of(READ_AS.get(kind, kind)) for kind in types}
+    shared = {name for module in SHARED for name in asked(module)} | set.intersection(*read.values())
+    return sorted(filter(is_data, shared)), {k: sorted(filter(is_data, names - shared)) for k, names in read.items()}
+
+
+def text() -> str:
+    """The file."""
+    shared, read = table()
+    return json.dumps({"transformers": transformers.__version__, "shared": shared, **read}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(text(), encoding="utf-8")
