@@ -17,7 +17,6 @@ from families import CASES, Case, save
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qwix._src.core import qarray
 from test_convert import LIMITS, convert
 
 import tpuconv
@@ -38,6 +37,7 @@ from tpuconv.errors import (
 )
 from tpuconv.models.kernels.grouped import product
 from tpuconv.models.registry import find_family, get_family
+from tpuconv.private import qarray
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.apply import quantization

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from qwix._src.core import numerics, qarray
 
 from tpuconv.convert.plan.types import EncodedComponent
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
+from tpuconv.private import numerics, qarray
 from tpuconv.quantize import kernels
 from tpuconv.quantize.config import INTEGERS, QTYPES, TILES
 from tpuconv.quantize.rules import How

@@ -18,7 +18,9 @@ Progress = Callable[[int, int], None]
 def chunks_of(url: str, at: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
     """The bytes of a file from `at` to `end`. What breaks off is taken up where it broke."""
     from huggingface_hub import constants, hf_raise_for_status
-    from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    from tpuconv.private import http_stream_backoff
 
     failures = 0
     while at < end:

@@ -145,7 +145,8 @@ def _check_id(src: str, path: Path) -> None:
             )
         raise UsageError(f"there is no folder {src!r}", hint=f"there is no folder {str(path.parent)!r} either")
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    from tpuconv.private import validate_repo_id
 
     try:
         validate_repo_id(src)
@@ -173,11 +174,12 @@ class _Hub:
 
     def __init__(self, repo: str, revision: str):
         from huggingface_hub import constants
-        from huggingface_hub.file_download import repo_folder_name
+
+        from tpuconv.private import repo_folder_name
 
         self.repo = repo
         self.revision = revision
-        self.storage = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(
+        self.storage: Path = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(
             repo_id=repo, repo_type="model"
         )
         self.meter = Meter(None)
@@ -353,7 +355,8 @@ class _Hub:
     def _fetch(self, commit: str, file: _File) -> None:
         """Fetches a shard, going on where an earlier call was interrupted."""
         from huggingface_hub import constants
-        from huggingface_hub.file_download import are_symlinks_supported
+
+        from tpuconv.private import are_symlinks_supported
 
         blob = self._blob(file)
         # Beyond its limit the Hub serves files by Xet only, which the client speaks and which cannot be resumed.
