@@ -5,8 +5,6 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# libtpu is installed for `verify --topology`, and would look for a TPU: on a host with one, say JAX_PLATFORMS=tpu.
-export JAX_PLATFORMS ?= cpu
 
 .PHONY: install demo test test-slow campaign lint format bench clean
 

@@ -17,7 +17,7 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "sizes", "text", "names", "jsonfile", "patterns", "private", "layout", "sharding"),
+    *("errors", "sizes", "text", "names", "jsonfile", "patterns", "private", "libtpu", "layout", "sharding"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize", "restore", "verify"),
     *("cli", "__main__"),
 )

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import click
 
+from tpuconv import libtpu
 from tpuconv import text as texts
 from tpuconv.errors import GateError, ResourceError, TpuconvError, UsageError
 from tpuconv.sizes import format_size
@@ -243,6 +244,7 @@ def main() -> None:
 
 def _main() -> None:
     as_json, verbose = "--json" in sys.argv, any(a in ("-v", "--verbose") for a in sys.argv)
+    libtpu.hide_without_tpu()
     try:
         code = tpuconv.main(standalone_mode=False)
         sys.stdout.flush()
