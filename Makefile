@@ -1,15 +1,18 @@
-# `make demo` and `make test` need nothing but Python 3.11 and make: they install the rest in .venv.
+# `make demo` and `make test` need nothing but Python 3.11 or newer and make: they install the rest in .venv.
+# Another Python has a folder of its own: `make test PYTHON=python3.12` installs in .venv-3.12.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-# libtpu is installed for `verify --topology`, and would look for a TPU: on a host with one, say JAX_PLATFORMS=tpu.
-export JAX_PLATFORMS ?= cpu
-INSTALLED := .venv/.installed
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow campaign lint format bench clean
+.PHONY: install demo test test-slow campaign lint format bench clean
+
+install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,docs]'
 	@touch $@
 
 demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of its own.
@@ -45,4 +48,4 @@ bench: $(INSTALLED)  ## Needs 15 GB of disk, and root to empty the page cache.
 	$(BIN)/python benchmarks/convert.py
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-* build *.egg-info

@@ -94,7 +94,8 @@ def cpu_of_encoders(elements: int) -> tuple[float, float]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
-    from qwix._src.core import qarray
+
+    from tpuconv.private import qarray
 
     how = qarray.HowToQuantize(qtype="int8", channelwise_axes=[1])
     x = (jax.random.normal(jax.random.key(0), (WIDTH, FEED_FORWARD)) * 0.02).astype(jnp.bfloat16)

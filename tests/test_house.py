@@ -19,7 +19,7 @@ MODULES = {
 # From the ground up: a room imports those that stand before it.
 ORDER = (
     *("errors", "sizes", "memory", "text", "names", "paths", "progress", "jsonfile"),
-    *("patterns", "layout", "sharding", "compiled"),
+    *("patterns", "private", "libtpu", "layout", "sharding", "compiled"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize"),
     *("restore", "persist", "verify"),
     *("api", "commands", "cli", "__main__"),

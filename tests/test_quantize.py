@@ -16,7 +16,6 @@ import qwix
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qwix._src.core import qarray
 
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
@@ -39,6 +38,7 @@ from tpuconv.errors import (
 )
 from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.models.registry import get_family
+from tpuconv.private import qarray
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
 from tpuconv.quantize.config import QTYPES, REQUIRED_TILE_SIZES, QuantConfig, config_names, find_config, parse_config

@@ -6,18 +6,18 @@ is cached on the disk.
 """
 
 from contextlib import suppress
-from importlib import import_module
-from typing import Any
 
 import numba
 
+from tpuconv import private
+
 # With the first kernel numba imports all that it can compile, and looks for scipy's BLAS: 0.4 s. No kernel here
 # multiplies matrices, and where another one does, numba looks again.
-with suppress(ImportError, AttributeError):  # these are numba's own names
-    _linalg: Any = import_module("numba.np.linalg")
+with suppress(ImportError, AttributeError):
+    _linalg = private.numba_linalg
     _ensure_blas, _linalg.ensure_blas = _linalg.ensure_blas, lambda: None
     try:
-        import_module("numba.np.arraymath")
+        _ = private.numba_arraymath
     finally:
         _linalg.ensure_blas = _ensure_blas
 

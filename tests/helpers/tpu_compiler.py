@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tpuconv import libtpu
 from tpuconv.verify.topology.request import ENVIRONMENT
 
-compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+compiler = pytest.mark.skipif(not libtpu.is_installed(), reason="libtpu, the TPU's compiler, is not installed")
 
 
 def answers_of(code: str, questions: Iterable[Any]) -> list[Any]:

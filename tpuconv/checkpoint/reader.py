@@ -195,7 +195,7 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
         SourceError: the checkpoint was replaced.
     """
     folder, array = manifest.params / name, manifest.arrays[name]
-    dropped = [axis for axis, part in enumerate(box) if isinstance(part, int)]
+    dropped = tuple(axis for axis, part in enumerate(box) if isinstance(part, int))
     slices = [slice(part, part + 1) if isinstance(part, int) else part for part in box]
     slices += [slice(0, n) for n in array.shape[len(box) :]]
     try:

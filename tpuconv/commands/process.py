@@ -14,6 +14,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 
 import click
 
+from tpuconv import libtpu
 from tpuconv.commands.console import print_json, say
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError
@@ -35,6 +36,7 @@ def run(command: Callable[[], Any]) -> None:
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = cast(TextIO, Stream(sys.stdout, "stdout")), cast(TextIO, Stream(sys.stderr, None))
     gc.set_threshold(GC_THRESHOLD)
+    libtpu.hide_without_tpu()
     _signals.clear()
     for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background

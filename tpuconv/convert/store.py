@@ -12,6 +12,7 @@ from typing import Any
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
+from tpuconv.private import INTERFACES
 from tpuconv.storage import disk
 from tpuconv.storage.sealed import size_faults
 
@@ -95,7 +96,7 @@ def _orbax_files(names: Iterable[str]) -> dict[str, bytes]:
     }
     # Without times: the same plan writes the same bytes, whenever and on whichever host it runs.
     checkpoint: dict[str, Any] = {
-        "item_handlers": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
+        "item_handlers": INTERFACES["StandardCheckpointHandler"].name,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": None,

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qwix._src.core import numerics, qarray
 
 from tpuconv.convert.plan.types import EncodedComponent
 from tpuconv.encodings.passthrough import BF16
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
+from tpuconv.private import numerics, qarray
 from tpuconv.quantize import kernels
 from tpuconv.quantize.config import INTEGER_QTYPES, QTYPES, REQUIRED_TILE_SIZES
 from tpuconv.quantize.rules import ParamQuant

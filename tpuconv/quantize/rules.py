@@ -10,11 +10,6 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
-from qwix._src.core import qarray
-from qwix._src.core.einsum import einsum
-from qwix._src.core.ragged_dot import ragged_dot
-from qwix._src.providers import ptq
-from qwix._src.utils import flax_util
 
 from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
@@ -22,6 +17,9 @@ from tpuconv.mapping.passthrough import Stored
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.kernels import grouped
 from tpuconv.names import QVALUE, SCALE
+from tpuconv.private import flax_util, ptq, qarray
+from tpuconv.private import qwix_einsum as einsum
+from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
 from tpuconv.quantize.config import QuantConfig, Rule, check_rules
 

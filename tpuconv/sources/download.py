@@ -23,7 +23,9 @@ def chunks_of(url: str, position: int, end: int, stopped: threading.Event) -> It
         Exception: the client's, if the Hub refuses or cannot be reached after RETRIES attempts.
     """
     from huggingface_hub import constants, hf_raise_for_status
-    from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    from tpuconv.private import http_stream_backoff
 
     failures = 0
     while position < end:

@@ -95,7 +95,8 @@ def _check_id(src: str, path: Path) -> None:
             )
         raise UsageError(f"there is no folder {src!r}", hint=f"there is no folder {str(path.parent)!r} either")
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    from tpuconv.private import validate_repo_id
 
     try:
         validate_repo_id(src)

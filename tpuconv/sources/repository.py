@@ -75,11 +75,12 @@ class Repository:
 
     def __init__(self, repo: str, revision: str):
         from huggingface_hub import constants
-        from huggingface_hub.file_download import repo_folder_name
+
+        from tpuconv.private import repo_folder_name
 
         self.repo = repo
         self.revision = revision
-        self.storage = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(
+        self.storage: Path = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(
             repo_id=repo, repo_type="model"
         )
         self.meter = Meter(None)
@@ -250,7 +251,8 @@ class Repository:
     def _fetch(self, commit: str, file: HubFile) -> None:
         """Fetches a shard. Resumes an interrupted download."""
         from huggingface_hub import constants
-        from huggingface_hub.file_download import are_symlinks_supported
+
+        from tpuconv.private import are_symlinks_supported
 
         blob = self._blob(file)
         # Beyond its limit the Hub serves files by Xet only, which the client speaks and which cannot be resumed.

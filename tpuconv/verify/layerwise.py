@@ -106,10 +106,10 @@ class _Reference:
     def __init__(self, source: Path, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.utils import logging
 
         from tpuconv.models.registry import get_family
+        from tpuconv.private import get_model_conversion_mapping
 
         logging.disable_progress_bar()
         self.torch, self.dtype = torch, getattr(torch, dtype)
@@ -187,8 +187,7 @@ class _Reference:
 
     def _fill(self, module: Any, target: str) -> None:
         """Gives a module its weights, by transformers' own loading: it renames, and stacks experts."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
+        from tpuconv.private import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
         names = {name for own, names in self.sources.items() if own.startswith(target) for name in names}
         if absent := names - self.tensors.keys():

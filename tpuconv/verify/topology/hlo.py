@@ -127,8 +127,9 @@ class Instruction:
 
     @property
     def kernel(self) -> str:
-        """The name without its number."""
-        return re.sub(r"\.\d+$", "", self.name)
+        """The name up to its number. Newer compilers may append the name of the argument that the result is
+        passed as: `few_rows.2.x`."""
+        return re.sub(r"\.\d+(\..*)?$", "", self.name)
 
     @property
     def target(self) -> str:

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tpuconv import libtpu
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
@@ -295,7 +295,7 @@ def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answe
         ConfigError: a pattern of the rules is none or takes for ever.
         TpuconvError: the compiler failed for another reason than memory.
     """
-    if find_spec("libtpu") is None:
+    if not libtpu.is_installed():
         raise UsageError(
             "--topology asks the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
         )
