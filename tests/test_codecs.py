@@ -105,7 +105,7 @@ def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
             out, raw = np.empty(values.size, "f4"), np.empty(values.nbytes, np.uint8)
             with closing(source.open()) as reader:
                 (tensor,) = decode_names(source.tensors, config)[0].values()
-                with pytest.raises(SourceError, match=re.escape(f"{name}{last} is ") + ".* no scale"):
+                with pytest.raises(SourceError, match=re.escape(f"{name}{last} is ") + ".* not a valid scale"):
                     tensor.read(reader, 0, raw, out)
                 (tensor,) = decode_names(source.tensors, config, any_scales=True)[0].values()
                 with np.errstate(invalid="ignore", divide="ignore"):
@@ -114,7 +114,7 @@ def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
 
 def test_scales_that_are_none_are_counted():
     check_scales("w.scale", np.ones((2, 3), BF16))
-    with pytest.raises(SourceError, match=r"w\.scale\[0, 2\] is -1, which is no scale; 2 of 6 are none"):
+    with pytest.raises(SourceError, match=r"w\.scale\[0, 2\] is -1, which is not a valid scale; 2 of 6 are invalid"):
         check_scales("w.scale", np.array([[1, 1, -1], [1, np.nan, 1]], "f4"))
 
 

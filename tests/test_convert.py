@@ -243,7 +243,7 @@ def test_a_part_of_the_layers(tmp_path):
     shards = read_manifest(tmp_path / "out").raw["source"]["shards"]
     assert [shard["sha256"] for shard in shards.values()] == [None]  # not read as a whole
     assert not plan.unmapped
-    with pytest.raises(UsageError, match="no part of the model's layers 0-2"):
+    with pytest.raises(UsageError, match="not a part of the model's layers 0-2"):
         plan_for(folder, Options(layers=range(1, 4)))
 
 
@@ -375,7 +375,7 @@ def test_all_mapping_faults_are_named_at_once_and_nothing_is_written(tmp_path):
         "model.layers.{0...2}.mlp.extra.weight  BF16 [32] (3 tensors) has no row",
         "model.layers.{0...2}.self_attn.q_norm.weight  is missing (3 tensors)",
         "model.norm.weight  BF16 [31] (1 tensor) should be [32] by config.json",
-        "lm_head.weight  I16 [96, 32] (1 tensor) is no plain float",
+        "lm_head.weight  I16 [96, 32] (1 tensor) is not a plain float",
         "->",
     ):
         assert part in text

@@ -284,7 +284,7 @@ def test_revisions_are_pinned(serve: Callable[..., HubServer], tmp_path: Path, m
 
 @pytest.mark.parametrize("revision", ["", "../x", "a..b", "/main", "-x", "a b"])
 def test_bad_revisions(hub: HubServer, revision: str) -> None:
-    with pytest.raises(UsageError, match="no branch, tag or commit"):
+    with pytest.raises(UsageError, match="not a branch, tag or commit"):
         resolve(REPO, revision=revision)
     assert not hub.requests
 
@@ -679,8 +679,8 @@ def test_no_model_among_the_safetensors(serve: Callable[..., HubServer], tmp_pat
     ("weight_map", "message"),
     [
         ({"w": "model-3.safetensors"}, "names 1 files that the repository does not have"),
-        ({"w": "../model.safetensors"}, "no safetensors file of its folder"),
-        ({"w": ["x"]}, "no safetensors file of its folder"),
+        ({"w": "../model.safetensors"}, "not safetensors files in its folder"),
+        ({"w": ["x"]}, "not safetensors files in its folder"),
         ({}, "names no shards"),
         ("x", "names no shards"),
     ],
@@ -781,7 +781,7 @@ def test_a_folder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got.close()
     monkeypatch.chdir(checkpoint.parent)
     assert resolve("tiny").folder == Path("tiny")
-    with pytest.raises(UsageError, match="goes with a Hub id"):
+    with pytest.raises(UsageError, match="needs a Hub id"):
         resolve("tiny", revision="main")
 
 
@@ -796,8 +796,8 @@ def test_a_folder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiny/config.json", "is a file\n.*the folder of the checkpoint: tiny"),
         ("https://huggingface.co/org/name/tree/main", "give the id alone: org/name"),
         ("hf://org/name@main", "give the id alone: org/name"),
-        ("bad name", "no folder and no Hub id"),
-        ("org/na--me", "no folder and no Hub id"),
+        ("bad name", "is neither a folder nor a Hub id"),
+        ("org/na--me", "is neither a folder nor a Hub id"),
         ("tin+y", r"did you mean the folder tiny\?"),
     ],
 )

@@ -84,7 +84,7 @@ def test_layouts_are_found_by_device_and_mesh(tmp_path):
 )
 def test_a_damaged_file_is_named(text, tmp_path):
     (tmp_path / LAYOUTS).write_text(text)
-    with pytest.raises(CorruptOutput, match=r"layouts\.json is no file of layouts"):
+    with pytest.raises(CorruptOutput, match=r"layouts\.json is not a valid file of layouts"):
         read_layouts(tmp_path, "cpu", {})
     (tmp_path / LAYOUTS).write_text('{"format": 2}')
     with pytest.raises(UsageError, match="newer tpuconv"):

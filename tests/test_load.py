@@ -137,7 +137,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     convert(folder, tmp_path / "part", Options(layers=range(1, 2)))
     with pytest.raises(UsageError, match="only layers 1 to 1"):
         tpuconv.load(tmp_path / "part")
-    with pytest.raises(UsageError, match="no checkpoint made by tpuconv"):
+    with pytest.raises(UsageError, match="not a checkpoint made by tpuconv"):
         tpuconv.load(folder)
     convert(folder, tmp_path / "out")
     config = tmp_path / "out" / "config.json"

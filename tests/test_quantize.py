@@ -321,7 +321,7 @@ def test_a_scale_that_is_not_qwixs_stops_the_work(tmp_path, monkeypatch):
     wrong.set_result(np.nextafter(real, np.inf).astype(np.float32) * 1.01)
     monkeypatch.setattr(encode, "_scale_table", lambda *_: wrong)
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
-    with pytest.raises(GateError, match="is not what Qwix makes of it"):
+    with pytest.raises(GateError, match="differs from what Qwix makes of it"):
         quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
     assert not (tmp_path / "out").exists()
     entries = [json.loads(path.read_text()) for path in (tmp_path / ".out.tpuconv").glob("*.done")]
@@ -436,7 +436,7 @@ def qwen3_build(**changes):
     ("text", "message"),
     [
         ("", "is empty"),
-        ("[", "no valid YAML at line 1"),
+        ("[", "not valid YAML at line 1"),
         ("- a", "line 1, column 1: the file: must be a mapping"),
         ("qwix: {rules: []}", "column 15: rules: quantizes no weights"),
         ("qwix:\n  rules:\n    - weight_qtyp: int8", "line 3, column 7: unknown key 'weight_qtyp'"),
@@ -452,7 +452,7 @@ def qwen3_build(**changes):
         ("qwix: {rules: [{weight_qtype: int8, tile_size: -4}]}", "tile_size is a number of elements"),
         ("qwix: {rules: [{weight_qtype: mxfp4, tile_size: 16}]}", "mxfp4 needs tile_size: 32"),
         ("qwix: {rules: [{weight_qtype: int8, weight_calibration_method: max}]}", "unknown calibration method 'max'"),
-        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax goes with int8 and int4"),
+        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax works with int8 and int4"),
         ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "not implemented"),
         *(
             (
@@ -467,10 +467,10 @@ def qwen3_build(**changes):
                 *(("rms,nan", "factor"), ("absmax,inf", "factor"), ("absmax,1e-30", "factor"), ("rms,1e30", "factor")),
             )
         ),
-        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: 'fixed,-1,2'}]}", "fixed,-1,2 goes with int8"),
+        ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: 'fixed,-1,2'}]}", "fixed,-1,2 works with int8"),
         (
             "qwix: {rules: [{weight_qtype: int8, act_qtype: float8_e4m3fn, act_calibration_method: minmax}]}",
-            "minmax goes with int8 and int4, not with float8_e4m3fn",
+            "minmax works with int8 and int4, not with float8_e4m3fn",
         ),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: 1.5}]}", "or a fraction of the axis"),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: 10000000000}]}", "must be a number from"),
@@ -537,7 +537,7 @@ qwix:
     ("rules", "message"),
     [
         ("[{module_path: 'blocks/.*', weight_qtype: int8}]", "'blocks/.*' matches no module with a product"),
-        ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "matches first what it matches"),
+        ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "already matches these modules"),
         ("[{module_path: '(', weight_qtype: int8}]", "is no pattern"),
         ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes for ever"),
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "does not divide"),

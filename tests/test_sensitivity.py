@@ -168,7 +168,7 @@ def test_the_model_compiles_once_and_gets_its_weights_back(ckpt, caplog):
 def test_a_model_of_no_numbers_gives_no_figures(ckpt):
     model = tpuconv.load(ckpt, DTYPE)
     model.norm.scale[...] = model.norm.scale[...] * jnp.nan
-    with pytest.raises(GateError, match="are not all numbers"):
+    with pytest.raises(GateError, match="are not finite"):
         next(Probe(model, find_choices(read_manifest(ckpt)), IDS).each())
 
 
@@ -315,7 +315,15 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(ckpt, tmp_pa
     refused(UsageError, "16 bits a weight cannot be reached", hollow, "--target-bits", 16)
     refused(click.BadParameter, "nan is not a finite number", hollow, "--target-bits", "nan")
     refused(OutputError, "there.yaml exists", hollow, "--target-bits", 9, "--out-config", there)
-    refused(UsageError, "is a folder, or in none", hollow, "--target-bits", 9, "--out-config", "no/such.yaml")
+    refused(
+        UsageError,
+        "is a folder, or its folder does not exist",
+        hollow,
+        "--target-bits",
+        9,
+        "--out-config",
+        "no/such.yaml",
+    )
     refused(UsageError, "quantize nothing", hollow, "out", "--sensitivity")
     refused(UsageError, "quantize nothing", hollow, "--sensitivity", "--config", "int8_default")
     refused(UsageError, "--explain goes with --config", hollow, "--sensitivity", "--explain")
@@ -334,7 +342,7 @@ def test_only_whole_models_with_separate_layers_that_are_not_quantized_are_measu
     with pytest.raises(UnsupportedConfig, match="stacked in one array"):
         find_choices(read_manifest(tmp_path / "scan"))
     convert(ckpt.parent / "hf", tmp_path / "part", Options(layers=range(1)))
-    with pytest.raises(UsageError, match="a trial and no model"):
+    with pytest.raises(UsageError, match="a trial, not a complete model"):
         find_choices(read_manifest(tmp_path / "part"))
 
 

@@ -186,7 +186,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, tmp_pa
     have, want = dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain")
     assert not [name for name in want if not same_bits(have[name], want[name])]
     if kind == "nvfp4":
-        with pytest.raises(UsageError, match="cannot be told apart again"):
+        with pytest.raises(UsageError, match="cannot be separated again"):
             exported(tmp_path / "kept", tmp_path / "back")
     else:
         assert_came_back(folder, tmp_path / "kept", kept)

@@ -352,7 +352,7 @@ def test_foreign_arrays_are_refused(reader, kind, outputs, work):
     params = work / kind / "params"
     shutil.rmtree(params)
     shutil.copytree(outputs / "twin" / kind / "params", params)
-    with pytest.raises(CorruptOutput, match="does not hold the arrays that its manifest means"):
+    with pytest.raises(CorruptOutput, match="does not hold the arrays of its manifest"):
         READERS[reader](work / kind)
     shutil.rmtree(params)
     shutil.copytree(outputs / kind / "params", params)

@@ -388,7 +388,7 @@ def test_row_11_resumed_with_other_options(hf, tmp_path):
         (("--quantize", "int8_weight_only"), "quantization: began with nothing, now config 'int8_weight_only'"),
     ):
         err = tpuconv("convert", hf, out, *options, code=9).stderr
-        assert "an unfinished conversion to out" in err
+        assert "there is an unfinished conversion to out" in err
         assert f"\n  {difference}\n  ->" in err, err
     change_tensors(hf, lambda tensors: tensors[UP].fill(1))
     err = tpuconv("convert", hf, out, code=9).stderr
@@ -677,7 +677,7 @@ def test_row_22_files_outside_of_the_source(name, hf, tmp_path):
     hook = OPENED.format(outside=str(outside))
     err = tpuconv("convert", hf, tmp_path / "out", patch=hook, code=4).stderr
     assert "OPENED" not in err
-    assert re.search("is a link out of its folder|no safetensors file of its folder", err)
+    assert re.search("is a link out of its folder|not safetensors files in its folder", err)
     assert not (tmp_path / "out").exists()
     count("matrix", "files outside of the source")
 
@@ -870,7 +870,7 @@ def test_row_29_another_shape_or_dtype_than_the_config_has(made, tmp_path):
             lambda t: t.__setitem__(UP, t[UP][:-1]),
             rf"{UP}  BF16 \[79, 32\] \(1 tensor\) should be \[80, 32\] by config",
         ),
-        (lambda t: t.__setitem__(UP, t[UP].view(np.int16)), rf"{UP}  I16 .*is no plain float"),
+        (lambda t: t.__setitem__(UP, t[UP].view(np.int16)), rf"{UP}  I16 .*is not a plain float"),
         (lambda t: t.__setitem__(UP, t[UP].astype(np.complex128).view("f8")), rf"{UP}  F64 .*should be"),
     ):
         copy_tree(made / "hf", tmp_path / "hf")
@@ -914,7 +914,7 @@ def test_row_30_values_and_scales_that_do_not_belong_together(made, tmp_path):
         refused(fp8(tmp_path / f"hf{number}", change), 5, message)
     folder = fp8(tmp_path / "hf0")
     (folder / "config.json").write_text(json.dumps(qwen3_config()))  # nothing says that these are codes
-    refused(folder, 5, "is no plain float, and config.json does not say how it is encoded")
+    refused(folder, 5, "is not a plain float, and config.json does not say how it is encoded")
 
 
 # -- 31 to 34: rules ---------------------------------------------------------------------------------------------------

@@ -443,7 +443,7 @@ def test_what_tpuconv_did_not_make_is_not_deleted(make, overwrite, alike, tmp_pa
     assert tree(tmp_path) == before
     if overwrite:
         names = {name.removeprefix("out/").partition("/")[0] for name in before if name != "out"}
-        assert any(name in str(info.value) for name in names) or "it is no folder" in str(info.value)
+        assert any(name in str(info.value) for name in names) or "it is not a folder" in str(info.value)
     count("overwriting what is not ours", make.__name__.replace("_", " "))
 
 

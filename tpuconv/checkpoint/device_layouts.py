@@ -113,7 +113,7 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
                 left -= sum(1 for _ in expand(pattern, left))
     except (CorruptOutput, ValueError) as e:
         raise CorruptOutput(
-            f"{path} is no file of layouts: {e}",
+            f"{path} is not a valid file of layouts: {e}",
             hint="delete it, and let `tpuconv fit --write-layouts` write it",
         ) from None
     return entries

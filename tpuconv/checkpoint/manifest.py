@@ -200,7 +200,7 @@ class Manifest:
             self.check_current()
             raise CorruptOutput(
                 f"{path} was changed since the checkpoint was made",
-                hint=f"if that was meant, run `tpuconv verify --update {self.folder}`",
+                hint=f"if that was intended, run `tpuconv verify --update {self.folder}`",
             )
         return data
 
@@ -283,8 +283,7 @@ class Manifest:
         """
         if self.layers is not None:
             raise UsageError(
-                f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}, a part of the layers: "
-                "a trial and no model",
+                f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}: a trial, not a complete model",
                 hint="convert without --layers",
             )
 
@@ -342,7 +341,7 @@ def read_manifest(folder: Path) -> Manifest:
     }
     layers = raw["options"]["layers"]
     if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
-        raise CorruptOutput(f"{path}: options.layers is no range of layers, but {short(layers)}")
+        raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
     for name, array in arrays.items():
         if fault := _array_fault(array, sealed.is_sealed, raw.get("quantization") is not None):
             raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
@@ -363,7 +362,7 @@ def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str
     if array.dtype not in PLAIN and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
         return f"has the dtype {array.dtype}, which only quantized values have"
     if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):
-        return "has a name that is none of a folder"
+        return "has a name that cannot be a folder"
     ranks = {len(array.shape), len(array.chunks), *([len(array.shards)] if array.shards is not None else [])}
     if len(ranks) > 1:
         return f"has shape {array.shape}, chunks {array.chunks} and shards {array.shards}"
@@ -374,7 +373,7 @@ def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str
     if array.shards is None or array.crc32c is None:
         return "has no shards or no crc32c" if is_sealed else None
     if any(s < c or s % c for s, c in zip(array.shards, array.chunks, strict=True)):
-        return f"has shards {array.shards}, which are no multiples of its chunks {array.chunks}"
+        return f"has shards {array.shards}, which are not multiples of its chunks {array.chunks}"
     if prod(s // c for s, c in zip(array.shards, array.chunks, strict=True)) > MAX_SLOTS:
         return f"has shards {array.shards} of more than {MAX_SLOTS} chunks"
     if prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)) > MAX_CHUNKS:

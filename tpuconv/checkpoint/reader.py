@@ -289,7 +289,7 @@ def check_contents(manifest: Manifest, names: Collection[str]) -> None:
         for name, fault in faults:
             kinds.setdefault(fault, []).append(name)
         raise CorruptOutput(
-            f"{manifest.folder} does not hold the arrays that its manifest means",
+            f"{manifest.folder} does not hold the arrays of its manifest",
             details=shorten([f"{pattern}: {what}" for what, names in kinds.items() for pattern in collapse(names)]),
             hint=f"`tpuconv verify {manifest.folder}` names all that is wrong; convert it again",
         )

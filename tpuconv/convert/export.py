@@ -171,7 +171,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
             if scheme.tensor_scale:
                 raise UsageError(
                     f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
-                    "multiplied, and cannot be told apart again",
+                    "multiplied, and cannot be separated again",
                     hint="take the source; or convert it with --encoding dequantize, and export that",
                 )
             yield from _passthrough_rows(

@@ -117,7 +117,7 @@ def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
                 yield Progress(0, plan.source_bytes, 0, "compare")
                 if facts.get("sha256") is None or reader.sha256(shard.name) != facts["sha256"]:
                     raise OutputError(
-                        f"{out} exists already, and was not made of {plan.source.folder / shard.name} as it is now",
+                        f"{out} exists already, and was not made from {plan.source.folder / shard.name} as it is now",
                         hint="choose another OUT, or give --overwrite to replace it",
                     )
     finally:

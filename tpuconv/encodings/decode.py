@@ -172,9 +172,10 @@ def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, star
     bad = ~((scales > 0) & (scales < np.inf))  # what is not a number is neither
     if bad.any():
         first, count = int(bad.argmax()), int(bad.sum())
+        index = place_of(start + first, shape or scales.shape)
         raise SourceError(
-            f"{name}{place_of(start + first, shape or scales.shape)} is {scales.flat[first]:g}, which is no scale"
-            + (f"; {count} of {scales.size} are none" if count > 1 else ""),
+            f"{name}{index} is {scales.flat[first]:g}, which is not a valid scale"
+            + (f"; {count} of {scales.size} are invalid" if count > 1 else ""),
             hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
         )
 

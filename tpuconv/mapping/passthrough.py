@@ -196,7 +196,7 @@ def pass_through(
         try:
             parts = split(binding, first.scheme, [each.shape for each in stored])
         except UnsupportedConfig as e:
-            unsupported.append(f"{first.name}  cannot be kept: {e.message}")
+            unsupported.append(f"{first.name}  cannot stay encoded: {e.message}")
             continue
         scale_shapes = parts.scales.src_shapes()
         for stack, grid, refine in zip(stacks, parts.grids, parts.refine, strict=True):
@@ -219,7 +219,7 @@ def pass_through(
         out_bindings += [parts.qvalues, parts.scales]
         for target, group_shape in zip(binding.dst, parts.group_shape, strict=True):
             passthrough[target.names[0]] = Passthrough(first.scheme, group_shape, stored)
-    faults = [f"{p}  has not the scales of the tensors it is joined with" for p in collapse(mixed)]
+    faults = [f"{p}  has other scales than the tensors it is joined with" for p in collapse(mixed)]
     return out_tensors, out_bindings, passthrough, faults + unsupported
 
 

@@ -249,7 +249,7 @@ def _indices(row: Map) -> tuple[list[str], list[str]]:
 def _row_layout(row: Map) -> Layout:
     layout = Layout.parse(row.layout, "".join(_indices(row)[1]))
     if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
-        raise LayoutError(f"'{row.layout}' has not as many tensors as {row} has names")
+        raise LayoutError(f"'{row.layout}' has another number of tensors than {row} has names")
     return layout
 
 

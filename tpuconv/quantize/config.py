@@ -232,7 +232,7 @@ def _rule(value: "_Value") -> Rule:
         (rule.act_qtype, rule.act_calibration_method or "absmax"),
     ):
         if _is_asymmetric(method) and qtype not in (None, "int8", "int4"):
-            raise value.error(f"{method} goes with int8 and int4, not with {qtype}")
+            raise value.error(f"{method} works with int8 and int4, not with {qtype}")
     return rule
 
 
@@ -264,9 +264,9 @@ def _compose(data: bytes, path: str) -> yaml.Node:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path} is no valid YAML{place}: {getattr(e, 'problem', None) or e}") from None
+        raise ConfigError(f"{path} is not valid YAML{place}: {getattr(e, 'problem', None) or e}") from None
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is no text: {e}") from None
+        raise ConfigError(f"{path} is not text: {e}") from None
     if node is None:
         raise ConfigError(f"{path} is empty", hint="a config is {qwix: {rules: [...]}}")
     return node
@@ -331,7 +331,7 @@ class _Value:
                     + (f"; did you mean {near[0]}?" if near else ""),
                 )  # fmt: skip
             if key.value in out:
-                raise _error_at(self.path, key, f"{_node_text(key)} stands twice")
+                raise _error_at(self.path, key, f"{_node_text(key)} is a duplicate key")
             out[key.value] = _Value(value, self.path, key.value)
         return out
 

@@ -141,7 +141,7 @@ class QwixEncoder:
         """Encodes a box of complete groups.
 
         Returns:
-            with np.errstate(all="ignore"):  # scales of 0 are found below; absurd values have absurd statistics
+            Quantized values, scales and, if the range is not symmetric, zero points; and statistics to add up.
 
         Raises:
             FloatingPointError: a value is infinite or NaN.
@@ -150,14 +150,14 @@ class QwixEncoder:
         kind = self.kind
         if self.by_tables:
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-            with np.errstate(all="ignore"):  # scales that are 0 are found below, absurd values have absurd figures
+            with np.errstate(all="ignore"):  # scales of 0 are found below, absurd values have absurd statistics
                 parts, statistics = _by_tables(values.transpose(order), kind.transposed(order))
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
                 parts, statistics = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
             if not parts[1].all():
                 raise UnsupportedConfig(
-                    f"{self.name} is too small for {kind.qtype}: the scale of a tile underflows to 0",
+                    f"{self.name} is too small for {kind.qtype}: the scale of a group underflows to 0",
                     hint="give it a rule with another type; float4_e2m1fn has scales of more range",
                 )
             _compare_once(self.name, kind, values, *parts)
@@ -321,8 +321,8 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
     same_scale = np.asarray(array.scale).view(np.uint16) == scales.view(np.uint16)
     if not same.all() or not same_scale.all():
         raise GateError(
-            f"{name} in {kind.qtype} is not what Qwix makes of it",
-            details=[f"{np.sum(~same)} codes and {np.sum(~same_scale)} scales differ in {list(part.shape)}"],
+            f"{name} in {kind.qtype} differs from what Qwix makes of it",
+            details=[f"{np.sum(~same)} quantized values and {np.sum(~same_scale)} scales differ in {list(part.shape)}"],
             hint="this is a bug of tpuconv or a new version of Qwix: please report it",
         )
 

@@ -146,9 +146,9 @@ svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill
 def report_page(manifest: Mapping[str, Any]) -> str:
     """The report as an HTML page without other files: totals, a plot of every parameter's ratio, and a table, worst
     first."""
-    report_ = report(manifest)
-    groups = by_pattern(report_.rows)
-    title = f"{manifest['source']['name']}, {report_.config}"
+    checkpoint_report = report(manifest)
+    groups = by_pattern(checkpoint_report.rows)
+    title = f"{manifest['source']['name']}, {checkpoint_report.config}"
     lines = "".join(
         f"<tr><td>{escape(kind.pattern)}</td><td class=n>{len(kind.rows)}</td><td>{escape(kind.worst.qtype)}</td>"
         f"<td class=n>{kind.worst.bits:.2f}</td><td class=n>{kind.worst.snr_db:.1f}</td>"
@@ -158,12 +158,13 @@ def report_page(manifest: Mapping[str, Any]) -> str:
     worst = "".join(
         f"<tr><td>{escape(row.name)}</td><td>{escape(row.qtype)}</td><td class=n>{row.bits:.2f}</td>"
         f"<td class=n>{row.count:,}</td><td class=n>{row.snr_db:.1f}</td></tr>"
-        for row in report_.rows[:20]
+        for row in checkpoint_report.rows[:20]
     )
+    bits, size = f"{checkpoint_report.weight_bits:.2f} bits a weight", format_size(checkpoint_report.bytes)
+    totals = f"{checkpoint_report.parameters:,} parameters, {bits}, {size}"
     return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
 <h1>{escape(title)}</h1>
-<p>{escape(report_.summary)}. {report_.parameters:,} parameters, {report_.weight_bits:.2f} bits a weight,
-{format_size(report_.bytes)}.
+<p>{escape(checkpoint_report.summary)}. {totals}.
 <h2>Signal-to-noise ratio of every parameter, dB</h2>
 {_plot(groups)}
 <h2>By kind, worst first</h2>

@@ -327,14 +327,14 @@ def _check_used(config: QuantConfig, provider: Provider) -> None:
         matched = [path for path in provider.seen_modules if re.fullmatch(rule.module_path, path)]
         if matched:
             earlier_line = config.rules[_first_match(config, matched[0])].line
-            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} matches first what it matches")
+            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} already matches these modules")
         else:
             faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
     if faults:
         raise ConfigError(
-            f"{len(faults)} {'rules' if len(faults) > 1 else 'rule'} of {config.name} would decide about nothing",
+            f"{len(faults)} of the rules of {config.name} match nothing",
             details=faults,
-            hint="modules are called like " + ", ".join(_examples(provider.seen_modules)),
+            hint="modules have names like " + ", ".join(_examples(provider.seen_modules)),
         )
 
 

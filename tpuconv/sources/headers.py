@@ -81,7 +81,7 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
     if any(raw.count(sign) > most for sign, most in MAX_SIGNS.items()):  # before a parser makes objects of them
         raise SourceError(f"{where} describes more than {MAX_SHARD_TENSORS} tensors, more than any real checkpoint")
     if not raw.startswith(b"{"):
-        raise SourceError(f"{where} is no JSON object")
+        raise SourceError(f"{where} is not a JSON object")
     header = parse(raw, where, SourceError, constants=False)
     metadata = header.pop("__metadata__", {})
     check(metadata, Each(str), f"{where}, __metadata__", SourceError)

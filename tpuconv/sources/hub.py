@@ -36,13 +36,13 @@ def resolve(
     if src and folder.is_dir():
         if revision is not None:
             raise UsageError(
-                f"--revision {revision} goes with a Hub id, and {src} is a folder",
+                f"--revision {revision} needs a Hub id, and {src} is a folder",
                 hint="leave it out, or run where no folder has this name",
             )
         return Resolved(folder)
     _check_id(src, folder)
     if revision is not None and (".." in revision or not re.fullmatch(r"[^\s/\\-][^\s\\]*", revision)):
-        raise UsageError(f"{revision!r} is no branch, tag or commit")
+        raise UsageError(f"{revision!r} is not a branch, tag or commit")
     with client_errors(src, revision or "main"):
         return Repository(src, revision or "main").resolve(weights, progress)
 
@@ -102,6 +102,6 @@ def _check_id(src: str, path: Path) -> None:
         validate_repo_id(src)
     except HFValidationError:
         raise UsageError(
-            f"{src!r} is no folder and no Hub id",
+            f"{src!r} is neither a folder nor a Hub id",
             hint=near_folders(path) or "an id is `name` or `org/name`, of letters, digits, '-', '_' and '.'",
         ) from None

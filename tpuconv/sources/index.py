@@ -44,7 +44,7 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             )
         raise SourceError(
             f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
-            hint="without the index nobody knows whether files are missing: download the checkpoint again",
+            hint="without the index, missing files cannot be detected: download the checkpoint again",
         )
     weight_map = read_weight_map(folder / INDEX_FILE)
     shards = sorted(set(weight_map.values()))
@@ -99,7 +99,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     unsafe = {repr(s)[:80] for s in weight_map.values() if not isinstance(s, str) or not _SHARD_NAME.fullmatch(s)}
     if unsafe:
         raise SourceError(
-            f"{index} names files that are no safetensors file of its folder",
+            f"{index} names files that are not safetensors files in its folder",
             details=shorten(sorted(unsafe)),
             hint="do not trust this checkpoint",
         )

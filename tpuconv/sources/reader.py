@@ -140,7 +140,7 @@ class SafetensorsReader:
             try:
                 status = os.stat(self.folder / shard.name)
             except OSError as e:
-                raise SourceError(f"{self.folder / shard.name} went away: {e.strerror}", hint=WAIT) from None
+                raise SourceError(f"{self.folder / shard.name} is missing now: {e.strerror}", hint=WAIT) from None
             self._check_stamp(shard, status)
 
     def _check_stamp(self, shard: SourceShard, status: os.stat_result) -> None:

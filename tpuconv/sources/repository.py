@@ -180,7 +180,7 @@ class Repository:
             raise SourceError(
                 f"{self.repo} has neither {SINGLE_FILE} nor {INDEX_FILE}",
                 details=["it has " + _some(weights)],
-                hint="it is no checkpoint of a transformers model; adapters and pipelines cannot be converted",
+                hint="it is not a checkpoint of a transformers model; adapters and pipelines cannot be converted",
             )
         kinds = Counter(Path(name).suffix or name for name in files)
         raise SourceError(

@@ -119,7 +119,7 @@ def open_source(
         DamagedDownload: a broken file does not match its `sha256`.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder")
+        raise UsageError(f"{folder} is not a folder")
     if repo is None:
         check_inside(folder, [CONFIG_FILE, INDEX_FILE])
     shard_names, weight_map = read_index(folder)

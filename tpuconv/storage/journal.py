@@ -107,7 +107,7 @@ class Journal:
         if names and WORK not in names:
             raise self._not_ours(f"it holds {', '.join(sorted(names)[:5])}")
         if names is None:
-            raise self._not_ours("it is a link" if stat.S_ISLNK(mode) else "it is no folder")
+            raise self._not_ours("it is a link" if stat.S_ISLNK(mode) else "it is not a folder")
 
     def _take(self, lock: int) -> None:
         try:
@@ -125,7 +125,7 @@ class Journal:
             mark = os.pread(lock, len(MARK) + 1, 0)
             if mark != MARK:
                 if not MARK.startswith(mark) or os.listdir(self.folder) != [WORK]:
-                    raise self._not_ours(f"its {WORK} is none of tpuconv's")
+                    raise self._not_ours(f"its {WORK} was not written by tpuconv")
                 disk.write_file(self.folder / WORK, MARK)
                 disk.sync(self.folder)
                 disk.sync(self.folder.parent)
@@ -133,7 +133,7 @@ class Journal:
 
     def _not_ours(self, why: str) -> OutputError:
         return OutputError(
-            f"{self.folder}, where the work on {self.out.name} would lie, was not made by this version of tpuconv",
+            f"{self.folder}, the work folder of {self.out.name}, was not made by this version of tpuconv",
             details=[why],
             hint="move it away, or choose another OUT",
         )
@@ -173,7 +173,7 @@ class Journal:
         if began is not None and began["fingerprint"] != self.fingerprint:
             if not self.overwrite:
                 raise OutputError(
-                    f"an unfinished conversion to {self.out.name} lies in {self.folder}, of another source or with "
+                    f"there is an unfinished conversion to {self.out.name} in {self.folder}, of another source or with "
                     "other options",
                     details=differences(began["facts"], self.facts),
                     hint="run it with what it began with to finish it, or give --overwrite to begin anew",
@@ -283,7 +283,7 @@ class Journal:
                 )
             if why := sealed.why_not_ours(self.out):
                 raise OutputError(
-                    f"{self.out} exists and was not made by tpuconv alone, so --overwrite leaves it alone",
+                    f"{self.out} exists and holds files that tpuconv did not write, so --overwrite does not replace it",
                     details=why,
                     hint="choose another OUT, or move away what is not tpuconv's",
                 )

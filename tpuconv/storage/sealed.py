@@ -113,7 +113,7 @@ def _read_manifest(path: Path) -> bytes:
                     f"{path.parent} is a part of a checkpoint of tpuconv", hint=f"give {path.parent.parent}"
                 )
             raise UsageError(
-                f"{path.parent} is not a checkpoint of tpuconv: it has no {MANIFEST}",
+                f"{path.parent} is not a checkpoint made by tpuconv: it has no {MANIFEST}",
                 hint="make one with `tpuconv convert SRC`",
             )
     return read_bytes(path, MAX_MANIFEST_BYTES, CorruptOutput)
@@ -172,7 +172,7 @@ def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
         raise SourceError(
             f"{path} was changed",
             hint="wait until nothing writes to it, then run again; in a checkpoint of ours `tpuconv verify --update` "
-            "takes a change that was meant into the manifest",
+            "accepts an intended change",
         )
 
 
@@ -230,7 +230,7 @@ def extra_entries(folder: Path, expected: Iterable[str]) -> list[str]:
 def why_not_ours(folder: Path) -> list[str]:
     """The reasons why a folder must not be replaced: only outputs of ours may be. Empty if it may."""
     if not folder.is_dir():
-        return ["it is no folder"]
+        return ["it is not a folder"]
     names = sorted(entry.name for entry in folder.iterdir())
     if not names or STAGED in names:
         return []

@@ -100,7 +100,8 @@ def make_plan(
     passthrough: dict[str, Passthrough] = {}
     if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
         raise UsageError(
-            f"{source.name} is not encoded: there are no codes and scales to keep", hint="leave --encoding out"
+            f"{source.name} is not encoded: there are no quantized values and scales to keep",
+            hint="leave --encoding out",
         )
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and not faults:
@@ -170,7 +171,7 @@ def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
     have = _layer_numbers(axes[LAYERS])
     if not layers or layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
-        raise UsageError(f"--layers {wanted} is no part of the model's layers {have[0]}-{have[-1]}")
+        raise UsageError(f"--layers {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
     cut = {x: [i for i in _layer_numbers(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
     return _CutConfig(config, axes | cut)
 
@@ -197,6 +198,6 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
         if len({(tensor.values.dtype, tensor.scheme is None) for tensor in sources}) > 1:
             mixed.append(sources[0].name)
     return [
-        _describe(tensors, pattern, names, "is no plain float, and config.json does not say how it is encoded")
+        _describe(tensors, pattern, names, "is not a plain float, and config.json does not say how it is encoded")
         for pattern, names in collapse(not_float).items()
-    ] + [f"{pattern}  has not the dtype of the tensors it is joined with" for pattern in collapse(mixed)]
+    ] + [f"{pattern}  has another dtype than the tensors it is joined with" for pattern in collapse(mixed)]

@@ -95,7 +95,7 @@ def _check_plain(manifest: Manifest) -> None:
     manifest.check_complete()
     if manifest.scan_layers:
         raise UnsupportedConfig(
-            f"{manifest.folder} has its layers stacked in one array, and a recipe gives each the type that it can bear",
+            f"{manifest.folder} has its layers stacked in one array, and a recipe chooses a type for each layer",
             hint="convert without --scan-layers",
         )
 

@@ -77,7 +77,7 @@ class Probe:
         mean = float(divergences(self._reference, ours).mean())
         if not isfinite(mean):
             raise GateError(
-                "the logits of the model on these prompts are not all numbers: there is nothing to compare",
+                "the logits of the model on these prompts are not finite: there is nothing to compare",
                 hint="`tpuconv verify --compare-hf` says whether the unquantized model is right",
             )
         return mean

@@ -192,7 +192,7 @@ def check_free(out: Path, overwrite: bool) -> None:
         UsageError: it is a folder, or its folder does not exist.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UsageError(f"{out} is a folder, or in none", hint="name a file in a folder that there is")
+        raise UsageError(f"{out} is a folder, or its folder does not exist", hint="name a file in an existing folder")
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists", hint="name another file by --out-config, or give --overwrite")
     try:
