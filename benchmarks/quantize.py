@@ -102,9 +102,9 @@ def cpu_of_encoders(elements: int) -> tuple[float, float]:
     quantize = jax.jit(lambda x: qarray.quantize(x, how))
     jax.block_until_ready(quantize(x))
     from tpuconv.quantize.encode import BF16, QwixEncoder
-    from tpuconv.quantize.rules import How
+    from tpuconv.quantize.rules import ParamQuant
 
-    encoder = QwixEncoder("w", How(x.shape, (WIDTH, 1), 0, how), BF16, BF16)
+    encoder = QwixEncoder("w", ParamQuant(x.shape, (WIDTH, 1), 0, how), BF16, BF16)
     values = np.asarray(x)
     encoder(values)
     ours, theirs = [], []

@@ -447,7 +447,7 @@ def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(OutputError, match="not made by tpuconv"):
+    with pytest.raises(OutputError, match="that tpuconv did not write"):
         convert(folder, theirs, overwrite=True)
     assert (theirs / "thesis.txt").read_text() == "ten years of work"
     with pytest.raises(UsageError, match="source folder"):

@@ -310,7 +310,7 @@ def test_the_next_call_goes_on(hub: HubServer, cache: Path, checkpoint: Path, mo
     hub.fail(SHARDS[1], break_after=SIZE // 2)
     with pytest.raises(HubError, match="cannot be reached") as error:
         resolve(REPO)
-    assert "a rerun goes on where it was" in str(error.value)
+    assert "run again to resume the download" in str(error.value)
     hub.mend()
     assert_same(resolve(REPO).folder, checkpoint)
     assert hub.sent(SHARDS[0]) == (checkpoint / SHARDS[0]).stat().st_size

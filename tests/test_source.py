@@ -302,7 +302,7 @@ FOLDERS = {
         SourceError,
         "not safetensors files in its folder",
     ),
-    "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "no safe"),
+    "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "not safe"),
     "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
     "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "no valid JSON"),
     "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
@@ -314,7 +314,7 @@ FOLDERS = {
         SourceError,
         "1 of 2 shards are missing",
     ),
-    "a shard that is a number": (lambda f: edit_index(f, lambda m: m.update({"b.weight": 1})), SourceError, "no safe"),
+    "a shard that is a number": (lambda f: edit_index(f, lambda m: m.update({"b.weight": 1})), SourceError, "not safe"),
     "a shard that is a folder": (
         lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir()), SourceError, "no regular file, but a folder",
     ),

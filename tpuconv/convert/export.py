@@ -324,7 +324,7 @@ def _write_index_and_companions(
         if undone and name == ENCODING_FILE:
             continue
         target = CARD if name == SOURCE_CARD else name
-        # What it says without the file that is left out.
+        # config.json changes if it had a description of an encoding, or one was read from the file that is left out.
         if name == CONFIG_FILE and config != (read_checkpoint_config if undone else _source_config)(manifest):
             write(name, json.dumps(config, indent=2))
         else:

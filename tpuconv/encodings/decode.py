@@ -134,7 +134,9 @@ class Tensor:
         if not self.any_scales:
             self._check_scales(reader, stored.view(DTYPES[self.scales.dtype]))
         columns = self.shape[-1] if self.shape else 1
-        height = self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])  # of what blocks lie in
+        height = (
+            self.shape[-2] if len(self.scales.shape) > 2 else prod(self.shape[:-1])
+        )  # of the matrix that is divided into blocks
         rows, width = self.scheme.block(self.shape, self.scales.shape)
         scales_SB = self.decode_scales(reader, stored.view(DTYPES[self.scales.dtype])).reshape(-1, -(-columns // width))
         at_once = max(1, TABLE_BYTES // (4 * scales_SB.shape[1] * self.scheme.table.size))

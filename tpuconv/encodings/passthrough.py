@@ -35,13 +35,16 @@ class QValues(Tensor):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the quantized values."""
         return np.dtype(self.scheme.qtype)
 
     @property
     def stored(self) -> tuple[Any, ...]:
+        """The stored tensor of values and the others that belong to it."""
         return (self.values, *self.extra)
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        """Whether each stored byte is one quantized value."""
         return self._per_byte == 1
 
     @property
@@ -97,13 +100,16 @@ class Scales(Tensor):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype in which the scales are kept."""
         return scale_dtype(self.values.dtype, self.tensor_scale is not None)
 
     @property
     def stored(self) -> tuple[Any, ...]:
+        """The stored tensors of scales."""
         return (self.values, *((self.tensor_scale,) if self.tensor_scale else ()))
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        """False: scales are decoded and refined."""
         return False
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
@@ -131,6 +137,7 @@ class Scales(Tensor):
         out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
 
     def place(self, number: int) -> list[int]:
+        """The index of scale `number` in the stored tensor of scales."""
         index = [i // n for i, n in zip(np.unravel_index(number, self.shape), self.refine, strict=True)]
         return place_of(int(np.ravel_multi_index(index, self.grid)), self.values.shape)
 

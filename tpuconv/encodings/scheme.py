@@ -118,7 +118,7 @@ class Scheme:
 def decode_scales(scales: np.ndarray) -> np.ndarray:
     """Stored scales in float32, in the same shape. Bytes are exponents of two (E8M0)."""
     if scales.dtype == np.uint8:
-        with np.errstate(over="ignore"):  # 255 is no number: infinity says so here
+        with np.errstate(over="ignore"):  # 255 is NaN; it becomes infinity here
             return np.exp2(scales.astype(np.float32) - 127)
     return scales.astype(np.float32)
 

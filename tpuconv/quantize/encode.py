@@ -51,7 +51,7 @@ class QuantKind:
     @property
     def comparison_key(self) -> "QuantKind":
         """What is compared with Qwix once: the sizes of groups do not matter, only along which axes there are some."""
-        return QuantKind(self.qtype, self.method, tuple(min(tile, 2) for tile in self.group_shape))
+        return QuantKind(self.qtype, self.method, tuple(min(group, 2) for group in self.group_shape))
 
     def transposed(self, order: Sequence[int]) -> "QuantKind":
         """The kind of a transposed parameter; `order` is as for `np.transpose`."""
@@ -62,11 +62,11 @@ class QuantKind:
         axis are none."""
         return qarray.HowToQuantize(
             qtype=self.qtype,
-            channelwise_axes=[i for i, tile in enumerate(self.group_shape) if tile == 1],
+            channelwise_axes=[i for i, group in enumerate(self.group_shape) if group == 1],
             tiled_axes={
-                i: tile
-                for i, tile in enumerate(self.group_shape)
-                if 1 < tile < shape[i] or tile == REQUIRED_TILE_SIZES.get(self.qtype)
+                i: group
+                for i, group in enumerate(self.group_shape)
+                if 1 < group < shape[i] or group == REQUIRED_TILE_SIZES.get(self.qtype)
             },
             calibration_method=self.method,
         )
@@ -84,7 +84,7 @@ class QwixEncoder:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        # A mean is rounded by the order in which it is added up: only the whole parameter has Qwix's.
+        # The rounding of a mean depends on the order of its sum: it is Qwix's only for the complete parameter.
         """The shape of what must be encoded together: a group, or the complete parameter."""
         return self.quant.shape if self.method.startswith("rms") else self.quant.group_shape
 
@@ -270,11 +270,11 @@ NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
 def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     """Encodes by tables. The axes of `values` are about in the order of memory."""
     shape, group_shape = values.shape, kind.group_shape
-    counts = [n // tile for n, tile in zip(shape, group_shape, strict=True)]
+    counts = [n // group for n, group in zip(shape, group_shape, strict=True)]
     bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1, shape[-1])
     group_row = np.zeros(1, np.int64)
-    for n, tile, count in zip(shape[:-1], group_shape, counts, strict=False):
-        group_row = (group_row[:, None] * count + np.arange(n) // tile).reshape(-1)
+    for n, group, count in zip(shape[:-1], group_shape, counts, strict=False):
+        group_row = (group_row[:, None] * count + np.arange(n) // group).reshape(-1)
     largest = np.zeros((prod(counts[:-1]), counts[-1]), np.uint16)
     kernels.absmax(bits, group_row, group_shape[-1], largest)
     if largest.max() >= INFINITY:
@@ -302,11 +302,11 @@ def _compare_once(name: str, kind: QuantKind, values: np.ndarray, qvalues: np.nd
         return
     rng = np.random.default_rng(len(_compared))
     box, scale_box, left = [], [], CHECK_ELEMENTS // prod(kind.group_shape)
-    for n, tile in zip(values.shape, kind.group_shape, strict=True):
-        count = max(1, min(n // tile, left))
+    for n, group in zip(values.shape, kind.group_shape, strict=True):
+        count = max(1, min(n // group, left))
         left //= count
-        first = int(rng.integers(0, n // tile - count + 1))
-        box.append(slice(first * tile, (first + count) * tile))
+        first = int(rng.integers(0, n // group - count + 1))
+        box.append(slice(first * group, (first + count) * group))
         scale_box.append(slice(first, first + count))
     part, part_qvalues, part_scales = values[tuple(box)], qvalues[tuple(box)], scales[tuple(scale_box)]
     compared = partial(
@@ -345,7 +345,7 @@ def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
         "clipped": float(clipped),
         "count": float(values.size),
     }
-    shape = tuple(n // tile for n, tile in zip(values.shape, kind.group_shape, strict=True))
+    shape = tuple(n // group for n, group in zip(values.shape, kind.group_shape, strict=True))
     qvalues = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
     qvalue_bytes, *zero_points = (as_bytes(np.asarray(part)) for part in qvalues)
     return [

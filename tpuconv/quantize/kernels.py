@@ -61,9 +61,9 @@ def encode_integers(
     for j in range(bits.size):
         value, scale = to_float32(bits[j]), scales[j]
         quotient = value / scale
-        code = max(min(np.rint(to_float32(to_bfloat16(quotient))), most), least)
-        qvalues[j] = np.uint8(np.int8(np.int32(code)))
-        lost = (code - quotient) * scale
+        qvalue = max(min(np.rint(to_float32(to_bfloat16(quotient))), most), least)
+        qvalues[j] = np.uint8(np.int8(np.int32(qvalue)))
+        lost = (qvalue - quotient) * scale
         signal += value * value
         noise += lost * lost
     return signal, noise

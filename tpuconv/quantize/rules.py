@@ -124,6 +124,7 @@ class ParamQuant:
 
     @property
     def qtype(self) -> str:
+        """The type of the quantized values."""
         return str(self.qwix_how.qtype)
 
 
@@ -210,7 +211,7 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
     def trace() -> None:
         model = build()
         check_rules(config, _modules(model))
-        if isinstance(model, Decoder):  # which says how layers are called
+        if isinstance(model, Decoder):  # whose layers are known
             _skip_repeated(model, config)
         for path, node in nnx.iter_graph(quantized(model, provider)):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))

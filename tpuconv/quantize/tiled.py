@@ -30,7 +30,7 @@ def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) ->
     left, right, out = _letters(equation)
     counts = dict(zip(right, scale.shape, strict=True))
     tiled = [letter for letter in right if letter not in out and counts[letter] > 1]
-    numbers = "".join(tiled).lower()  # of a tile: a small letter, beside the capital of what is in it
+    numbers = "".join(tiled).lower()  # a small letter counts groups, its capital the elements within one
 
     def split(letters: str, array: jax.Array) -> tuple[str, jax.Array]:
         names, shape = "", []

@@ -1,4 +1,4 @@
-"""What the Hub's client raises, as errors of ours that say what to do."""
+"""Errors of the Hub's client as errors of ours, which say what to do."""
 
 import difflib
 import errno
@@ -13,7 +13,7 @@ from tpuconv.text import plain
 
 
 def near_folders(path: Path) -> str | None:
-    """A hint at folders beside `path` that are called almost so."""
+    """A hint that names folders with a similar name beside `path`; None if there are none."""
     try:
         folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
     except OSError:
@@ -25,7 +25,7 @@ def near_folders(path: Path) -> str | None:
 
 @contextmanager
 def client_errors(repo: str, revision: str) -> Iterator[None]:
-    """Turns whatever the client raises into an error of ours."""
+    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError."""
     try:
         yield
     except TpuconvError:
@@ -79,12 +79,12 @@ def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
     if status == 429:
         return HubError(
             "the Hub limits the rate of your requests",
-            hint=f"wait some minutes and run again, it goes on where it was; log in with {login} for a higher limit",
+            hint=f"wait some minutes and run again to resume; log in with {login} for a higher limit",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(
             f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
-            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; a rerun goes on",
+            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; run again to resume",
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return ResourceError(
@@ -94,12 +94,12 @@ def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
     return HubError(
         f"the download of {repo} failed",
         details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
-        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); what is downloaded stays and a rerun goes on",
+        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the download",
     )
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether nobody answered, or the server is down."""
+    """Whether the server did not answer, or is down."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -110,6 +110,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
+    """Whether the client is in offline mode (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return isinstance(error, OfflineModeIsEnabled)
@@ -128,11 +129,12 @@ def _unreachable(repo: str, cause: BaseException, *details: str) -> HubError:
     return HubError(
         f"the Hub at {constants.ENDPOINT} cannot be reached",
         details=[reason, *details],
-        hint="check the network (and HF_ENDPOINT, proxies); what is downloaded stays and a rerun goes on where it was",
+        hint="check the network (and HF_ENDPOINT, proxies); run again to resume the download",
     )
 
 
 def raise_unreachable(repo: str, cause: Exception, detail: str) -> NoReturn:
+    """Raises the HubError for a Hub that cannot be reached, with what the cache lacks as `detail`."""
     raise _unreachable(repo, cause, detail) from cause
 
 

@@ -163,7 +163,7 @@ class SafetensorsReader:
             except OSError as e:
                 raise SourceError(
                     f"{self.folder / shard} cannot be read at byte {offset}: {e.strerror}",
-                    hint="check the disk; a rerun goes on where this one stopped",
+                    hint="check the disk, then run again to resume",
                 ) from None
             if n == 0:
                 raise SourceError(f"{self.folder / shard} became shorter while it was read", hint=WAIT)

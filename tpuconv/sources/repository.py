@@ -94,7 +94,7 @@ class Repository:
         cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-        try:  # not left to the client, which tries again and again and says so each time
+        try:  # the client would retry many times and print a warning each time
             commit, files = self._listing()
         except Exception as error:
             cached = try_to_load_from_cache(self.repo, CONFIG_FILE, revision=self.revision)
@@ -292,7 +292,7 @@ class Repository:
         url = self._url(commit, file)
         head = bytearray().join(chunks_of(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
         end = 8 + int.from_bytes(head[:8], "little")
-        if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is no header: the reader of headers says what it is
+        if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is not a header, and `read_header` says what it is
             for chunk in chunks_of(url, len(head), end, self.meter.stopped):
                 self.meter.check()
                 head += chunk

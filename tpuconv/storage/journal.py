@@ -232,7 +232,7 @@ class Journal:
             self.record("complete", complete)
         if os.path.lexists(self.out):
             self._check_out()
-            disk.remove(self.out / STAGED)  # of a publication whose work folder somebody removed
+            disk.remove(self.out / STAGED)  # left by a publication whose work folder was removed
             disk.sync(self.out)
             if not disk.exchange(self.staging, self.out):
                 disk.rename(self.out, self._old)

@@ -59,7 +59,7 @@ def cut_binding(
     for letter in letters:
         if nbytes() <= sizes.SLAB_BYTES:
             break
-        # The smallest range of the letter that is whole chunks and blocks in every target, and as many as fit.
+        # The smallest range of the letter that is a whole number of chunks and blocks in every target, times what fits.
         least = lcm(*(target.least(letter, lengths[letter]) for target in targets))
         if least < lengths[letter]:
             steps[letter] = least
