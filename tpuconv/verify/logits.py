@@ -86,8 +86,9 @@ class Comparison:
         return out
 
     @property
-    def passed(self) -> bool:
-        return not self.failures()
+    def passed(self) -> bool | None:
+        """Whether every gate holds; None where there are no gates."""
+        return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
         facts = asdict(self)

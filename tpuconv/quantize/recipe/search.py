@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
+from tpuconv.quantize.config import Rule, default_gates
 from tpuconv.storage.disk import replace_file
 from tpuconv.text import plain
 
@@ -158,7 +159,9 @@ def to_yaml(model: Model, options: Sequence[Option], made: Sequence[str]) -> str
     # A name from elsewhere may hold what breaks a comment.
     lines += [f"# {plain(line)}" for line in made]
     lines += ["#", *(f"#   {plain(line)}" for line in _table(model.groups, options))]
-    return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(model.groups, options)), ""])
+    lines += ["qwix:", "  rules:", *(f"    {rule}" for rule in rules(model.groups, options))]
+    gates = default_gates(Rule(0, weight_qtype=option.qtype) for option in options)
+    return "\n".join([*lines, f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}", ""])
 
 
 def _table(groups: Sequence[Group], options: Sequence[Option]) -> Iterator[str]:
