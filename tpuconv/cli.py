@@ -1471,9 +1471,14 @@ def _verify_logits(
         if layerwise:
             facts["layers"] = [part.to_json() for part in parts]
             facts["first_departing"] = departing[0].name if departing else None
-        _print_json(facts | {"passed": not failures, "failures": failures})
+        _print_json(facts | {"passed": False if failures else result.passed, "failures": failures})
     else:
         _console().print(_comparison_table(result, str(manifest.folder)))
+        if result.passed is None:
+            _console().print(
+                "no gates set: the config of this quantization has `gates: none`, so that nothing is passed or failed",
+                soft_wrap=True,
+            )
     if failures:
         what = "quantized" if manifest.is_rounded else "converted"
         error = GateError(
@@ -1788,11 +1793,22 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
     cls=Example,
     examples=(
         'tpuconv generate --prompt "Once upon a time"',
+        'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
         'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
     ),
 )
 @click.argument("ckpt", required=False, type=File())
-@click.option("--prompt", type=Prompt(), required=True, help="The text to go on from.")
+@click.option(
+    "--prompt",
+    "prompts",
+    type=Prompt(),
+    multiple=True,
+    help="The text to continue; - reads it from standard input. May be repeated: all are continued in one batch.",
+)
+@click.option("--prompt-file", type=File(exists=True, dir_okay=False), help="A file with one prompt per line.")
+@click.option("--chat", is_flag=True, help="Write each prompt as a user's message, by the model's chat template.")
+@click.option("--system", type=Prompt(), help="The system message of the chat.")
+@click.option("--stop", type=Prompt(), multiple=True, help="End a text before this string; may be repeated.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(1, MOST_TOKENS), default=128, show_default=True, help="Stop after these."
 )
@@ -1818,7 +1834,11 @@ def _load(folder: Path, dtype: str | None = None) -> Any:
 @JSON
 def generate(
     ckpt: Path | None,
-    prompt: str,
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    stop: tuple[str, ...],
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -1827,48 +1847,59 @@ def generate(
     cache_dtype: str,
     as_json: bool,
 ) -> None:
-    """Write on from a prompt with the model of CKPT, the newest checkpoint in the current folder by default."""
+    """Continue prompts with the model of CKPT, the newest checkpoint in the current folder by default."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
+    texts_in = _generation_prompts(prompts, prompt_file)
     manifest = read_manifest(_chosen_checkpoint(ckpt, "Generating with", quiet=as_json))
     folder = manifest.folder
     _check_address_space()
     with _plain_path(folder) as path:
         tokenizer, ends = load_tokenizer(path), end_tokens(path)
-    from tpuconv.models.generate import Generator, Sampling
+    from tpuconv.models.generate import Sampling
+    from tpuconv.models.text_generator import TextGenerator
 
-    generator = Generator(_load(folder), Sampling(temperature, top_k, top_p), _cache_dtype(cache_dtype))
+    sampling = Sampling(temperature, top_k, top_p)
+    writer = TextGenerator(_load(folder), tokenizer, ends, sampling, _cache_dtype(cache_dtype))
     manifest.check_current()  # of which the tokenizer was read
-    ids = tokenizer(prompt)["input_ids"]
-    before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
-    new: list[int] = []
-    shown, times = "", [time.monotonic()]
-    if not as_json:
-        _say(plain(prompt, "\n\t"), nl=False)
-    for ids_B in generator([ids], max_new_tokens, eos=ends, seed=seed):
+    if writer.has_chat_template and not chat and not as_json:
+        _say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+    options: dict[str, Any] = {"chat": chat, "system": system, "stop": stop, "seed": seed}
+    streams = not as_json and len(texts_in) == 1
+    if streams and not chat:
+        _say(plain(texts_in[0], "\n\t"), nl=False)
+    times = [time.monotonic()]
+    outputs: list[Any] = []
+    for new, completions in writer.stream(texts_in, max_new_tokens, **options):
         times.append(time.monotonic())
-        new.append(int(ids_B[0]))
-        text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
-        if not as_json and not text.endswith("\ufffd"):  # a character whose bytes are not all there
-            _say(plain(text[len(shown) :], "\n\t"), nl=False)
-            shown = text
+        outputs = completions
+        if streams:
+            _say(plain(new[0], "\n\t"), nl=False)
         if getattr(sys.stdout, "unread", False):  # `| head`
             return
-    if as_json:
-        _print_json(
-            {
-                "checkpoint": str(folder),
-                "prompt": prompt,
-                "text": text,
-                "ids": new,
-                "stopped": "eos" if new[-1] in ends else "length",
-                "first_token_seconds": times[1] - times[0],
-                "seconds": times[-1] - times[0],
-            }
-        )
+    seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
+    if as_json and len(outputs) == 1:
+        _print_json({"checkpoint": str(folder), **outputs[0].to_json(), **seconds})
+    elif as_json:
+        _print_json({"checkpoint": str(folder), "outputs": [output.to_json() for output in outputs], **seconds})
+    elif streams:
+        _say("")
     else:
-        _say(plain(text[len(shown) :], "\n\t"))
+        shown = (plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs)
+        _say("\n\n".join(shown))
+
+
+def _generation_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
+    """The prompts of the options, "-" read from stdin."""
+    if list(prompts).count("-") > 1:
+        raise UsageError("standard input is one prompt: --prompt - can be given once")
+    out = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts] + (_prompts(file) if file else [])
+    if not out:
+        raise UsageError(
+            "there is no prompt", hint="give --prompt TEXT, --prompt - for standard input, or --prompt-file"
+        )
+    return out
 
 
 # -- inspect, families ------------------------------------------------------------------------------------------------
