@@ -1277,14 +1277,15 @@ def verify(
         raise UsageError("--update goes with no other check", hint="run one after the other")
     if layerwise and mesh:
         raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
+    from tpuconv.sharding import parse_mesh
     from tpuconv.verify.topology import request as tpu
 
-    sizes = tpu.parse_mesh(mesh) if mesh else None
+    sizes = parse_mesh(mesh) if mesh else None
     if topologies:
         if len(batch) > 1:
             raise UsageError("--topology takes one --batch", hint="ask for one after the other")
         src = ckpt or str(_newest_checkpoint())
-        question = tpu.Question(
+        question = tpu.CompileRequest(
             **_described(src, quantize, encoding == "keep", dtype, write_layouts),
             batch=batch[0],
             context=context,
@@ -1644,10 +1645,9 @@ def _cache_dtype(chosen: str) -> str | None:
 
 
 def _answer_line(answer: Any) -> "Text":
-    from tpuconv.verify.topology.request import format_mesh
+    from tpuconv.sharding import format_mesh
 
-    verdict = (answer.why, "red") if answer.why else ("fits", "green")
-    return _styled(f"  {answer.topology} ({format_mesh(answer.mesh)}): ", verdict)
+    return _styled((answer.verdict(), "green" if answer.fits else "red"), f" (mesh {format_mesh(answer.mesh)})")
 
 
 def _answer_tables(src: str, question: Any, answers: Sequence[Any]) -> "Iterator[Table]":
@@ -1919,8 +1919,8 @@ def _generation_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 def inspect(path: str, mesh: str | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours."""
     from tpuconv.names import MANIFEST, collapse
+    from tpuconv.sharding import parse_mesh
     from tpuconv.storage.sealed import SAFETENSORS, kind_of
-    from tpuconv.verify.topology.request import parse_mesh
 
     sizes = parse_mesh(mesh) if mesh else {}
     ours = (Path(path) / MANIFEST).is_file() and kind_of(Path(path)) != SAFETENSORS

@@ -19,8 +19,8 @@ import numpy as np
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.logits import divergences, forward, log_softmax
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+from tpuconv.sharding import format_mesh
 from tpuconv.sources.source import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, open_source, read_config, read_json
-from tpuconv.verify.topology.request import format_mesh
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
