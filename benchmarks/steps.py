@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.request import Answer, Question, Slice, as_released, ask
+from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, as_released, ask
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -67,10 +67,10 @@ COLUMNS = (
 )
 
 
-def answers(rows: list[Row]) -> Iterator[tuple[Row, Answer]]:
+def answers(rows: list[Row]) -> Iterator[tuple[Row, FitReport]]:
     for row in rows:
         config = json.loads((CONFIGS / f"{row.model}.json").read_text())
-        question = Question(
+        question = CompileRequest(
             config,
             row.batch,
             row.context,
@@ -87,7 +87,7 @@ def quantization(row: Row, config: dict[str, Any]) -> dict[str, Any] | None:
     return find_config(row.quantization).to_json() if row.quantization else None
 
 
-def cells(row: Row, answer: Answer) -> Iterator[str]:
+def cells(row: Row, answer: FitReport) -> Iterator[str]:
     memory, decode = answer.memory, answer.program("decode")
     yield row.title
     if decode is None:

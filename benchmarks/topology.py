@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.request import CHIPS, ENVIRONMENT, GIB, Question, Slice
+from tpuconv.verify.topology.chips import CHIPS, GIB
+from tpuconv.verify.topology.request import ENVIRONMENT, CompileRequest, Slice
 
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = ("olmo2-32b", "gpt-oss-120b", "llama-4-scout", "qwen3-235b-a22b", "llama-4-maverick", "kimi-k2")
@@ -34,8 +35,8 @@ def cut(config: dict, layers: int) -> dict:
     return config
 
 
-def question(config: dict) -> Question:
-    return Question(config, BATCH, CONTEXT, quantize=find_config(QUANTIZATION).to_json())
+def question(config: dict) -> CompileRequest:
+    return CompileRequest(config, BATCH, CONTEXT, quantize=find_config(QUANTIZATION).to_json())
 
 
 def sizes(config: dict, one: Slice) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     said, names = io.StringIO(), {}
     with redirect_stdout(said):
         for block in blocks:

@@ -12,7 +12,7 @@ from helpers.canaries import canaries
 from helpers.commands import EXAMPLE
 from helpers.tpu_compiler import compiler
 from tpuconv.errors import ConfigError
-from tpuconv.verify.topology.request import PACKAGES, Question, Slice, ask
+from tpuconv.verify.topology.request import PACKAGES, CompileRequest, Slice, ask
 
 INSTALLED = "import sys; from tpuconv.cli import main; sys.exit(main())"
 """As the installed command begins, which other than `python -m tpuconv` does not see the current folder."""
@@ -44,7 +44,7 @@ def test_asking_the_compiler_runs_nothing_of_the_current_folder(also, tmp_path, 
     monkeypatch.chdir(canaries(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(PACKAGES) + also)
     quantize = {"name": "x", "summary": "", "rules": [{"weight_qtype": "int8"}], "scale_dtype": None, "gates": {}}
-    (answer,) = ask(Question(config, context=64, quantize=quantize, programs=("decode",)), [[Slice("v5e:1x1")]])
+    (answer,) = ask(CompileRequest(config, context=64, quantize=quantize, programs=("decode",)), [[Slice("v5e:1x1")]])
     assert answer.fits
     assert sorted(path.name for path in tmp_path.glob("*.run")) == []
 
@@ -55,7 +55,7 @@ def test_the_compiler_is_not_asked_about_rules_that_are_matched_for_ever():
     rules = [{"weight_qtype": "int8", "module_path": "(((.+)+)+)+!"}]
     quantize = {"name": "x", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}}
     with pytest.raises(ConfigError, match=r"x, line 1: matching .* takes for ever"):
-        list(ask(Question(config, quantize=quantize), [[Slice("v5e:1x1")]]))
+        list(ask(CompileRequest(config, quantize=quantize), [[Slice("v5e:1x1")]]))
 
 
 TOLD = """

@@ -22,7 +22,7 @@ from tpuconv.models.kernels.grouped import (
     few_rows,
     grouped_matmul,
 )
-from tpuconv.verify.topology.request import CHIPS
+from tpuconv.verify.topology.chips import CHIPS
 
 SHAPES = [(128, 256), (384, 128), (96, 360), (1440, 720)]
 TILES = [None, ("D", 1), ("D", "M"), (8, 1), (32, 1), (32, 40), (96, 1), (128, 128), (288, 1)]

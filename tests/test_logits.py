@@ -60,3 +60,12 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     result = compare(ids, hf, ours, "bfloat16", GATES["bfloat16"])
     assert not result.failures()
     assert result.decided > 0.9 * result.tokens
+
+
+def test_without_gates_nothing_is_passed():
+    hf = random_logits()
+    result = compare(IDS, [hf], [hf], "bfloat16", {})
+    assert result.passed is None
+    assert result.to_json()["passed"] is None
+    assert result.failures() == []
+    assert compare(IDS, [hf], [hf], "bfloat16", {"top1": 1.0}).passed is True

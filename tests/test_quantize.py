@@ -41,7 +41,15 @@ from tpuconv.models.registry import get_family
 from tpuconv.private import qarray
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
-from tpuconv.quantize.config import QTYPES, REQUIRED_TILE_SIZES, QuantConfig, config_names, find_config, parse_config
+from tpuconv.quantize.config import (
+    LOSS_CLASSES,
+    QTYPES,
+    REQUIRED_TILE_SIZES,
+    QuantConfig,
+    config_names,
+    find_config,
+    parse_config,
+)
 from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
 from tpuconv.sources.headers import DTYPES
@@ -625,6 +633,25 @@ def test_the_configs_of_the_package_say_what_they_are_and_hold(name):
     assert config.summary != name
     assert set(config.gates) == {"top1", "mean_kl"}
     assert find_config(name) == config
+
+
+RULE = "qwix: {rules: [{weight_qtype: int8}, %s]}\n"
+
+
+@pytest.mark.parametrize(
+    ("rule", "loss"),
+    [("{weight_qtype: int8}", 0), ("{module_path: x}", 0), ("{weight_qtype: int8, act_qtype: int8}", 1),
+     ("{weight_qtype: float8_e4m3fn}", 1), ("{weight_qtype: int4, tile_size: 32}", 2), ("{weight_qtype: int2}", 2),
+     ("{weight_qtype: mxfp4, tile_size: 32}", 2)],
+)  # fmt: skip
+def test_a_config_without_gates_has_those_of_its_widest_loss(rule, loss):
+    config = parse_config((RULE % rule).encode(), "x", "x.yaml")
+    assert config.gates == LOSS_CLASSES[loss]
+    assert parse_config((RULE % rule + "gates: {top1: 0.5}").encode(), "x", "x.yaml").gates == {"top1": 0.5}
+    for none in ("gates: none", "gates: {}"):
+        without = parse_config((RULE % rule + none).encode(), "x", "x.yaml")
+        assert without.gates == {}
+        assert QuantConfig.from_json(without.to_json()).gates == {}  # as a manifest has it
 
 
 def test_an_unknown_config_names_the_nearest():

@@ -294,6 +294,7 @@ def test_predicted_bits_are_those_of_the_report_exactly(ckpt, tmp_path):
     model = find_choices(read_manifest(ckpt)).space
     options = [group.options[i % 3] for i, group in enumerate(model.groups)]
     text = to_yaml(model, options, [])
+    assert text.endswith("gates: {top1: 0.9, mean_kl: 0.08}\n")
     quantize(ckpt, tmp_path / "out", parse_config(text.encode(), "c", "c.yaml"))
     assert report(read_manifest(tmp_path / "out").raw).weight_bits == model.bits(options)
 

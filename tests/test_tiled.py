@@ -58,13 +58,13 @@ ASK = """
 import json, sys
 from tpuconv.quantize.config import parse_config
 from tpuconv.verify.topology.compile import compile_for
-from tpuconv.verify.topology.request import Question, Slice
+from tpuconv.verify.topology.request import CompileRequest, Slice
 
 for line in sys.stdin:
     config, tile = json.loads(line)
     rule = "{module_path: 'layers/.*', weight_qtype: int4, tile_size: %d}" % tile
     rules = parse_config(f"qwix: {{rules: [{rule}]}}".encode(), "c", "c.yaml").to_json()
-    question = Question(config, batch=8, context=128, quantize=rules, programs=("decode",))
+    question = CompileRequest(config, batch=8, context=128, quantize=rules, programs=("decode",))
     (program,) = compile_for(question, Slice("v5e:2x2"))["programs"]
     print(json.dumps(program["estimate"]), flush=True)
 """

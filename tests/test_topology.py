@@ -16,10 +16,11 @@ from tpuconv.api import Fit
 from tpuconv.commands.fit import tables
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
-from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, partition, shard_shape
+from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, parse_mesh, partition, shard_shape
 from tpuconv.verify.topology import request as tpu
+from tpuconv.verify.topology.chips import CHIPS
 from tpuconv.verify.topology.hlo import Schedule, values
-from tpuconv.verify.topology.request import CHIPS, Slice, parse_mesh, parse_topologies
+from tpuconv.verify.topology.request import Slice, parse_topologies
 
 MANY = """
 import json, re, sys
@@ -29,7 +30,7 @@ from tpuconv.models import generate
 from tpuconv.models.registry import find_family
 from tpuconv.sharding import decoding_mesh
 from tpuconv.verify.topology.compile import _Compilation, compile_for
-from tpuconv.verify.topology.request import Question, Slice
+from tpuconv.verify.topology.request import CompileRequest, Slice
 
 compiled, compile_it = [], Lowered.compile
 
@@ -39,7 +40,7 @@ def recorded(self, options):
     return compile_it(self, options)
 
 Lowered.compile = recorded
-questions = [Question(json.loads(line), batch=2, context=32) for line in sys.stdin]
+questions = [CompileRequest(json.loads(line), batch=2, context=32) for line in sys.stdin]
 for question in questions:
     print(json.dumps(compile_for(question, Slice("v5e:2x2"))), flush=True)
 
@@ -311,7 +312,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(tpu, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"tpuconv\[tpu\]"):
-        next(tpu.ask(tpu.Question({}), [[Slice("v5e:2x2")]]))
+        next(tpu.ask(tpu.CompileRequest({}), [[Slice("v5e:2x2")]]))
 
 
 # -- names and letters -------------------------------------------------------------------------------------------------
@@ -321,9 +322,9 @@ def test_the_tables_can_be_read_on_a_narrow_terminal():
     collectives = [{"op": "all-reduce", "count": 160, "bytes": 10_200_000}]
     products = [{"multiplied": "bf16 x int8", "stored": "bf16 x int8", "count": 560}]
     program = tpu.Program("prefill", 2048, 12, 0, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
-    answer = tpu.Answer("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
+    answer = tpu.FitReport("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
     console = Console(width=80, record=True, file=io.StringIO())
-    for table in tables(Fit("model", tpu.Question({}), [answer], None)):
+    for table in tables(Fit("model", tpu.CompileRequest({}), [answer], None)):
         console.print(table)
     text = console.export_text()
     assert "160 all-reduce, 10.2 MB" in text
@@ -338,6 +339,33 @@ def test_topologies_are_read():
     assert Slice("v5e:4x4").next == Slice("v5e:4x8")
     assert Slice("v5e:16x16").next is None
     assert parse_mesh("tensor=8, expert=2") == {"tensor": 8, "expert": 2}
+
+
+GB = 10**9
+
+
+def report_of(topology, floor=1e-3, communication=0.0, estimate=2e-3, weights=4, temporaries=1, why=""):
+    """Of a slice whose devices have 16 GB; times in seconds, memory in GB."""
+    program = tpu.Program("decode", 1, 1, 0, 0, 0, 1, 1, floor, floor, estimate, (), (), (), (), communication)
+    memory = tpu.Memory(16 * GB, weights * GB, 1 * GB, temporaries * GB, 0)
+    return tpu.FitReport(topology, 4, {}, memory, why, [] if why else [program], batch=8)
+
+
+def test_a_verdict_says_what_fits_how_fast_and_what_limits_it():
+    verdict = report_of("v5e:2x2").verdict()
+    assert verdict == (
+        "v5e:2x2: fits, with 10 GB of 16 GB left on each device. Decoding makes about 500 tokens/s for each sequence, "
+        "4e+03 in all, limited by memory bandwidth."
+    )
+    assert "limited by communication" in report_of("v5e:2x2", communication=1.5e-3).verdict()
+    assert "limited by compute" in report_of("v5e:2x2", estimate=5e-3).verdict()
+    assert "left on each device (the smaller v5e:1x1 may do). Dec" in report_of("v5e:2x2", weights=2).verdict()
+    assert report_of("v5e:2x2", weights=2, temporaries=5).smaller is None
+    assert report_of("v5e:1x1", weights=1).smaller is None
+    assert report_of("v5e:2x2", why="too large").verdict() == "v5e:2x2: does not fit: too large."
+    facts = report_of("v5e:2x2").to_json()
+    assert (facts["tokens_per_second_per_sequence"], facts["tokens_per_second"]) == (500, 4000)
+    assert report_of("v5e:2x2", why="too large").to_json()["tokens_per_second"] is None
 
 
 LLAMA_70B = {"D": 8192, "N": 64, "K": 8, "G": 8, "H": 128, "F": 28672, "V": 128256}

@@ -5,10 +5,13 @@ width. `group` is there where a model has fewer key-value heads than chips: it d
 experts is divided by `expert` as well, as if it were a second `tensor`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
+from tpuconv.errors import UsageError
+from tpuconv.jsonfile import short
 from tpuconv.layout import Shape, lead, parse_axes
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -51,6 +54,29 @@ and each layer would have two (benchmarks/README.md)."""
 
 LANES = 128
 """Of a TPU's vector registers: a width that is no multiple of it is padded."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes by axis of a mesh such as `tensor=8,expert=2`.
+
+    Raises:
+        UsageError: an axis has no such name, no size, or is named twice.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in AXES or name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
+            raise UsageError(
+                f"{short(part)} of the mesh {short(text)} is no axis with a size",
+                hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
+            )
+        mesh[name] = int(size)
+    return mesh
+
+
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """The inverse of `parse_mesh`."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[AxisSharding, ...]:

@@ -21,7 +21,7 @@ from tpuconv.api.conversion import (
 )
 from tpuconv.api.evaluation import Comparison, Verification, compare, verify
 from tpuconv.api.inspection import Inspection, inspect
-from tpuconv.api.models import load, save
+from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
 from tpuconv.api.recipes import Sensitivity, sensitivity
 from tpuconv.progress import Progress
@@ -42,6 +42,7 @@ __all__ = [
     "convert",
     "export",
     "fit",
+    "generator",
     "inspect",
     "load",
     "plan",

@@ -137,8 +137,9 @@ class Comparison:
         return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures()
 
     @property
-    def passed(self) -> bool:
-        return not self.failures
+    def passed(self) -> bool | None:
+        """Whether every gate holds; None if the quantization config has none."""
+        return False if self.failures else self.statistics.passed
 
     def check(self) -> None:
         """Raises GateError if a gate failed."""

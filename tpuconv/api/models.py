@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
+    from tpuconv.models.text_generator import TextGenerator
+
 
 def load(ckpt: str | Path, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None) -> "nnx.Module":
     """The model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
@@ -28,6 +30,40 @@ def load_on_all_devices(folder: Path, dtype: Any = None) -> Any:
 
     with plain_path(folder) as path:
         return restore.load(path, dtype, restore.default_mesh(path))
+
+
+def generator(
+    ckpt: str | Path,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    cache_dtype: str | None = None,
+) -> "TextGenerator":
+    """What continues texts with the model of a checkpoint, on all devices of this machine; see
+    `tpuconv.models.text_generator.TextGenerator`.
+
+    Args:
+        ckpt: a checkpoint with a tokenizer.
+        temperature: 0 takes the most likely token.
+        top_k: sample from the k most likely tokens.
+        top_p: sample from the fewest tokens that have this probability together.
+        cache_dtype: "int8", or None for the model's.
+
+    Raises:
+        TpuconvError: the checkpoint cannot be loaded, or has no tokenizer.
+    """
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.generate import Sampling
+    from tpuconv.models.text_generator import TextGenerator
+    from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+
+    manifest = read_manifest(Path(ckpt))
+    with plain_path(manifest.folder) as folder:
+        tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+    model = load_on_all_devices(manifest.folder)
+    manifest.check_current()  # the tokenizer was read from the same checkpoint
+    return TextGenerator(model, tokenizer, ends, Sampling(temperature, top_k, top_p), cache_dtype)
 
 
 def save(

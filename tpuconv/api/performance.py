@@ -11,7 +11,7 @@ from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
     from tpuconv.verify.benchmark import Machine, Timing
-    from tpuconv.verify.topology.request import Answer, Question
+    from tpuconv.verify.topology.request import CompileRequest, FitReport
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,17 @@ class Fit:
     """
 
     source: str
-    request: "Question"
-    reports: Sequence["Answer"]
+    request: "CompileRequest"
+    reports: Sequence["FitReport"]
     layouts: Path | None
 
     @property
-    def fitting(self) -> list["Answer"]:
+    def fitting(self) -> list["FitReport"]:
         """The reports of slices that the model fits."""
         return [report for report in self.reports if report.fits]
 
     @property
-    def smallest(self) -> "Answer | None":
+    def smallest(self) -> "FitReport | None":
         """The smallest slice that the model fits."""
         return min(self.fitting, key=lambda report: report.devices, default=None)
 
@@ -181,7 +181,7 @@ def fit(
     quantize: str | Path | None = None,
     encoding: str = "dequantize",
     write_layouts: bool = False,
-    on_report: Callable[["Answer"], None] = lambda report: None,
+    on_report: Callable[["FitReport"], None] = lambda report: None,
     progress: Listener = ignore,
 ) -> Fit:
     """Asks the TPU compiler whether a model fits, and how fast it may be. No weights are read and no TPU is needed.
@@ -204,10 +204,10 @@ def fit(
         TpuconvError: the source cannot be read, a topology is unknown, or libtpu is missing.
     """
     from tpuconv.checkpoint import device_layouts
-    from tpuconv.verify.topology.request import Question, ask, parse_topologies
+    from tpuconv.verify.topology.request import CompileRequest, ask, parse_topologies
 
     described = _described(str(src), quantize, encoding, dtype, write_layouts)
-    request = Question(**described, batch=batch, context=context, mesh=mesh, cache_dtype=cache_dtype)
+    request = CompileRequest(**described, batch=batch, context=context, mesh=mesh, cache_dtype=cache_dtype)
     groups, reports = parse_topologies(topologies), []
     progress(Progress("compiling"))
     for report in ask(request, groups):

@@ -18,7 +18,7 @@ from tpuconv.sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpuconv.verify.topology.request import Answer, Program
+    from tpuconv.verify.topology.request import FitReport, Program
 
 
 @options.command(
@@ -85,11 +85,10 @@ def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: 
     found.check()
 
 
-def _show_report(report: "Answer") -> None:
-    from tpuconv.verify.topology.request import format_mesh
+def _show_report(report: "FitReport") -> None:
+    from tpuconv.sharding import format_mesh
 
-    verdict = (report.why, "red") if report.why else ("fits", "green")
-    show(f"  {report.topology} ({format_mesh(report.mesh)}): ", verdict)
+    show((report.verdict(), "green" if report.fits else "red"), f" (mesh {format_mesh(report.mesh)})")
 
 
 def tables(found: api.Fit) -> "Iterator[Table]":

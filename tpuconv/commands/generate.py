@@ -2,27 +2,44 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import print_json, say
-from tpuconv.commands.inputs import chosen_checkpoint
-from tpuconv.commands.params import Number, Prompt
+from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
+from tpuconv.commands.params import File, Number, Prompt
+from tpuconv.errors import UsageError
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.paths import plain_path
 from tpuconv.text import plain
+
+if TYPE_CHECKING:
+    from tpuconv.models.text_generator import Completion
 
 
 @options.command(
     "generate",
     "Generate text.",
     'tpuconv generate --prompt "Once upon a time"',
+    'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
     'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
 )
 @options.ckpt
-@click.option("--prompt", type=Prompt(), required=True, help="The text to continue.")
+@click.option(
+    "--prompt",
+    "prompts",
+    type=Prompt(),
+    multiple=True,
+    help="The text to continue; - reads it from standard input. May be repeated: all are continued in one batch.",
+)
+@click.option("--prompt-file", type=File(exists=True, dir_okay=False), help="A text file with one prompt per line.")
+@click.option("--chat", is_flag=True, help="Write each prompt as a user's message, by the model's chat template.")
+@click.option("--system", type=Prompt(), help="The system message of the chat.")
+@click.option("--stop", type=Prompt(), multiple=True, help="End a text before this string; may be repeated.")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1, options.MOST_TOKENS),
@@ -52,55 +69,52 @@ from tpuconv.text import plain
 @options.as_json
 def generate(
     ckpt: Path | None,
-    prompt: str,
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    stop: tuple[str, ...],
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int | None,
     seed: int,
-    cache_dtype: str | None,
     as_json: bool,
+    **sampling: Any,
 ) -> None:
-    """Generate text with the model of CKPT, the newest checkpoint in the current folder by default."""
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.models.tokenizer import end_tokens, load_tokenizer
-
-    manifest = read_manifest(chosen_checkpoint(ckpt, "Generating with", quiet=as_json))
-    folder = manifest.folder
+    """Continue prompts with the model of CKPT, the newest checkpoint in the current folder by default."""
+    texts = _all_prompts(prompts, prompt_file)
+    folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json)
     check_address_space_for_jax()
-    with plain_path(folder) as path:
-        tokenizer, ends = load_tokenizer(path), end_tokens(path)
-    from tpuconv.api.models import load_on_all_devices
-    from tpuconv.models.generate import Generator, Sampling
-
-    generator = Generator(load_on_all_devices(folder), Sampling(temperature, top_k, top_p), cache_dtype)
-    manifest.check_current()  # of which the tokenizer was read
-    ids = tokenizer(prompt)["input_ids"]
-    before = tokenizer.decode(ids, skip_special_tokens=True)  # the text of the new ids alone may lack its first space
-    new: list[int] = []
-    shown, text, times = "", "", [time.monotonic()]
-    if not as_json:
-        say(plain(prompt, "\n\t"), nl=False)
-    for ids_B in generator([ids], max_new_tokens, eos=ends, seed=seed):
+    generator = api.generator(folder, **sampling)
+    if generator.has_chat_template and not chat and not as_json:
+        say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+    streams = not as_json and len(texts) == 1
+    if streams and not chat:
+        say(plain(texts[0], "\n\t"), nl=False)
+    times = [time.monotonic()]
+    outputs: Sequence[Completion] = ()
+    for new, completions in generator.stream(texts, max_new_tokens, chat=chat, system=system, stop=stop, seed=seed):
+        outputs = completions
         times.append(time.monotonic())
-        new.append(int(ids_B[0]))
-        text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
-        if not as_json and not text.endswith("\ufffd"):  # a character whose bytes are not all there
-            say(plain(text[len(shown) :], "\n\t"), nl=False)
-            shown = text
+        if streams:
+            say(plain(new[0], "\n\t"), nl=False)
         if getattr(sys.stdout, "unread", False):  # `| head`
             return
     if as_json:
-        print_json(
-            {
-                "checkpoint": str(folder),
-                "prompt": prompt,
-                "text": text,
-                "ids": new,
-                "stopped": "eos" if new[-1] in ends else "length",
-                "first_token_seconds": times[1] - times[0],
-                "seconds": times[-1] - times[0],
-            }
-        )
+        seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
+        several = {"outputs": [output.to_json() for output in outputs]}
+        print_json({"checkpoint": str(folder), **(several if outputs[1:] else outputs[0].to_json()), **seconds})
+    elif streams:
+        say("")
     else:
-        say(plain(text[len(shown) :], "\n\t"))
+        say("\n\n".join(plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs))
+
+
+def _all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
+    """The prompts of the options, "-" read from standard input."""
+    if list(prompts).count("-") > 1:
+        raise UsageError("standard input is one prompt: --prompt - can be given once")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts] + read_prompts(file)
+    if not texts:
+        raise UsageError(
+            "there is no prompt", hint="give --prompt TEXT, --prompt - for standard input, or --prompt-file"
+        )
+    return texts

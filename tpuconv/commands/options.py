@@ -148,7 +148,7 @@ benchmark_sizes = stacked(
 
 
 def _parsed_mesh(text: str | None) -> dict[str, int] | None:
-    from tpuconv.verify.topology.request import parse_mesh
+    from tpuconv.sharding import parse_mesh
 
     return parse_mesh(text) if text else None
 

@@ -124,7 +124,9 @@ def _compare(
     if not as_json:
         console().print(_comparison_table(found))
         found.check()
-    return found.to_json(), 0 if found.passed else GateError.exit_code
+        if found.passed is None:
+            show("no gates set: the quantization config has `gates: none`, so nothing passed or failed")
+    return found.to_json(), GateError.exit_code if found.failures else 0
 
 
 def _show_source(changed: Sequence[str] | None) -> None:

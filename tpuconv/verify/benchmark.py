@@ -2,7 +2,7 @@
 
 A decode step must read every weight that it uses and the cache once: its time against the memory bandwidth is the
 share that was reached. A prefill must multiply every weight with every token: against the peak of the matrix units. The
-limits are those of the chip (`tpuconv.verify.topology.request.CHIPS`), or measured here in the same run.
+limits are those of the chip (`tpuconv.verify.topology.chips.CHIPS`), or measured here in the same run.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import ResourceError, UsageError
-from tpuconv.verify.topology.request import CHIPS
+from tpuconv.verify.topology.chips import CHIPS
 
 PROMPT = "Once upon a time, there was a little"
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
+from tpuconv.quantize.config import Rule, default_gates
 from tpuconv.storage.disk import replace_file
 from tpuconv.text import plain
 
@@ -172,7 +173,9 @@ def to_yaml(space: SearchSpace, options: Sequence[Option], provenance: Sequence[
     # A name from elsewhere may hold what breaks a comment.
     lines += [f"# {plain(line)}" for line in provenance]
     lines += ["#", *(f"#   {plain(line)}" for line in _table_lines(space.groups, options))]
-    return "\n".join([*lines, "qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options)), ""])
+    lines += ["qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options))]
+    gates = default_gates(Rule(0, weight_qtype=option.qtype) for option in options)
+    return "\n".join([*lines, f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}", ""])
 
 
 def _table_lines(groups: Sequence[ParamGroup], options: Sequence[Option]) -> Iterator[str]:

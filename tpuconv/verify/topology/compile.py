@@ -13,17 +13,17 @@ from typing import Any
 
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
-from tpuconv.sharding import MESH_AXES, decoding_mesh
+from tpuconv.sharding import MESH_AXES, decoding_mesh, format_mesh
 from tpuconv.verify.topology.hlo import Schedule
-from tpuconv.verify.topology.request import Memory, Program, Question, Slice, format_mesh
+from tpuconv.verify.topology.request import CompileRequest, Memory, Program, Slice
 
 
 def main(asked: Path, answered: Path) -> None:
-    """Reads a `Question` and the name of a slice, and writes an `Answer` or an error, as JSON."""
-    question = json.loads(asked.read_text())
-    topology = Slice(question.pop("topology"))
+    """Reads a `CompileRequest` and the name of a slice, and writes an `FitReport` or an error, as JSON."""
+    request = json.loads(asked.read_text())
+    topology = Slice(request.pop("topology"))
     try:
-        facts: Mapping[str, Any] = compile_for(Question(**question), topology)
+        facts: Mapping[str, Any] = compile_for(CompileRequest(**request), topology)
     except TpuconvError as e:
         facts = {
             "error": {"type": type(e).__name__, "message": e.message, "details": list(e.details), "hint": e.hint},
@@ -31,33 +31,33 @@ def main(asked: Path, answered: Path) -> None:
     answered.write_text(json.dumps(facts))
 
 
-def compile_for(question: Question, topology: Slice) -> dict[str, Any]:
-    """The facts of an `Answer`."""
+def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
+    """The facts of an `FitReport`."""
     from tpuconv.models.registry import find_family
 
-    family = find_family(question.config)
-    config = family.config.from_hf(question.config)
-    mesh = dict(question.mesh or decoding_mesh(config.axes, topology.devices))
+    family = find_family(request.config)
+    config = family.config.from_hf(request.config)
+    mesh = dict(request.mesh or decoding_mesh(config.axes, topology.devices))
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
             f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
             hint="leave --mesh out for one that fits",
         )
-    return _Compilation(question, topology, family, config, mesh).answer()
+    return _Compilation(request, topology, family, config, mesh).report()
 
 
 class _Compilation:
     """One model on one mesh. Imports jax."""
 
-    def __init__(self, question: Question, topology: Slice, family: Any, config: Any, mesh: Mapping[str, int]):
+    def __init__(self, request: CompileRequest, topology: Slice, family: Any, config: Any, mesh: Mapping[str, int]):
         import jax
         from flax import nnx
 
         from tpuconv.models.common.cache import cache_shardings
         from tpuconv.models.generate import Generator
 
-        self.question, self.topology, self.sizes = question, topology, mesh
-        self.model = model_of(question, family, config)
+        self.request, self.topology, self.sizes = request, topology, mesh
+        self.model = model_of(request, family, config)
         graph, state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
         table = family.table.stack_layers() if self.model.scan_layers else family.table
@@ -66,8 +66,8 @@ class _Compilation:
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
         )
         # What `generate` runs, with the layouts that `--write-layouts` makes `load` use.
-        self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=question.cache_dtype, free_layouts=True)
-        cache = self.generator.cache_shapes(question.batch, question.context)
+        self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
+        cache = self.generator.cache_shapes(request.batch, request.context)
         self.cache = jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh))
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
@@ -79,18 +79,23 @@ class _Compilation:
         axes = next(self.axes[name] for name in prefixes if name in self.axes)
         return _placed(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
 
-    def answer(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         from tpuconv.models.generate import prefill_chunk
 
-        question, available = self.question, self.topology.chip.hbm
+        request, available = self.request, self.topology.chip.hbm
         weights, cache = _bytes(self.params), _bytes(self.cache)
-        facts: dict[str, Any] = {"topology": self.topology.name, "devices": self.topology.devices, "mesh": self.sizes}
+        facts: dict[str, Any] = {
+            "topology": self.topology.name,
+            "devices": self.topology.devices,
+            "mesh": self.sizes,
+            "batch": request.batch,
+        }
         programs: list[Program] = []
         why = ""
         if weights + cache > available:
             why = f"weights and cache alone take {_gib(weights + cache)} of {_gib(available)}"
-        tokens = {"decode": 1, "prefill": prefill_chunk(question.batch, question.context)}
-        for name in question.programs:
+        tokens = {"decode": 1, "prefill": prefill_chunk(request.batch, request.context)}
+        for name in request.programs:
             if not why:
                 try:
                     programs.append(self._compile(name, tokens[name]))
@@ -114,7 +119,7 @@ class _Compilation:
         import jax
         from flax import nnx
 
-        decode = self.generator.decode(self.question.batch, self.question.context)
+        decode = self.generator.decode(self.request.batch, self.request.context)
         chosen = jax.tree.unflatten(self.generator.form, decode.input_formats[0][0])
         out = {}
         shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, chosen))
@@ -124,7 +129,7 @@ class _Compilation:
         return out
 
     def _compile(self, name: str, tokens: int) -> Program:
-        batch, context = self.question.batch, self.question.context
+        batch, context = self.request.batch, self.request.context
         began = time.monotonic()
         if name == "decode":
             compiled = self.generator.decode(batch, context)
@@ -151,29 +156,30 @@ class _Compilation:
             products=schedule.products(),
             copies=schedule.copies(),
             custom_calls=schedule.custom_calls(),
+            communication=schedule.communication(chip.ici),
         )
 
 
-def model_of(question: Question, family: Any, config: Any) -> Any:
+def model_of(request: CompileRequest, family: Any, config: Any) -> Any:
     """The model with shapes instead of arrays."""
     import jax.numpy as jnp
     from flax import nnx
 
-    dtype = jnp.dtype(question.dtype)
-    if question.checkpoint:
+    dtype = jnp.dtype(request.dtype)
+    if request.checkpoint:
         from tpuconv.checkpoint.manifest import read_manifest
         from tpuconv.restore import abstract_model
 
-        return abstract_model(read_manifest(Path(question.checkpoint)), dtype)
+        return abstract_model(read_manifest(Path(request.checkpoint)), dtype)
 
     def build() -> Any:
         return family.model_class(config, dtype=dtype)
 
-    if question.quantize is None:
+    if request.quantize is None:
         return nnx.eval_shape(build)
     from tpuconv.quantize.rules import abstract_quantized_model
 
-    return abstract_quantized_model(build, question.quantize)
+    return abstract_quantized_model(build, request.quantize)
 
 
 def _placed(x: Any, where: Any) -> Any:

@@ -388,7 +388,7 @@ class Schedule:
         Two constants are fitted to published times (benchmarks/published.py): a core takes 0.8 of the compiler's
         cycles, and a collective a quarter of a microsecond for each of six hops.
         """
-        share, hop, hops, links = 0.8, 0.25e-6, 6, 2
+        share = 0.8
         core = memory = 0.0
         arrives: dict[str, float] = {}
         for step in self._unrolled():
@@ -398,15 +398,18 @@ class Schedule:
                 arrives[i.name] = memory
             elif i.op.endswith("-done"):
                 core = max(core, arrives.get(i.operands[0], core))
-            elif op := _collective(i):
-                ways = 2 if op == "all-reduce" else 1
-                core += hop * hops * ways + ways * _moved(i) / (links * ici)
+            elif _collective(i):
+                core += _waited(i, ici)
             else:
                 nbytes = step.expected
                 if nbytes:
                     memory = max(memory, core) + nbytes / bandwidth
                 core += share * i.cycles / clock if i.cycles else nbytes / bandwidth
         return max(core, memory)
+
+    def communication(self, ici: float) -> float:
+        """Seconds of one run that `estimate` charges for collectives."""
+        return sum(_waited(step.instruction, ici) for step in self._unrolled() if _collective(step.instruction))
 
     def _unrolled(self) -> Iterator[Step]:
         """The steps as often as they run. Loops may be nested: a run of steps of one inner loop repeats as a whole."""
@@ -431,6 +434,13 @@ def _collective(i: Instruction) -> str:
     if i.op == "async-start":
         return next((name for name in COLLECTIVES if name in i.called("calls") or name in i.name), "")
     return ""
+
+
+def _waited(i: Instruction, ici: float) -> float:
+    """Seconds of a collective."""
+    hop, hops, links = 0.25e-6, 6, 2
+    ways = 2 if _collective(i) == "all-reduce" else 1
+    return hop * hops * ways + ways * _moved(i) / (links * ici)
 
 
 def _moved(i: Instruction) -> int:

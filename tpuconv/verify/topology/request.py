@@ -21,42 +21,8 @@ from tpuconv import libtpu
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.sharding import AXES
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One kind of TPU, by device: what jax calls a device is a chip, or on v4 and TPU7x one of its two cores.
-
-    `hbm` is what libtpu's compiler gives a program in bytes, less than is sold. `bandwidth` of the HBM and `ici`, of
-    one link in one direction, are in bytes a second, `clock` in Hz. Figures are those of Google's published
-    specifications (cloud.google.com/tpu/docs), halved where a device is half a chip. `kind` is jax's `device_kind`,
-    `peak` the FLOP/s of products in bfloat16.
-    """
-
-    kind: str
-    hbm: int
-    bandwidth: float
-    peak: float
-    ici: float
-    clock: float
-    devices: int = 1
-    dims: int = 2
-    slices: tuple[str, ...] = ()
-
-
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SOLID = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-
-CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", int(15.25 * GIB), 615e9, 137.5e12, 45e9, 1.05e9, devices=2, dims=3, slices=SOLID),
-    "v5e": Chip("TPU v5 lite", int(15.75 * GIB), 819e9, 197e12, 45e9, 1.5e9, slices=FLAT),
-    "v5p": Chip("TPU v5", int(95.74 * GIB), 2765e9, 459e12, 90e9, 1.75e9, dims=3, slices=SOLID),
-    "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 1638e9, 918e12, 90e9, 1.75e9, slices=FLAT),
-    "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SOLID),
-}
+from tpuconv.sizes import format_size
+from tpuconv.verify.topology.chips import CHIPS, Chip
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -121,8 +87,16 @@ class Slice:
     @property
     def next(self) -> "Slice | None":
         """The next larger slice of the same chip."""
-        larger = (Slice(f"{self.kind}:{shape}") for shape in self.chip.slices)
-        return next((other for other in larger if other.chips > self.chips), None)
+        return next((other for other in self._others if other.chips > self.chips), None)
+
+    @property
+    def previous(self) -> "Slice | None":
+        """The next smaller slice of the same chip."""
+        return next((other for other in reversed(self._others) if other.chips < self.chips), None)
+
+    @property
+    def _others(self) -> "list[Slice]":
+        return [Slice(f"{self.kind}:{shape}") for shape in self.chip.slices]
 
 
 def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
@@ -141,27 +115,8 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
     ]
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """`tensor=8,expert=2` as sizes by axis."""
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
-        if name not in AXES or name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
-            raise UsageError(
-                f"{short(part)} of the mesh {short(text)} is no axis with a size",
-                hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
-            )
-        mesh[name] = int(size)
-    return mesh
-
-
-def format_mesh(mesh: Mapping[str, int]) -> str:
-    """The inverse of `parse_mesh`."""
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
-
-
 @dataclass(frozen=True)
-class Question:
+class CompileRequest:
     """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` or `as_released` gives.
     `checkpoint` is the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of
     its manifest. `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
@@ -183,7 +138,7 @@ class Question:
 
 
 def as_released(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantize` of a question about the release that a parsed config.json describes, codes and scales as they are:
+    """The `quantize` of a request about the release that a parsed config.json describes, codes and scales as they are:
     what the manifest would say after `convert --encoding keep`.
 
     Raises:
@@ -229,7 +184,7 @@ class Program:
     """One compiled program. Bytes and times are of one device and one step. `peak` is what XLA counts in use at once,
     code aside; `floor` the time in seconds that its HBM needs at full bandwidth, `expected_floor` where tokens choose
     their experts evenly and kernels read no others; `estimate` comes from a simulation of the schedule (see
-    `ESTIMATE_ERROR`)."""
+    `ESTIMATE_ERROR`), and `communication` is its part that is waited for other devices."""
 
     name: str
     tokens: int
@@ -246,12 +201,14 @@ class Program:
     products: Sequence[Mapping[str, Any]]
     copies: Sequence[Mapping[str, Any]]
     custom_calls: Sequence[Mapping[str, Any]]
+    communication: float = 0.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitReport:
     """What the compiler says of one slice. `why` is empty where the model fits; `programs` are those that compiled.
-    `layouts` says how decoding would have each parameter of a model that fits lie."""
+    `layouts` are those that the compiler chooses for each parameter of a model that fits. `batch` is that of the
+    request: how many sequences are decoded at once."""
 
     topology: str
     devices: int
@@ -260,6 +217,7 @@ class Answer:
     why: str = ""
     programs: Sequence[Program] = ()
     layouts: Mapping[str, DeviceLayout] = field(default_factory=dict, repr=False)
+    batch: int = 1
 
     @property
     def fits(self) -> bool:
@@ -273,20 +231,74 @@ class Answer:
     def program(self, name: str) -> Program | None:
         return next((program for program in self.programs if program.name == name), None)
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one sequence while it is decoded, by the estimate; None where decoding was not compiled."""
+        decode = self.program("decode")
+        return 1 / decode.estimate if decode and decode.estimate > 0 else None
+
+    @property
+    def limit(self) -> str | None:
+        """What takes most of a decode step: "memory bandwidth", "compute" or "communication"; None where decoding was
+        not compiled."""
+        decode = self.program("decode")
+        if decode is None:
+            return None
+        parts = {"memory bandwidth": decode.expected_floor, "communication": decode.communication}
+        parts["compute"] = decode.estimate - sum(parts.values())
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def smaller(self) -> Slice | None:
+        """The next smaller slice, if weights and cache divided by its devices leave room for the rest; None where they
+        do not, or the model does not fit."""
+        own, memory = Slice(self.topology), self.memory
+        less = own.previous
+        if less is None or not self.fits:
+            return None
+        held = (memory.weights + memory.cache) * own.devices / less.devices
+        return less if held + memory.temporaries + memory.code <= memory.available else None
+
+    def verdict(self) -> str:
+        """In words: whether the model fits and how much memory is left; how fast it decodes, by the estimate, and what
+        limits it; and a smaller slice that may do."""
+        if not self.fits:
+            return f"{self.topology}: does not fit: {self.why}."
+        left, all_of_it = format_size(self.memory.headroom), format_size(self.memory.available)
+        text = f"{self.topology}: fits, with {left} of {all_of_it} left on each device"
+        if self.smaller:
+            text += f" (the smaller {self.smaller.name} may do)"
+        if (speed := self.tokens_per_second) is None:
+            return text + "."
+        return (
+            f"{text}. Decoding makes about {speed:.3g} tokens/s for each sequence, {speed * self.batch:.3g} in all, "
+            f"limited by {self.limit}."
+        )
+
     def to_json(self) -> dict[str, Any]:
         memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
         facts = {key: value for key, value in vars(self).items() if key not in ("programs", "layouts")}
         programs = {program.name: vars(program) for program in self.programs}
-        return {**facts, "fits": self.fits, "memory": memory, "programs": programs}
+        speed = self.tokens_per_second
+        return {
+            **facts,
+            "fits": self.fits,
+            "verdict": self.verdict(),
+            "tokens_per_second_per_sequence": speed,
+            "tokens_per_second": speed and speed * self.batch,
+            "limit": self.limit,
+            "memory": memory,
+            "programs": programs,
+        }
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> "Answer":
+    def from_json(cls, facts: Mapping[str, Any]) -> "FitReport":
         memory, programs = Memory(**facts["memory"]), [Program(**program) for program in facts["programs"]]
         layouts = {name: DeviceLayout.of(*layout) for name, layout in facts["layouts"].items()}
         return cls(**{**facts, "memory": memory, "programs": programs, "layouts": layouts})
 
 
-def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answer]:
+def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[FitReport]:
     """The answers, each from a child of its own: what a child compiled would stay in its memory. Of each group of
     slices, the smallest first, those up to the first that fits.
 
@@ -299,30 +311,30 @@ def ask(question: Question, groups: Sequence[Sequence[Slice]]) -> Iterator[Answe
         raise UsageError(
             "--topology asks the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
         )
-    _check_rules(question)
+    _check_rules(request)
     for slices in groups:
         for one in slices:
-            answer = _ask_child(question, one)
-            yield answer
-            if answer.fits:
+            report = _ask_child(request, one)
+            yield report
+            if report.fits:
                 break
 
 
-def _check_rules(question: Question) -> None:
+def _check_rules(request: CompileRequest) -> None:
     """That the rules of a config can be matched, before a child imports jax for them."""
     from tpuconv.models.registry import find_family
     from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
 
-    if question.quantize is None or "rules" not in question.quantize or question.checkpoint:
+    if request.quantize is None or "rules" not in request.quantize or request.checkpoint:
         return
-    family = find_family(question.config)
-    modules = modules_of(family.table, family.config.from_hf(question.config))
-    check_rules(QuantConfig.from_json(question.quantize), modules)
+    family = find_family(request.config)
+    modules = modules_of(family.table, family.config.from_hf(request.config))
+    check_rules(QuantConfig.from_json(request.quantize), modules)
 
 
-def advice(question: Question, answer: Answer) -> str:
+def advice(request: CompileRequest, report: FitReport) -> str:
     """What would make it fit: a larger slice, fewer sequences, narrower weights."""
-    memory, one = answer.memory, Slice(answer.topology)
+    memory, one = report.memory, Slice(report.topology)
     ways = []
     # What the compiler gave up on is not known: an eighth is left for temporaries.
     spare = memory.temporaries + memory.code or memory.available // 8
@@ -331,10 +343,10 @@ def advice(question: Question, answer: Answer) -> str:
         larger = larger.next
     if larger:
         ways.append(f"--topology {larger.name}")
-    batch = (memory.available - memory.weights - spare) * question.batch // max(memory.cache, 1)
-    if 1 <= batch < question.batch:
+    batch = (memory.available - memory.weights - spare) * request.batch // max(memory.cache, 1)
+    if 1 <= batch < request.batch:
         ways.append(f"--batch {batch}")
-    if question.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
+    if request.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
         ways.append("--quantize int8_weight_only")
     return (
         "it may fit with " + " or ".join(ways) if ways else f"no slice of {one.kind} is large enough: take another chip"
@@ -359,10 +371,10 @@ def _child_environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own)}
 
 
-def _ask_child(question: Question, one: Slice) -> Answer:
+def _ask_child(request: CompileRequest, one: Slice) -> FitReport:
     with TemporaryDirectory(prefix="tpuconv-") as folder:
-        asked, answered = Path(folder, "question.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps({**vars(question), "topology": one.name}))
+        asked, answered = Path(folder, "request.json"), Path(folder, "report.json")
+        asked.write_text(json.dumps({**vars(request), "topology": one.name}))
         command = [sys.executable, "-P", "-c", CHILD, str(PACKAGES), str(asked), str(answered)]
         done = subprocess.run(
             command, env=_child_environment(), capture_output=True, text=True, check=False, errors="replace"
@@ -377,7 +389,7 @@ def _ask_child(question: Question, one: Slice) -> Answer:
             f"the TPU compiler ended with {done.returncode} for {one.name}",
             details=[line[:300] for line in done.stderr.strip().splitlines()[-8:]],
         )
-    return Answer.from_json(facts)
+    return FitReport.from_json(facts)
 
 
 def _errors(kind: type[TpuconvError]) -> Iterator[type[TpuconvError]]:

@@ -1,0 +1,146 @@
+"""Text in, text out: batches, chat templates, stop strings, and contexts that overflow."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tpuconv
+from test_cli import EXAMPLE
+from test_cli import tpuconv as command
+from test_convert import convert
+from tpuconv.errors import UsageError
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.generate import ENDED
+from tpuconv.models.text_generator import Completion, TextGenerator, _Text, context_of
+from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'system' and 'no system' in m.content %}{{ raise_exception('refused') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("text") / "out"
+    convert(EXAMPLE, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def write(folder: Path) -> TextGenerator:
+    return TextGenerator(tpuconv.load(folder), load_tokenizer(folder), end_tokens(folder))
+
+
+@pytest.fixture
+def chat(write: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> TextGenerator:
+    monkeypatch.setattr(write.tokenizer, "chat_template", CHAT)
+    return write
+
+
+def test_a_batch_is_each_prompt_alone(write: TextGenerator) -> None:
+    prompts = ["The king said", "Once"]
+    together = write(prompts, max_new_tokens=8)
+    assert [out.prompt for out in together] == prompts
+    assert [out.stopped for out in together] == ["length"] * 2
+    assert together == [write([prompt], max_new_tokens=8)[0] for prompt in prompts]
+    assert all(len(out.ids) == 8 and out.text == write.tokenizer.decode(out.ids) for out in together)
+
+
+def test_the_pieces_are_the_text(write: TextGenerator) -> None:
+    steps = list(write.stream(["The king said", "Once"], 8))
+    assert len(steps) == 8
+    final = steps[-1][1]
+    assert ["".join(new[row] for new, _ in steps) for row in range(2)] == [out.text for out in final]
+
+
+def test_a_text_ends_before_a_stop_string(write: TextGenerator) -> None:
+    (free,) = write(["The king said"], max_new_tokens=12)
+    stop = free.text[3:6]
+    at = free.text.index(stop)
+    steps = list(write.stream(["The king said"], 12, stop=["never", stop]))
+    assert steps[-1][1] == [Completion("The king said", free.text[:at], free.ids[: at + 3], "stop")]
+    assert "".join(new[0] for new, _ in steps) == free.text[:at]  # nothing was shown that had to be taken back
+    assert len(steps) == at + 3
+
+
+def test_a_chat_is_what_the_template_writes(chat: TextGenerator) -> None:
+    def ids(text: str) -> list[int]:
+        return list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    assert chat.has_chat_template
+    assert chat.encode(["Hi", "Ho"], chat=True) == [ids("<user>Hi<assistant>"), ids("<user>Ho<assistant>")]
+    assert chat.encode(["Hi"], chat=True, system="Be brief.") == [ids("<system>Be brief.<user>Hi<assistant>")]
+    assert chat(["Hi"], 3, chat=True)[0].text == chat(["<user>Hi<assistant>"], 3)[0].text
+
+
+MISTAKES: dict[str, tuple[Callable[[TextGenerator], Any], str]] = {
+    "a template that refuses": (lambda w: w(["x"], chat=True, system="no system"), "cannot be used: .*refused"),
+    "a system prompt without a chat": (lambda w: w(["x"], system="y"), "a system prompt needs"),
+    "too many tokens": (lambda w: w(["four"], 509), "a prompt of 4 tokens and 509 new ones are 513.* has 512 pos"),
+    "too long a prompt": (lambda w: w(["x" * 600], 1), "of 600 tokens and 1 new ones are 601.* has 512"),
+    "no prompt": (lambda w: w([]), "every prompt needs a token"),
+    "an empty prompt": (lambda w: w([""]), "every prompt needs a token"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_an_answer(chat: TextGenerator, mistake: str) -> None:
+    act, message = MISTAKES[mistake]
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        act(chat)
+
+
+def test_without_a_template_there_is_no_chat(write: TextGenerator) -> None:
+    assert not write.has_chat_template
+    with pytest.raises(UsageError, match="no chat template"):
+        write(["x"], chat=True)
+
+
+class Bytes:
+    """A tokenizer of which a token is a byte; 0 is a special one."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(i for i in ids if i).decode(errors="replace")
+
+
+def test_half_a_character_and_half_a_stop_string_are_held_back() -> None:
+    text = _Text(Bytes(), b"x", {0}, ["END", ""])
+    assert [text.add(byte, False) for byte in "aü".encode()] == ["a", "", "ü"]
+    assert [text.add(byte, False) for byte in b"EN."] == ["", "", "EN."]
+    assert [text.add(byte, False) for byte in b"bEND"] == ["b", "", "", ""]
+    assert (text.text, text.stopped, text.add(65, False)) == ("aüEN.b", "stop", "")
+    ended = _Text(Bytes(), b"x", {0}, ["END"])
+    assert [ended.add(token, False) for token in (69, 0, ENDED)] == ["", "E", ""]
+    assert (ended.stopped, ended.ids) == ("eos", [69, 0])
+    cut = _Text(Bytes(), b"x", {0}, ["END"])
+    assert cut.add(69, True) == "E"
+
+
+def test_the_context_is_that_of_stretched_positions() -> None:
+    def of(rope: Rope) -> int:
+        return context_of(SimpleNamespace(max_position_embeddings=40960, rope=rope))  # type: ignore[arg-type]
+
+    assert of(Rope()) == 40960
+    assert of(Rope("yarn", factor=4.0, original_max_position_embeddings=32768)) == 131072
+    assert of(Rope("llama3", factor=8.0, original_max_position_embeddings=8192)) == 40960
+
+
+def test_the_command_takes_several_prompts(folder: Path, tmp_path: Path) -> None:
+    import json
+    import subprocess
+    import sys
+
+    (tmp_path / "prompts.txt").write_text("Once\n\nThe king said\n")
+    new = ("--max-new-tokens", "4", "--json")
+    many = json.loads(command("generate", folder, "--prompt-file", tmp_path / "prompts.txt", *new).stdout)
+    assert [out["prompt"] for out in many["outputs"]] == ["Once", "The king said"]
+    args = [sys.executable, "-m", "tpuconv", "generate", str(folder), "--prompt", "-", *new]
+    done = subprocess.run(args, input="Once", capture_output=True, text=True, check=True)
+    assert {k: json.loads(done.stdout)[k] for k in ("prompt", "text", "ids", "stopped")} == many["outputs"][0]
+    refused = command("generate", folder, "--prompt", "x", "--max-new-tokens", "600", code=2)
+    assert "601, and the model has 512 positions" in refused.stderr
+    assert "there is no prompt" in command("generate", folder, code=2).stderr
