@@ -1459,7 +1459,7 @@ def _verify_logits(
     if not layerwise:
         with _sign_of_life("running the converted model", as_json), _plain_path(manifest.folder) as path:
             ours = logits.model_logits(path, ids, own, devices)
-    gates = manifest.quantization["gates"] if manifest.is_rounded else logits.GATES[own]
+    gates = manifest.quantization["gates"] if manifest.is_rounded else logits.DTYPE_GATES[own]
     result = logits.compare(ids, hf, ours, own, gates)
     departing = [part for part in parts if part.departs]
     failures = [f"{departing[0].name} is the first to depart"] if departing else []
