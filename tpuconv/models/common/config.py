@@ -282,7 +282,7 @@ def ignored_keys(
                 faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
         # A null is an absent key; a False may well mean something.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
-            if read is not None and key not in read:
+            if read is not None and key not in read and len(key) <= LONGEST_KEY and len(ignored) < MOST_IGNORED:
                 ignored[key] = value
             else:  # to look for those that are near takes time
                 near = _near(key, known, only) if len(faults) < MOST_HINTS else ""
@@ -304,6 +304,9 @@ def keys_of_reference(model_type: str) -> frozenset[str] | None:
     table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
     return frozenset(table["shared"] + table[model_type]) if model_type in table else None
 
+
+MOST_IGNORED, LONGEST_KEY = 200, 200
+"""Keys that are ignored, and characters of one: a config.json with more is none, and listing them would take long."""
 
 MOST_HINTS = 20
 """Keys for which one that is near is looked for."""
