@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.models.generate import Generator
 from tpuconv.restore import load
-from tpuconv.verify.benchmark import Work, machine
+from tpuconv.verify.benchmark import Roofline, machine
 
 PROMPT = 32
 
@@ -35,7 +35,7 @@ def ours(checkpoint: Path, dtype: str, ids: np.ndarray, new: int):
         return (times[-1] - times[0]) / (new - 1)
 
     step()  # compiles
-    return step, Work(model).step_bytes(1, 0)
+    return step, Roofline(model).step_bytes(1, 0)
 
 
 def theirs(folder: Path, dtype: str, ids: np.ndarray, new: int):

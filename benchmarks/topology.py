@@ -43,12 +43,12 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
     """Bytes of a device's weights and cache."""
     from tpuconv.models.registry import find_family
     from tpuconv.sharding import decoding_mesh
-    from tpuconv.verify.topology.compile import _bytes, _Compilation
+    from tpuconv.verify.topology.compile import _bytes_per_device, _Compilation
 
     family = find_family(config)
     parsed = family.config.from_hf(config)
     model = _Compilation(question(config), one, family, parsed, decoding_mesh(parsed.axes, one.devices))
-    return _bytes(model.params), _bytes(model.cache)
+    return _bytes_per_device(model.params), _bytes_per_device(model.cache)
 
 
 def cell(name: str, kind: str) -> dict:

@@ -9,7 +9,7 @@ from flax import nnx
 
 import tpuconv
 from helpers.families import CASES, OWN_CACHE, PROMPTS, Case, one_fast_of_each
-from tpuconv.models.common.cache import rounded
+from tpuconv.models.common.cache import quantize_vectors
 from tpuconv.models.generate import left_padded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -51,8 +51,8 @@ def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
     print(f"{case.id}: top-1 {top1:.4f}, median KL {np.median(kl):.2e}, mean KL {kl.mean():.2e}")
     assert top1 >= TOP1
     assert kl.mean() <= MEAN_KL
-    assert 1e-9 < np.median(kl) <= MEDIAN_KL  # 0 would be a cache that is not rounded
-    # A token's keys are rounded by themselves: however they came in, and whatever stands before them.
+    assert 1e-9 < np.median(kl) <= MEDIAN_KL  # 0 would be a cache that is not quantize_vectors
+    # A token's keys are quantize_vectors by themselves: however they came in, and whatever stands before them.
     np.testing.assert_allclose(logits(model, ids_BT, mask_BT, "int8", 1)[mask_BT], got[mask_BT], atol=1e-3)
     alone = np.array([ids_BT[1][mask_BT[1]]])
     at_once = logits(model, alone, np.ones(alone.shape, bool), "int8", alone.shape[1])
@@ -70,6 +70,6 @@ def test_the_bytes_of_an_int8_cache(family: str, orbax: Any) -> None:
 
 def test_a_vector_is_rounded_by_its_largest_element() -> None:
     x = np.array([[[3.0, -1.5, 0.01]], [[0.0, 0.0, 0.0]]], np.float32)
-    codes, scale = map(np.asarray, rounded(x))
+    codes, scale = map(np.asarray, quantize_vectors(x))
     np.testing.assert_array_equal(codes, [[[127, -64, 0]], [[0, 0, 0]]])
     np.testing.assert_allclose(scale, [[3 / 127], [0]], rtol=1e-6)

@@ -14,7 +14,7 @@ from tpuconv.models.kernels import grouped
 from tpuconv.models.kernels.grouped import (
     DEPTH,
     FEW_ROWS,
-    FP4,
+    FP4_TYPE,
     KINDS,
     by_xla,
     difference,
@@ -125,9 +125,9 @@ for line in sys.stdin:
 @compiler
 def test_every_chip_has_the_kernel_and_no_matrix_is_fetched_ahead():
     topologies = [f"{name}:{chip.slices[1]}" for name, chip in CHIPS.items()]
-    asked = [(topologies[0], kind, (32, 1) if kind == FP4 else None) for kind in KINDS]
+    asked = [(topologies[0], kind, (32, 1) if kind == FP4_TYPE else None) for kind in KINDS]
     asked += [(topology, "int8", None) for topology in topologies[1:]]
-    asked += [(topology, FP4, (32, 1)) for topology in topologies[3:]]
+    asked += [(topology, FP4_TYPE, (32, 1)) for topology in topologies[3:]]
     asked += [(topologies[1], "float8_e4m3fn", (128, 128)), (topologies[3], "int4", (32, 1))]
     for (_, kind, tile), calls in zip(asked, answers_of(COMPILE, asked), strict=True):
         (kernel,) = (call for call in calls if call["kernel"] == "few_rows")
@@ -165,7 +165,7 @@ def failing(*operands, groups):
 
 @pytest.mark.parametrize(
     ("kind", "tile"),
-    [("bfloat16", None), ("int8", None), ("int8", (128, 1)), ("float8_e4m3fn", (128, 1)), (FP4, (32, 1))],
+    [("bfloat16", None), ("int8", None), ("int8", (128, 1)), ("float8_e4m3fn", (128, 1)), (FP4_TYPE, (32, 1))],
 )
 def test_a_right_kernel_passes_its_check(kind, tile):
     x = (24, 256), "float32" if kind == "float32" else "bfloat16"

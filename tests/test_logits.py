@@ -5,7 +5,7 @@ import pytest
 
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from tpuconv.verify.logits import GATES, are_tied, compare, model_logits, reference_logits, tokenize
+from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare, model_logits, reference_logits, tokenize
 
 TOKENS, VOCABULARY = 200, 50
 IDS = [[0] * TOKENS]
@@ -44,10 +44,10 @@ def test_what_ties_depends_on_the_reference_and_never_hides_a_wrong_model():
     assert not are_tied(hf, "bfloat16").any()
     assert are_tied(np.zeros((3, 5), np.float32), "bfloat16").all()
     wrong = np.roll(hf, 1, axis=-1)
-    assert compare(IDS, [hf], [wrong], "bfloat16", GATES["bfloat16"]).top1_decided == 0
+    assert compare(IDS, [hf], [wrong], "bfloat16", DTYPE_GATES["bfloat16"]).top1_decided == 0
     broken = np.full_like(hf, np.nan)
     assert not are_tied(broken, "bfloat16").any()
-    assert "mean_kl is nan" in compare(IDS, [hf], [broken], "bfloat16", GATES["bfloat16"]).failures()[0]
+    assert "mean_kl is nan" in compare(IDS, [hf], [broken], "bfloat16", DTYPE_GATES["bfloat16"]).failures()[0]
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     assert sum(map(len, ids)) == 1024
     convert(EXAMPLE, tmp_path / "out")
     hf, ours = reference_logits(EXAMPLE, ids, "bfloat16"), model_logits(tmp_path / "out", ids, "bfloat16")
-    result = compare(ids, hf, ours, "bfloat16", GATES["bfloat16"])
+    result = compare(ids, hf, ours, "bfloat16", DTYPE_GATES["bfloat16"])
     assert not result.failures()
     assert result.decided > 0.9 * result.tokens
 

@@ -103,7 +103,7 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
     """The model with shapes instead of arrays, in the dtypes that these have once they are loaded."""
-    family, config = get_family(manifest.family), _config(manifest)
+    family, config = get_family(manifest.family), _model_config(manifest)
     own = jnp.dtype(manifest.dtype if dtype is None else dtype)
 
     if manifest.quantization is None:
@@ -130,11 +130,11 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
     devices = jax.devices()
     if len(devices) == 1:
         return None
-    sizes = decoding_mesh(_config(read_manifest(Path(ckpt))).axes, len(devices))
+    sizes = decoding_mesh(_model_config(read_manifest(Path(ckpt))).axes, len(devices))
     return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), devices), tuple(sizes))
 
 
-def _config(manifest: Manifest) -> Any:
+def _model_config(manifest: Manifest) -> Any:
     return get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
 
 
@@ -169,7 +169,7 @@ def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -
 
 def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
     have = {name: array.shape for name, array in manifest.arrays.items()}
-    want = _beside(manifest) | {name: tuple(value.shape) for name, value in model.items()}
+    want = _mtp_shapes(manifest) | {name: tuple(value.shape) for name, value in model.items()}
     faults = [
         f"{name}: {have.get(name)} stored, {want.get(name)} in the model"
         for name in sorted(have | want)
@@ -183,10 +183,10 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
         )
 
 
-def _beside(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+def _mtp_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """The arrays of layers that predict further tokens, which are no part of the model, and their shapes; none where
     these were left out."""
-    table, config = get_family(manifest.family).table, _config(manifest)
+    table, config = get_family(manifest.family).table, _model_config(manifest)
     every, own = ({n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False))
     out = {}
     for name in every.keys() - own.keys():

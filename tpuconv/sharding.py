@@ -20,31 +20,36 @@ Rules = Mapping[str, tuple[str, ...]]
 AxisSharding = str | tuple[str, ...] | None
 """What divides one axis of an array: the entry of a `PartitionSpec`."""
 
-ALL = ("tensor", "group", "expert")
-AXES = ("data", *ALL)
+WIDTH_AXES = ("tensor", "group", "expert")
+AXES = ("data", *WIDTH_AXES)
 """The names that an axis of a mesh may have."""
 
 MESH_AXES: Rules = {
     "E": ("expert",),
-    "V": ALL,
-    "N": ALL,
+    "V": WIDTH_AXES,
+    "N": WIDTH_AXES,
     "K": ("tensor",),
-    "F": ALL,
-    "M": ALL,
-    "W": ALL,
+    "F": WIDTH_AXES,
+    "M": WIDTH_AXES,
+    "W": WIDTH_AXES,
     "D": ("data",),
 }
 """Heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model width fully sharded as in ZeRO
 (arXiv:1910.02054): two all-reduces for a layer, whatever the mesh."""
 
-ACTIVATIONS: Rules = {"B": ("data",), "N": ALL, "K": ("tensor",), "V": ALL}
+ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WIDTH_AXES}
 """Between the layers: every chip has all tokens of its part of the batch, whole; of heads and logits its own."""
 
-BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": ALL}
+BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
 """Inside of attention and in the cache, while that is small: by heads alone. Where chips are more than key-value heads,
 several hold the same keys, each for queries of its own, and nothing is exchanged."""
 
-BY_BATCH: Rules = {"K": ("tensor",), "B": ("data", "group", "expert", "tensor"), "G": ("group", "expert"), "N": ALL}
+BY_BATCH: Rules = {
+    "K": ("tensor",),
+    "B": ("data", "group", "expert", "tensor"),
+    "G": ("group", "expert"),
+    "N": WIDTH_AXES,
+}
 """The same for a larger cache: key-value heads first. The chips that are left divide the batch, so that no two hold the
 same keys, or where it is too small the queries of a key-value head. Queries are exchanged, and what becomes of them."""
 
@@ -132,15 +137,15 @@ def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
     step would wait for the chip whose experts are asked for most.
     """
     heads = devices if "C" in sizes else sizes["K"]  # latent attention caches no heads
-    tensor = _largest(devices, lambda n: heads % n == 0)
+    tensor = _largest_divisor(devices, lambda n: heads % n == 0)
     if "E" not in sizes:
         return _without_ones({"tensor": tensor, "group": devices // tensor})
-    tensor = _largest(tensor, lambda n: devices % n == 0 and sizes["M"] % (2 * LANES * n) == 0)
-    expert = _largest(devices // tensor, lambda n: sizes["E"] % n == 0)
+    tensor = _largest_divisor(tensor, lambda n: devices % n == 0 and sizes["M"] % (2 * LANES * n) == 0)
+    expert = _largest_divisor(devices // tensor, lambda n: sizes["E"] % n == 0)
     return _without_ones({"tensor": tensor, "group": devices // tensor // expert, "expert": expert})
 
 
-def _largest(number: int, fits: Callable[[int], bool]) -> int:
+def _largest_divisor(number: int, fits: Callable[[int], bool]) -> int:
     """The largest divisor that fits, 1 if none does."""
     return next((n for n in range(number, 1, -1) if number % n == 0 and fits(n)), 1)
 

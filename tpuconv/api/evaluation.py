@@ -225,7 +225,7 @@ def compare(
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
             ours = logits.model_logits(folder, ids, compute, devices)
-    gates = logits.GATES[compute]
+    gates = logits.DTYPE_GATES[compute]
     if manifest.is_rounded and manifest.quantization:
         gates = manifest.quantization["gates"]
     statistics = logits.compare(ids, reference, ours, compute, gates)

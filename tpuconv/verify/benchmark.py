@@ -22,7 +22,7 @@ PROMPT = "Once upon a time, there was a little"
 
 
 @dataclass(frozen=True)
-class Limits:
+class HardwareLimits:
     """Of all devices together: bytes/s and FLOP/s, and whether they were measured here or are the chip's."""
 
     bandwidth: float
@@ -36,7 +36,7 @@ class Machine:
 
     device: str
     devices: int
-    limits: Limits
+    limits: HardwareLimits
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Workload:
     """One measurement: prompts of a length in a batch, and how many tokens each gets."""
 
     batch: int
@@ -58,7 +58,7 @@ class Timing:
     included; `peak_memory_bytes` the most that the device counted so far, None where it does not count. `new_ids`
     follow the spoken prompt."""
 
-    shape: Shape
+    shape: Workload
     compile_seconds: float
     first_token_seconds: float
     step_seconds: float
@@ -67,7 +67,7 @@ class Timing:
     memory_bytes: int
     peak_memory_bytes: int | None
     new_ids: tuple[int, ...]
-    limits: Limits
+    limits: HardwareLimits
 
     @property
     def per_sequence(self) -> float:
@@ -102,7 +102,7 @@ class Timing:
         }
 
 
-def shapes(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Shape]:
+def shapes(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Workload]:
     """Every combination, the last changing fastest.
 
     Raises:
@@ -110,7 +110,7 @@ def shapes(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens: Se
     """
     if min(new_tokens) < 2:
         raise UsageError("--new-tokens is 2 or more: the first comes from the prefill")
-    return [Shape(*each) for each in product(batches, prompt_lengths, new_tokens)]
+    return [Workload(*each) for each in product(batches, prompt_lengths, new_tokens)]
 
 
 def machine() -> Machine:
@@ -123,14 +123,14 @@ def machine() -> Machine:
     if chip:
         # The two cores of a v4 are two devices to the compiler and one to a host: chips are counted, by their places.
         parts = chip.devices * len({tuple(device.coords) for device in devices})
-        limits = Limits(chip.bandwidth * parts, chip.peak * parts, measured=False)
+        limits = HardwareLimits(chip.bandwidth * parts, chip.peak * parts, measured=False)
     else:
         limits = _measured(len(devices) if devices[0].platform != "cpu" else 1)  # devices of a CPU share its memory
     libraries = ("tpuconv", "jax", "jaxlib", "flax")
     return Machine(kind, len(devices), limits, {name: version(name) for name in libraries})
 
 
-def _measured(devices: int) -> Limits:
+def _measured(devices: int) -> HardwareLimits:
     """The best of several products: a large matrix and a vector for the bandwidth, two matrices for the peak."""
     import jax
     import jax.numpy as jnp
@@ -142,7 +142,7 @@ def _measured(devices: int) -> Limits:
     n = 1 << (13 if on_gpu else 11)
     squares = [jnp.ones((n, n), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
     peak = max(2 * n**3 / _best(multiply, square, square) for square in squares)
-    return Limits(bandwidth * devices, peak * devices, measured=True)
+    return HardwareLimits(bandwidth * devices, peak * devices, measured=True)
 
 
 def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
@@ -156,7 +156,7 @@ def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
     return min(times)
 
 
-class Work:
+class Roofline:
     """What a step of a model must do at least, by its weights."""
 
     def __init__(self, model: Any):
@@ -199,9 +199,9 @@ class Work:
 
 def measure(
     model: Any,
-    wanted: Sequence[Shape],
+    wanted: Sequence[Workload],
     repeats: int,
-    limits: Limits,
+    limits: HardwareLimits,
     spoken: Sequence[int] = (),
     cache_dtype: str | None = None,
 ) -> Iterator[Timing]:
@@ -216,10 +216,10 @@ def measure(
     from tpuconv.models.generate import Generator
 
     generator = Generator(model, cache_dtype=cache_dtype)
-    work = Work(model)
+    roofline = Roofline(model)
     for shape in wanted:
         try:
-            yield _measure(generator, work, shape, repeats, limits, spoken)
+            yield _measure_workload(generator, roofline, shape, repeats, limits, spoken)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
@@ -229,14 +229,16 @@ def measure(
             ) from e
 
 
-def _measure(generator: Any, work: Work, shape: Shape, repeats: int, limits: Limits, spoken: Sequence[int]) -> Timing:
+def _measure_workload(
+    generator: Any, roofline: Roofline, shape: Workload, repeats: int, limits: HardwareLimits, spoken: Sequence[int]
+) -> Timing:
     import jax
 
     from tpuconv.models.generate import prefill_chunk
 
     B, T, new = shape.batch, shape.prompt_length, shape.new_tokens
     length = generator.slots(B, T, new)
-    ids_BT = np.random.default_rng(0).integers(0, work.vocab_size, (B, T), np.int32)
+    ids_BT = np.random.default_rng(0).integers(0, roofline.vocab_size, (B, T), np.int32)
     mask_BT = np.ones(ids_BT.shape, bool)
     weights, key = generator.weights, jax.random.key(0)
 
@@ -272,8 +274,8 @@ def _measure(generator: Any, work: Work, shape: Shape, repeats: int, limits: Lim
         compile_seconds=compile_seconds,
         first_token_seconds=statistics.median(firsts),
         step_seconds=statistics.median(steps),
-        step_bytes=work.step_bytes(B, cache_bytes),
-        prefill_flops=work.prefill_flops(B, T),
+        step_bytes=roofline.step_bytes(B, cache_bytes),
+        prefill_flops=roofline.prefill_flops(B, T),
         memory_bytes=sum(parts) - memory.alias_size_in_bytes,
         peak_memory_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         new_ids=tuple(new_ids),

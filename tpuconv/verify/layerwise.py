@@ -25,7 +25,7 @@ from tpuconv.mapping.table import MappingTable
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import empty_weights, reference_config
 
-GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
+LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """Largest error of a part by itself. Rounding makes about 1e-6 and 1e-2; a wrong layer makes 0.1 and more."""
 
 M_MMAP_THRESHOLD = -3
@@ -73,7 +73,9 @@ def compare_layers(
     parts: list[LayerError] = []
 
     def compared(name: str, reference: Sequence[np.ndarray], own: Any, gathered: Any) -> None:
-        parts.append(LayerError(name, _error(reference, own), _error(reference, gathered), GATES[dtype]))
+        parts.append(
+            LayerError(name, _relative_error(reference, own), _relative_error(reference, gathered), LAYER_GATES[dtype])
+        )
         show(parts[-1])
 
     with closing(theirs):
@@ -94,7 +96,7 @@ def _return_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-def _error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float:
+def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float:
     difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(reference, ours, strict=True))
     size = sum(float(np.square(a, dtype=np.float64).sum()) for a in reference)
     return float(np.sqrt(difference / max(size, 1e-300)))
@@ -260,7 +262,7 @@ class _Ours:
         from flax import nnx
 
         from tpuconv.models.common.decoder import EVERYTHING, Step
-        from tpuconv.models.common.layers import rope_turns
+        from tpuconv.models.common.layers import rope_cos_sin
         from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx
@@ -273,7 +275,7 @@ class _Ours:
         self.steps = []
         for length in self.lengths:
             pos_BT = jnp.where(jnp.arange(width) < length, jnp.arange(width), -1)[None]
-            self.steps.append(Step(pos_BT, pos_BT, 0, rope_turns(config.rope, config.rope_dim, pos_BT)))
+            self.steps.append(Step(pos_BT, pos_BT, 0, rope_cos_sin(config.rope, config.rope_dim, pos_BT)))
         self.hidden: list[Any] = []
         # A TPU multiplies float32 in bfloat16 unless told otherwise.
         self.precision = "highest" if dtype == "float32" else None

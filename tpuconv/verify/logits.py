@@ -45,7 +45,7 @@ TIE = 2
 what was rounded before."""
 
 Gates = Mapping[str, float]
-GATES: Mapping[str, Gates] = {
+DTYPE_GATES: Mapping[str, Gates] = {
     "float32": {"relative_difference": 1e-4, "mean_kl": 1e-6, "top1": 0.999},
     "bfloat16": {"mean_kl": 1e-3, "top1": 0.99},
     "float16": {"mean_kl": 1e-3, "top1": 0.99},

@@ -1,10 +1,10 @@
-"""The keys and values of tokens that were seen, so that a step computes those of its own tokens alone.
+"""The KV cache: keys and values of earlier tokens, so that a step computes those of its own tokens alone.
 
-Every slot knows its token's position: -1 is a slot that is empty or holds padding. Left padding, right padding, prefill
-and decode are thereby one rule (`layers.is_visible`).
+Every slot has the position of its token; -1 marks a slot that is empty or holds padding. So one rule
+(`layers.is_visible`) covers left padding, right padding, prefill and decode.
 
-In int8 a vector is kept as integers and one scale. Attention multiplies scores and weights by scales, not the cache: it
-is read as it lies.
+An int8 cache holds for each vector int8 values and one scale. Attention multiplies scores and weights by the scales, so
+that the cache is never dequantized.
 """
 
 from dataclasses import dataclass
@@ -41,17 +41,18 @@ class KV:
         return cls(keys[0], values[0], keys[1], values[1])
 
     def scores(self, q_BTKGH: jax.Array) -> jax.Array:
-        """Products of queries and keys [B, K, G, T, S] in float32, where they are anyway: rounded, they would be the
-        coarsest numbers of attention."""
-        k_BSKH = as_stored(self.k_BSKH, q_BTKGH.dtype)
+        """Products of queries and keys [B, K, G, T, S], in float32: softmax needs them so, and rounding them would cost
+        more than any other rounding of attention."""
+        k_BSKH = to_compute_dtype(self.k_BSKH, q_BTKGH.dtype)
         scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
         return scores_BKGTS if self.k_scale_BSK is None else scores_BKGTS * _by_key(self.k_scale_BSK)
 
     def mixed(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """The sum of values with these weights, which come in float32 and are rounded to `dtype`, [B, T, K, G, H]."""
+        """The sum of the values [B, T, K, G, H], weighted by `weights_BKGTS`, which is in float32 and is rounded to
+        `dtype`."""
         if self.v_scale_BSK is not None:
             weights_BKGTS = weights_BKGTS * _by_key(self.v_scale_BSK)
-        return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), as_stored(self.v_BSKH, dtype))
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), to_compute_dtype(self.v_BSKH, dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -85,21 +86,22 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Arra
     return jnp.zeros(shape, dtype), scales
 
 
-def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Vectors as int8 and the scale of each, by its largest element."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None]).astype(jnp.int8), scale
 
 
-def as_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Integers of a cache in the type to multiply in, which holds them all; the product reads them as they lie."""
+def to_compute_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Casts an int8 array of a cache to the dtype of the product; XLA fuses the cast, so that int8 is read. An array of
+    another dtype is returned as it is."""
     return x.astype(dtype) if x.dtype == jnp.int8 else x
 
 
 def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
-    """A layer's cache with the vectors of new tokens at `slot`, rounded where it holds integers: scales follow all
-    vectors, in the same order."""
+    """A layer's cache with the vectors of new tokens written at `slot`; they are quantized where the cache holds int8,
+    and the scales then follow all vectors, in the same order."""
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
@@ -107,7 +109,7 @@ def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
     leaves, form = jax.tree.flatten(old)
     vectors = jax.tree.leaves(new)
     if leaves[0].dtype == jnp.int8:
-        vectors = [part for parts in zip(*map(rounded, vectors), strict=True) for part in parts]
+        vectors = [part for parts in zip(*map(quantize_vectors, vectors), strict=True) for part in parts]
     return jax.tree.unflatten(form, map(one, leaves, vectors))
 
 
@@ -116,8 +118,9 @@ def _by_key(scale_BSK: jax.Array) -> jax.Array:
     return jnp.transpose(scale_BSK, (0, 2, 1))[:, :, None, None]
 
 
-def remember(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
-    """All keys and values that this step's tokens may look at: the cache's with these written at `slot`, or these."""
+def append_kv(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
+    """Appends the keys and values of this step's tokens to a layer's cache, at `slot`. Without a cache (`kv` is None)
+    returns these alone."""
     k_BTKH, v_BTKH = (placed(new, "B T K H") for new in (k_BTKH, v_BTKH))
     rules = rules_for(KV(k_BTKH, v_BTKH) if kv is None else kv)
     k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))

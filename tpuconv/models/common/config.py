@@ -68,7 +68,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that the reference may not read, as the tensors say it all, and parts of the names of these tensors."""
 
-MOST: Mapping[str, int] = {
+LARGEST_VALUES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group"), 1 << 16),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 1 << 16),
@@ -76,7 +76,7 @@ MOST: Mapping[str, int] = {
 """The largest values of integers, which models are made by: checked before anything is counted out or allocated."""
 
 MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
-"""Those of keys that are not in `MOST`: of `num_*`, and of others."""
+"""Those of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others."""
 
 MOST_IN_A_LIST = 4096
 """Entries; lists have one for each layer."""
@@ -87,8 +87,8 @@ class DecoderConfig:
     """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
     with its defaults, which are those of transformers.
 
-    `only` adds to `SUPPORTED_VALUES`, `most` to `MOST`; `least` holds the smallest values of integers that may be less
-    than 1.
+    `only` adds to `SUPPORTED_VALUES`, `most` to `LARGEST_VALUES`; `least` holds the smallest values of integers that
+    may be less than 1.
     """
 
     model_type: ClassVar[str]
@@ -124,7 +124,9 @@ class DecoderConfig:
         hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
-        wrong = [f"{k}={short(raw[k])} is no {_spelt(hint)}" for k, hint in given.items() if not _fits(raw[k], hint)]
+        wrong = [
+            f"{k}={short(raw[k])} is no {_type_name(hint)}" for k, hint in given.items() if not _has_type(raw[k], hint)
+        ]
         wrong += [
             f"{k} has {len(raw[k])} entries, more than {MOST_IN_A_LIST}"
             for k in given
@@ -169,7 +171,7 @@ class DecoderConfig:
     @classmethod
     def _most(cls, key: str) -> int:
         default = MOST_OF_A_NUMBER if key.startswith("num_") else MOST_OF_A_SIZE
-        return cls.most.get(key, MOST.get(key, default))
+        return cls.most.get(key, LARGEST_VALUES.get(key, default))
 
     def contradictions(self) -> Iterator[str]:
         """What cannot be true at once, in words."""
@@ -280,7 +282,7 @@ def ignored_keys(
                 faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
         # A null is an absent key; a False may well mean something.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
-            if read is not None and key not in read:
+            if read is not None and key not in read and len(key) <= LONGEST_KEY and len(ignored) < MOST_IGNORED:
                 ignored[key] = value
             else:  # to look for those that are near takes time
                 near = _near(key, known, only) if len(faults) < MOST_HINTS else ""
@@ -302,6 +304,9 @@ def keys_of_reference(model_type: str) -> frozenset[str] | None:
     table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
     return frozenset(table["shared"] + table[model_type]) if model_type in table else None
 
+
+MOST_IGNORED, LONGEST_KEY = 200, 200
+"""Keys that are ignored, and characters of one: a config.json with more is none, and listing them would take long."""
 
 MOST_HINTS = 20
 """Keys for which one that is near is looked for."""
@@ -392,15 +397,15 @@ def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:
     return ((field, hints[field.name]) for field in fields(cls))
 
 
-def _spelt(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) in (UnionType, Union):
-        return any(_fits(value, arm) for arm in get_args(hint))
+        return any(_has_type(value, arm) for arm in get_args(hint))
     if get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(_fits(part, get_args(hint)[0]) for part in value)
+        return isinstance(value, list | tuple) and all(_has_type(part, get_args(hint)[0]) for part in value)
     if hint is float:  # 1000000 is a float of JSON too; NaN and infinity compare false
         return type(value) in (int, float) and -1e300 < value < 1e300
     return value is None if hint is NoneType else type(value) is hint

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_turns
+from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
 from tpuconv.models.common.placement import placed
 
 EVERYTHING = 2**31 - 1
@@ -21,16 +21,17 @@ EVERYTHING = 2**31 - 1
 
 
 class Step(NamedTuple):
-    """What the layers are told of the tokens of one call."""
+    """What every layer gets to know of the tokens of one call: positions [B, T] of these and [B, S] of all keys, the
+    slot of the cache for the first of them, and cosine and sine [B, T, 1, H/2] of their rotary angles."""
 
     pos_BT: jax.Array
     pos_BS: jax.Array
     slot: jax.Array | int
-    turns: tuple[jax.Array, jax.Array]
+    cos_sin: tuple[jax.Array, jax.Array]
 
-    def turns_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Cosine and sine of the rotary angles, which come in float32, rounded to `dtype`."""
-        cos, sin = self.turns
+        cos, sin = self.cos_sin
         return cos.astype(dtype), sin.astype(dtype)
 
     def visible(self, window: jax.Array | int) -> jax.Array:
@@ -126,13 +127,13 @@ class Decoder(nnx.Module):
             )
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        turns = rope_turns(self.config.rope, self.config.rope_dim, pos_BT)
+        cos_sin = rope_cos_sin(self.config.rope, self.config.rope_dim, pos_BT)
         x_BTD = self.embed(ids_BT)
         if cache is None:
-            x_BTD, _ = self._run(x_BTD, Step(pos_BT, pos_BT, 0, turns), None)
+            x_BTD, _ = self._run(x_BTD, Step(pos_BT, pos_BT, 0, cos_sin), None)
             return self._logits(x_BTD)
         taken = cache.take(pos_BT)
-        x_BTD, layers = self._run(x_BTD, Step(pos_BT, taken.positions_BS, cache.used, turns), cache.layers)
+        x_BTD, layers = self._run(x_BTD, Step(pos_BT, taken.positions_BS, cache.used, cos_sin), cache.layers)
         overrun = taken.used > taken.positions_BS.shape[1]
         x_BTD = x_BTD[:, -1:] if last_only else x_BTD
         logits_BTV = self._logits(jnp.where(overrun, jnp.nan, x_BTD))

@@ -86,16 +86,17 @@ class RMSNorm(nnx.Module):
         return normalize(x, scale.ndim, self.eps).astype(x.dtype) * scale
 
 
-def rope_turns(rope: Rope, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(rope: Rope, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine, each [B, T, 1, H/2] in float32, of every pair's angle at every position."""
     rates, factor = rope.inverse_frequencies(head_dim)
     angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def apply_rope(x_BTNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (i, i + H/2) of every head, in the precision that `turns` brings; the result has that of `x`."""
-    cos, sin = turns
+def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (i, i + H/2) of every head [B, T, N, H], in the precision of `cos_sin`; the result has the
+    dtype of `x_BTNH`."""
+    cos, sin = cos_sin
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 

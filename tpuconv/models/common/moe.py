@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks of which each token goes through a few."""
+"""Mixture of experts: MLPs of which each token uses a few."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,8 +71,8 @@ class Expert(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated feed-forward networks (arXiv:2002.05202), x [B, T, D] to [B, T, D]. Each token goes through the X experts
-    of `ids_BTX`; what they make of it is added up with `weights_BTX`."""
+    """Gated MLPs (arXiv:2002.05202), x [B, T, D] to [B, T, D]. Each token uses the X experts `ids_BTX`; their outputs
+    are added up, weighted by `weights_BTX`."""
 
     def __init__(
         self, sizes: Mapping[str, int], act: Callable[[jax.Array], jax.Array], *, dtype: DTypeLike, keys: Keys
@@ -102,8 +102,8 @@ def routed(
     ids_BTX: jax.Array,
     weights_BTX: jax.Array,
 ) -> jax.Array:
-    """What the experts `ids_BTX` make of each token, weighted and added up [B, T, D]. `feed(*experts, rows)` takes rows
-    through the matrices of their experts.
+    """The outputs [B, T, D] of the experts `ids_BTX` of each token, weighted and added up. `feed(*experts, rows)`
+    multiplies rows with the matrices of their experts.
 
     On a mesh every chip takes its own experts' rows through its part of their width, and one all-reduce adds up: the
     compiler, left to itself, would gather all experts on every chip.

@@ -37,10 +37,10 @@ OPTIONAL = {
 }
 """What each implemented type takes, besides the type and `rope_theta`."""
 
-MOST = 1e15
+LARGEST_ROPE_VALUE = 1e15
 """The largest of the numbers."""
 
-Array = NDArray[np.float32]
+FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class Rope:
             )
         return rope
 
-    def inverse_frequencies(self, head_dim: int) -> tuple[Array, float]:
+    def inverse_frequencies(self, head_dim: int) -> tuple[FloatArray, float]:
         """Radians per position of each pair [H/2], and the factor of cosine and sine. In float32, step by step as
         transformers does: at position 100 000 the last bit of a rate is an angle that shows."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         # Powers are taken in double and rounded: numpy's own in float32 are often a bit off where torch's are not.
         periods = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
-        rates: Array = np.float32(1) / periods
+        rates: FloatArray = np.float32(1) / periods
         match self.type:
             case "linear":
                 return rates / np.float32(self.factor), 1.0
@@ -118,7 +118,7 @@ class Rope:
                 return self._yarn(periods), self._yarn_attention_factor()
         return rates, 1.0
 
-    def _llama3(self, rates: Array) -> Array:
+    def _llama3(self, rates: FloatArray) -> FloatArray:
         """Keeps rates that turn often within the original context, divides those that hardly turn, blends between."""
         wavelengths = np.float32(2 * math.pi) / rates
         original = self.original_max_position_embeddings
@@ -130,7 +130,7 @@ class Rope:
         fast = wavelengths < original / self.high_freq_factor
         return np.select([slow, fast], [rates / self.factor, rates], blended).astype(np.float32)
 
-    def _yarn(self, periods: Array) -> Array:
+    def _yarn(self, periods: FloatArray) -> FloatArray:
         """Goes from kept to divided rates linearly over the pairs between two numbers of turns (arXiv:2309.00071)."""
         pairs = len(periods)
 
@@ -175,9 +175,10 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         if name == "truncate":
             if type(value) is not bool:
                 raise ConfigError(f"config.json: truncate={short(value)} of the rotary positions is no bool")
-        elif type(value) not in (int, float) or not 0 < value <= MOST:
+        elif type(value) not in (int, float) or not 0 < value <= LARGEST_ROPE_VALUE:
             raise ConfigError(
-                f"config.json: {name}={short(value)} of the rotary positions is no positive number of at most {MOST:g}"
+                f"config.json: {name}={short(value)} of the rotary positions is no positive number of at most "
+                f"{LARGEST_ROPE_VALUE:g}"
             )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import as_stored, written, zeros
+from tpuconv.models.common.cache import to_compute_dtype, written, zeros
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.common.moe import Experts
@@ -40,7 +40,7 @@ class Latent:
 
     def latents(self, dtype: DTypeLike) -> jax.Array:
         """[B, S, C], in int8 without their scales: what is linear in them is multiplied by these afterwards."""
-        return as_stored(self.c_BSC, dtype)
+        return to_compute_dtype(self.c_BSC, dtype)
 
 
 class Attention(nnx.Module):
@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         return self.o(placed(y_BTNH, "B T N H")), kv
 
     def _turned(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
-        return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.turns_in(x_BTNR.dtype))
+        return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.cos_sin_in(x_BTNR.dtype))
 
     def _expanded(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """With the keys and values of every head."""
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """Of the scores without position and those with: what the latent vectors are multiplied by, scales included."""
-        k_BSR = as_stored(kv.k_BSR, q_BTNR.dtype)
+        k_BSR = to_compute_dtype(kv.k_BSR, q_BTNR.dtype)
         turned_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
         scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(turned_BNTS, kv.k_scale_BS)
         scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, HIDDEN)

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import layers
-from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
 from tpuconv.models.common.moe import Expert, Rows, routed
@@ -48,9 +48,9 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype))
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        turns = step.turns_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q(x_BTD), turns)
-        kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
+        kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
         return self.o(attention(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
 
 

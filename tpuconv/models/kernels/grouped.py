@@ -1,4 +1,4 @@
-"""Rows, group by group, times the matrix of each group: what experts do with their tokens.
+"""Grouped matrix products: rows, sorted by group, times the matrix of their group, as experts need them.
 
 On a TPU a Pallas kernel of our own multiplies few rows. It reads only the matrices of groups that have rows, from HBM.
 XLA's own kernel reads no others either, but XLA fetches all of them to fast memory ahead of it. Before the kernel is
@@ -37,8 +37,8 @@ SUBLANES = 32
 """Of a register of int8: a height that is no multiple of it is padded."""
 XLA_KINDS = ("bfloat16", "float32", "int8")
 """What XLA's kernel multiplies with."""
-FP4 = "float4_e2m1fn"
-KINDS = (*XLA_KINDS, "float8_e4m3fn", "float8_e5m2", "int4", FP4)
+FP4_TYPE = "float4_e2m1fn"
+KINDS = (*XLA_KINDS, "float8_e4m3fn", "float8_e5m2", "int4", FP4_TYPE)
 """What ours does."""
 CHECK_LIMIT = 2.0**-8
 """Largest difference of our kernel from XLA's, by the largest result. XLA's rounds dequantized values to bfloat16 and
@@ -209,7 +209,9 @@ def few_rows(
     visited = expected_groups(R, E, groups)
     cost = pl.CostEstimate(
         flops=round(2 * visited * height * D * M),
-        bytes_accessed=round(visited * sum(a.size // E * _bytes(a) for a in operands[1:])),  # rows are in fast memory
+        bytes_accessed=round(
+            visited * sum(a.size // E * _bytes_per_element(a) for a in operands[1:])
+        ),  # rows are in fast memory
         transcendentals=0,
     )
     call = pl.pallas_call(
@@ -238,7 +240,7 @@ def _tile_matmul(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
     deep = D if scale is None else D // len(scale)
     y = jnp.zeros((len(x), width), jnp.float32)
     for slab in _slabs(D, deep):
-        codes = _of_e2m1(kernel[slab]) if kernel.dtype == FP4 else kernel[slab]
+        codes = _from_fp4(kernel[slab]) if kernel.dtype == FP4_TYPE else kernel[slab]
         own = None if scale is None else scale[slab.start // deep : -(-slab.stop // deep)]
         if own is not None and deep < DEPTH:
             tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
@@ -255,9 +257,9 @@ def _slabs(D: int, deep: int) -> list[slice]:
     return [slice(d, min(d + SLAB, end)) for start, end in ends for d in range(start, end, SLAB)]
 
 
-def _of_e2m1(codes: jax.Array) -> jax.Array:
-    """Within the kernel: the values of FP4 codes (OCP Microscaling Formats v1.0), of which few TPUs know the type: a
-    bit of sign, two of exponent, one of mantissa."""
+def _from_fp4(codes: jax.Array) -> jax.Array:
+    """Within the kernel: the values of FP4 numbers (OCP Microscaling Formats v1.0), a bit of sign, two of exponent, one
+    of mantissa. Few TPUs have the type."""
     code = pltpu.bitcast(codes, jnp.int4).astype(jnp.int32)
     size = code & 7
     halves = jnp.where(size < 2, size, (2 + (size & 1)) << ((jnp.maximum(size, 2) >> 1) - 1))
@@ -285,7 +287,7 @@ def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) 
     D, M = kernel.shape[1:]
     height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
     tiles = 0 if scale is None else scale.shape[1]
-    column = 2 * round(D * _bytes(kernel)) + 3 * 4 * (height + tiles) + (8 + kind) * min(D, SLAB)
+    column = 2 * round(D * _bytes_per_element(kernel)) + 3 * 4 * (height + tiles) + (8 + kind) * min(D, SLAB)
     room = FAST_BYTES - 2 * height * D * kind
     widest = room // column
     if D % SUBLANES or (tiles and D // tiles % REGISTER) or widest < min(M, LANES):
@@ -296,7 +298,7 @@ def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) 
     return -(-M // (tiles * LANES)) * LANES
 
 
-def _bytes(x: jax.Array) -> float:
+def _bytes_per_element(x: jax.Array) -> float:
     """Of an element."""
     bits: int = jax.dtypes.itemsize_bits(x.dtype)
     return bits / 8

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
 from tpuconv.models.common.moe import Experts
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self._turned(q_BTNH, step), self._turned(k_BTKH, step)
         elif self.config.attn_temperature_tuning:
             q_BTNH = (q_BTNH * self._sharpness(step.pos_BT)[:, :, None, None]).astype(q_BTNH.dtype)
-        kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
+        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
         visible_BTS = step.visible(window)
         if self.chunk is not None:
             visible_BTS &= step.pos_BT[:, :, None] // self.chunk == step.pos_BS[:, None, :] // self.chunk
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
 
     def _turned(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
         """With rotary positions, in float32, and then normed, each head on its own and without weights."""
-        x_BTNH = apply_rope(deinterleave(x_BTNH), step.turns)
+        x_BTNH = apply_rope(deinterleave(x_BTNH), step.cos_sin)
         if not self.config.use_qk_norm:
             return x_BTNH
         return normalize(x_BTNH, 1, self.config.rms_norm_eps).astype(x_BTNH.dtype)

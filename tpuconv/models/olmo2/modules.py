@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import layers
-from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, normalize
 from tpuconv.models.olmo2.family import Config
@@ -33,9 +33,9 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm("KH", sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), step.turns)
-        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), step.turns)
-        kv = remember(kv, k_BTKH, self.v(x_BTD), step.slot)
+        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), step.cos_sin)
+        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), step.cos_sin)
+        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
         return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 

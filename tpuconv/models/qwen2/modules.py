@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, remember
+from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.qwen2.family import Config
@@ -21,9 +21,9 @@ class Attention(nnx.Module):
         self.o = Einsum("BTNH,NHD->BTD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        turns = step.turns_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q(x_BTD), turns)
-        kv = remember(kv, apply_rope(self.k(x_BTD), turns), self.v(x_BTD), step.slot)
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
+        kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
         return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 

@@ -83,7 +83,7 @@ class _Compilation:
         from tpuconv.models.generate import prefill_chunk
 
         request, available = self.request, self.topology.chip.hbm
-        weights, cache = _bytes(self.params), _bytes(self.cache)
+        weights, cache = _bytes_per_device(self.params), _bytes_per_device(self.cache)
         facts: dict[str, Any] = {
             "topology": self.topology.name,
             "devices": self.topology.devices,
@@ -105,7 +105,7 @@ class _Compilation:
                             f"{name} does not compile for {self.topology.name}: {str(e)[:300]}",
                             hint="this is a limit of the compiler or a bug of tpuconv: please report it",
                         ) from e
-                    why = f"{name} does not fit: {_reason(str(e))}"
+                    why = f"{name} does not fit: {_compiler_reason(str(e))}"
         temporaries = max((program.temporaries for program in programs), default=0)
         code = sum(program.code for program in programs)
         memory = Memory(available, weights, cache, temporaries, code)
@@ -205,7 +205,7 @@ def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
     return Mesh(devices, tuple(sizes) or ("tensor",))
 
 
-def _bytes(tree: Any) -> int:
+def _bytes_per_device(tree: Any) -> int:
     """Of one device's part of every array."""
     import jax
 
@@ -219,7 +219,7 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB"
 
 
-def _reason(text: str) -> str:
+def _compiler_reason(text: str) -> str:
     """The compiler's own sentence."""
     found = re.search(r"RESOURCE_EXHAUSTED:\s*(.*)", text)
     return (found[1] if found else text)[:300]

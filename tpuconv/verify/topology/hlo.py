@@ -13,12 +13,12 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-BITS: Mapping[str, int] = {
+TYPE_BITS: Mapping[str, int] = {
     **{"pred": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4},
     **{"f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f8e8m0fnu": 8, "f8e4m3": 8, "f8e3m4": 8},
     **{"bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f64": 64},
 }
-_SHAPE = re.compile(rf"\b({'|'.join(sorted(BITS, key=len, reverse=True))})\[([0-9,]*)\](?:\{{([^{{}}]*)\}})?")
+_SHAPE = re.compile(rf"\b({'|'.join(sorted(TYPE_BITS, key=len, reverse=True))})\[([0-9,]*)\](?:\{{([^{{}}]*)\}})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(")
 
@@ -41,7 +41,7 @@ VIEWS = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 BOOKKEEPING = frozenset({"ConcatBitcast", "SliceBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"})
 """Custom calls that do nothing when they run."""
 
-LARGE = 1 << 20
+LARGE_COPY = 1 << 20
 """Bytes from which a copy is worth a line."""
 
 
@@ -68,7 +68,7 @@ def values(text: str) -> list[Value]:
             if tile and len(order) == len(dims):
                 for size, axis in zip(reversed(tile[1].split(",")), order, strict=False):
                     padded[axis] = -(-padded[axis] // int(size)) * int(size)
-        out.append(Value(dtype, dims, space, prod(padded) * BITS[dtype] // 8))
+        out.append(Value(dtype, dims, space, prod(padded) * TYPE_BITS[dtype] // 8))
     return out
 
 
@@ -137,7 +137,7 @@ class Instruction:
         return found[1] if found else ""
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split_type(text: str) -> tuple[str, str]:
     """The operands and the attributes of `operands), attributes`."""
     depth = 0
     for at, letter in enumerate(text):
@@ -154,7 +154,7 @@ Computation = dict[str, Instruction]
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledStep:
     """An instruction as it runs: HBM bytes of one turn, and how often it runs."""
 
     instruction: Instruction
@@ -185,7 +185,7 @@ class Schedule:
                     self.entry = head[2] if head[1] else self.entry
                 continue
             if found := _INSTRUCTION.match(line):
-                arguments, attributes = _split(found[5])
+                arguments, attributes = _split_type(found[5])
                 operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
                 current[found[2]] = Instruction(
                     found[2], found[3], found[4], operands, arguments, attributes, bool(found[1])
@@ -194,7 +194,7 @@ class Schedule:
 
     # -- what runs ----------------------------------------------------------------------------------------------------
 
-    def steps(self, computation: str = "", times: int = 1) -> Iterator[Step]:
+    def steps(self, computation: str = "", times: int = 1) -> Iterator[ScheduledStep]:
         """All that runs, in order; of the branches of a condition the first, of a loop its body once, with `times`."""
         computation = computation or self.entry
         for i in self.computations[computation].values():
@@ -209,7 +209,7 @@ class Schedule:
                 branch = branches[1] if branches else i.called("true_computation")
                 yield from self.steps(branch, times)
             else:
-                yield Step(i, computation, times, *self._traffic(i, computation))
+                yield ScheduledStep(i, computation, times, *self._traffic(i, computation))
 
     def _turns(self, condition: str) -> int:
         """How often a loop turns: the bound that its condition compares with; 1 where it cannot be told."""
@@ -303,7 +303,7 @@ class Schedule:
     # -- what a person wants to know ----------------------------------------------------------------------------------
 
     @cached_property
-    def all_steps(self) -> Sequence[Step]:
+    def all_steps(self) -> Sequence[ScheduledStep]:
         return tuple(self.steps())
 
     @property
@@ -360,7 +360,7 @@ class Schedule:
             relays = i.op in ("copy", "transpose", "copy-start")
             relays = relays or (i.op == "fusion" and i.name.startswith(("copy", "transpose")))
             nbytes = step.read + step.written
-            if relays and step.read and step.written and nbytes >= LARGE:
+            if relays and step.read and step.written and nbytes >= LARGE_COPY:
                 count = out.setdefault(i.source or i.name, [0, 0])
                 count[0] += step.times
                 count[1] += step.times * nbytes
@@ -411,7 +411,7 @@ class Schedule:
         """Seconds of one run that `estimate` charges for collectives."""
         return sum(_waited(step.instruction, ici) for step in self._unrolled() if _collective(step.instruction))
 
-    def _unrolled(self) -> Iterator[Step]:
+    def _unrolled(self) -> Iterator[ScheduledStep]:
         """The steps as often as they run. Loops may be nested: a run of steps of one inner loop repeats as a whole."""
         steps = self.all_steps
         at = 0
@@ -460,7 +460,7 @@ def _origin(own: Computation, name: str) -> tuple[str, str]:
         value = i.values[0]
         if prod(value.dims) < prod(first.dims):
             continue  # a scale
-        if BITS[value.dtype] < BITS[narrowest.dtype] and value.dtype != "pred":
+        if TYPE_BITS[value.dtype] < TYPE_BITS[narrowest.dtype] and value.dtype != "pred":
             narrowest = value
         if i.op in VIEWS | {"multiply", "dynamic-slice", "slice", "fusion"}:
             todo += i.operands
