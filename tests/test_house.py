@@ -19,7 +19,7 @@ MODULES = {
 ORDER = (
     *("errors", "sizes", "text", "names", "jsonfile", "patterns", "private", "libtpu", "layout", "sharding"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize", "restore", "verify"),
-    *("cli", "__main__"),
+    *("doctor", "cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 
