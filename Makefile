@@ -6,7 +6,7 @@ VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow campaign lint format bench clean
+.PHONY: install demo test test-slow campaign lint format docs bench clean
 
 install: $(INSTALLED)
 
@@ -43,6 +43,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)  ## The documentation as a site in build/site, without network.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED)  ## Needs 15 GB of disk, and root to empty the page cache.
 	$(BIN)/python benchmarks/convert.py

@@ -18,7 +18,7 @@ from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoi
 from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
 from tpuconv import cli
 
-COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families")
+COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families", "doctor")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ ORDER = (
     *("errors", "sizes", "memory", "text", "names", "paths", "progress", "jsonfile"),
     *("patterns", "private", "libtpu", "layout", "sharding", "compiled"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize"),
-    *("restore", "persist", "verify"),
+    *("restore", "persist", "verify", "doctor"),
     *("api", "commands", "cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}

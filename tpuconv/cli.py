@@ -5,6 +5,7 @@ import click
 from tpuconv.commands import options
 from tpuconv.commands.benchmark import benchmark
 from tpuconv.commands.convert import convert
+from tpuconv.commands.doctor import doctor
 from tpuconv.commands.export import export
 from tpuconv.commands.families import families
 from tpuconv.commands.fit import fit
@@ -24,7 +25,7 @@ def tpuconv(verbose: bool) -> None:
     check_address_space()
 
 
-for command in (convert, quantize, verify, benchmark, fit, generate, export, inspect, families):
+for command in (convert, quantize, verify, benchmark, fit, generate, export, inspect, families, doctor):
     tpuconv.add_command(command)
 
 

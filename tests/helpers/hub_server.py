@@ -70,6 +70,7 @@ class HubServer:
             folders = {"main": revisions} if isinstance(revisions, Path) else dict(revisions)
             refs = {ref: commit_of(folder) for ref, folder in folders.items()}
             self.repos[name] = Repo({refs[ref]: folder for ref, folder in folders.items()}, refs)
+        self.users: dict[str, str] = {}  # names by token
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
@@ -181,6 +182,16 @@ class _Handler(BaseHTTPRequestHandler):
             if self._fault("api"):
                 return
             self._api(path.removeprefix("/api/models/"))
+        elif path == "/api/whoami-v2":
+            self._log("whoami")
+            if self._fault("whoami"):
+                return
+            name = self.hub.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+            self._json({"name": name}) if name else self._refuse(401, "")
+        elif path in ("", "/"):
+            self._log("home")
+            if not self._fault("home"):
+                self._json({})
         elif match := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):
             self._file(*match.groups())
         else:

@@ -1,0 +1,60 @@
+"""The distributions: sdist and wheel are built without network, and the wheel works where nothing else is."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "tpuconv")
+
+
+def run(*args, **options) -> str:
+    done = subprocess.run(list(map(str, args)), capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both, made of a copy: what an earlier build left in the repository must not get into them."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)  # the wheel of the sdist
+    return folder
+
+
+def test_what_is_inside(built):
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = set(ZipFile(wheel).namelist())
+    own = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tpuconv").rglob("*") if path.suffix in (".py", ".yaml")
+    }
+    assert own | {"tpuconv/py.typed"} == {name for name in names if name.startswith("tpuconv/")}
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    with tarfile.open(sdist) as archive:
+        assert {f"{sdist.name.removesuffix('.tar.gz')}/{name}" for name in SOURCES[:3]} <= set(archive.getnames())
+
+
+def test_the_wheel_works_by_itself(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    site = tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--no-deps", "--no-index", "--target", site, wheel)
+    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = run(sys.executable, "-c", "import tpuconv; print(tpuconv.__file__)", cwd=tmp_path, env=env)
+    assert Path(found.strip()) == site / "tpuconv" / "__init__.py"
+    command = site / "bin" / "tpuconv"
+    assert version("tpuconv") in run(command, "--version", cwd=tmp_path, env=env)
+    assert "convert" in run(command, "--help", cwd=tmp_path, env=env)
+    assert "int8_default" in run(command, "quantize", "--list", cwd=tmp_path, env=env)

@@ -1,0 +1,303 @@
+"""What this machine has: versions, devices, memory, disk and the Hub; and for each what to do where it falls short."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tpuconv.sizes import format_size
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+Status = Literal["ok", "warn", "fail"]
+STATUSES: tuple[Status, ...] = ("ok", "warn", "fail")
+"""From best to worst."""
+
+PACKAGES: Mapping[str, str] = {
+    "jax": "",
+    "jaxlib": "",
+    "libtpu": "needed on a TPU, and to compile for one: pip install 'tpuconv[tpu]'",
+    "flax": "",
+    "orbax-checkpoint": "",
+    "qwix": "",
+    "transformers": "needed for text and for comparisons with the source: pip install 'tpuconv[hf]'",
+    "torch": "needed for comparisons with the source: pip install 'tpuconv[hf]'",
+    "huggingface_hub": "",
+}
+"""The packages whose versions are compared; of those that may be absent, what they are for."""
+
+DEVICE_SECONDS = 60.0
+"""How long jax may take to name its devices. A TPU that another process holds never answers."""
+HUB_SECONDS = 5.0
+"""How long the Hub may take to answer."""
+DISK_BYTES = 256_000_000
+"""Size of the file that is written and read."""
+BLOCK_BYTES = 16_000_000
+LOW_DISK = 20_000_000_000
+"""Free bytes below which a warning is given: a model of 8 billion parameters in bfloat16 takes 16 GB."""
+SLOW_DISK = 100_000_000
+"""Bytes per second below which a warning is given: a terabyte would take three hours."""
+LOW_MEMORY = 4_000_000_000
+"""Available bytes below which a warning is given: a conversion takes up to 1 GB, and quantizing with jax more."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that was examined: what was `found` and, unless all is well, what to do. `facts` are the same findings
+    as numbers and texts for JSON."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `examine` found, in the order of the examination."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst status of all items."""
+        return max((item.status for item in self.items), key=STATUSES.index)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"status": self.status, "items": [asdict(item) for item in self.items]}
+
+
+def examine(folder: Path, *, network: bool = True) -> Diagnosis:
+    """Examines this machine. It takes seconds, and up to a minute where a device does not answer.
+
+    Args:
+        folder: where checkpoints will be written: its disk is measured, with a file that is removed afterwards.
+        network: if false, the Hub is not asked.
+
+    Returns:
+        One item for each thing examined. What cannot be examined is an item with status `fail`; nothing is raised.
+    """
+    items = [_checked("python", _python), *(_checked(name, _package, name) for name in PACKAGES)]
+    items += [_checked("devices", _devices), _checked("memory", _memory), _checked("disk", _disk, folder)]
+    if network:
+        items += [_checked("hub", _hub), _checked("token", _token)]
+    return Diagnosis(tuple(items))
+
+
+def _checked(name: str, check: Callable[..., Item], *args: Any) -> Item:
+    """The item of a check, or one that says why the check failed."""
+    try:
+        return check(*args)
+    except Exception as e:
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        return Item(name, "fail", f"cannot be examined: {reason}", "report this with the output of `tpuconv doctor`")
+
+
+# --- versions ------------------------------------------------------------------------------------------------------
+
+
+def _python() -> Item:
+    from packaging.specifiers import SpecifierSet
+
+    version, where = platform.python_version(), {"version": platform.python_version(), "executable": sys.executable}
+    tested = metadata.metadata("tpuconv")["Requires-Python"]
+    if version in SpecifierSet(tested):
+        return Item("python", "ok", version, facts={**where, "tested": tested})
+    return Item("python", "warn", f"{version}, tested {tested}", "use a tested version", {**where, "tested": tested})
+
+
+def _package(name: str) -> Item:
+    """Compares the version installed with the range that the package metadata asks for."""
+    wanted = _requirement(name)
+    tested = str(wanted.specifier) if wanted else ""
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        advice = PACKAGES[name] or f"install it: pip install '{name}{tested}'"
+        facts = {"version": None, "tested": tested}
+        return Item(name, "warn" if PACKAGES[name] else "fail", "not installed", advice, facts)
+    facts = {"version": version, "tested": tested}
+    if wanted is None:
+        return Item(name, "warn", f"{version}, tested versions unknown", "install tpuconv and jax with pip", facts)
+    if wanted.specifier.contains(version, prereleases=True):
+        return Item(name, "ok", version, facts=facts)
+    advice = f"install a tested version: pip install '{name}{tested}'"
+    return Item(name, "warn", f"{version}, tested {tested}", advice, facts)
+
+
+def _requirement(name: str) -> "Requirement | None":
+    """What tpuconv requires of a package, or jax of its own parts; None if neither names it. With extras, since most
+    of what is optional is required by one."""
+    for owner in ("tpuconv", "jax"):
+        for extra in ("", "hf", "tpu"):
+            for wanted in _requirements(owner):
+                if wanted.name == name and (wanted.marker is None or wanted.marker.evaluate({"extra": extra})):
+                    return wanted
+    return None
+
+
+def _requirements(owner: str) -> Iterable["Requirement"]:
+    from packaging.requirements import Requirement
+
+    with suppress(metadata.PackageNotFoundError):
+        return map(Requirement, metadata.requires(owner) or ())
+    return ()
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+sys.path.append(sys.argv[1])
+from tpuconv import libtpu
+libtpu.hide_without_tpu()
+import json
+import jax
+devices = jax.local_devices()
+facts = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+facts["memory"] = (devices[0].memory_stats() or {}).get("bytes_limit")
+print("\\n" + json.dumps(facts))
+"""
+"""Prints jax's devices as the last line of stdout. In a process of its own, which can be ended."""
+
+
+def _devices() -> Item:
+    command = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[1])]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        out, err = child.communicate(timeout=DEVICE_SECONDS)
+    except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a process that waits in a driver may not end
+            child.communicate(timeout=1)
+        found = f"jax named no devices within {DEVICE_SECONDS:.0f} s"
+        advice = "another process may hold the TPU: end it, or set JAX_PLATFORMS=cpu to go without"
+        return Item("devices", "fail", found, advice)
+    if child.returncode:
+        last = (err.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        advice = "check JAX_PLATFORMS and the versions of jax and its plugins; JAX_PLATFORMS=cpu always works"
+        return Item("devices", "fail", f"jax finds no devices: {last[:300]}", advice)
+    facts = json.loads(out.splitlines()[-1])
+    memory = f", {format_size(facts['memory'])} each" if facts["memory"] else ""
+    return Item("devices", "ok", f"{facts['count']} x {facts['kind']} ({facts['platform']}){memory}", facts=facts)
+
+
+# --- memory and disk -----------------------------------------------------------------------------------------------
+
+
+def _memory() -> Item:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    with suppress(OSError, ValueError):  # a container may have less: cgroups, version 2
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        total = min(total, limit)
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    facts = {"total": total, "available": available}
+    found = f"{format_size(available)} of {format_size(total)} available"
+    if available < LOW_MEMORY:
+        advice = "end other processes, or give commands less with --max-memory"
+        return Item("memory", "warn", found, advice, facts)
+    return Item("memory", "ok", found, facts=facts)
+
+
+def _disk(folder: Path) -> Item:
+    if not folder.is_dir():
+        return Item("disk", "fail", f"there is no folder {folder}", "make it, or name another one")
+    free = shutil.disk_usage(folder).free
+    facts: dict[str, Any] = {"folder": str(folder.absolute()), "free": free}
+    found = f"{format_size(free)} free in {folder}"
+    if free < 2 * DISK_BYTES:
+        return Item("disk", "fail", found, "make room, or name a folder on another disk", facts)
+    try:
+        write, read = _disk_speed(folder)
+    except OSError as e:
+        return Item("disk", "fail", f"{folder} cannot be used: {e.strerror or e}", "name a folder to write in", facts)
+    facts |= {"write_bytes_per_second": round(write), "read_bytes_per_second": round(read)}
+    found += f", writes {format_size(write)}/s, reads {format_size(read)}/s"
+    if free < LOW_DISK:
+        return Item("disk", "warn", found, "make room: a model of 8B parameters in bfloat16 takes 16 GB", facts)
+    if min(write, read) < SLOW_DISK:
+        return Item("disk", "warn", found, "use a local disk if there is one: conversions run at its speed", facts)
+    return Item("disk", "ok", found, facts=facts)
+
+
+def _disk_speed(folder: Path) -> tuple[float, float]:
+    """Bytes per second of writing, until all is on the disk, and of reading what is not in the page cache. Random
+    bytes, which no file system can compress."""
+    block = os.urandom(BLOCK_BYTES)
+    with tempfile.TemporaryFile(dir=folder, prefix=".tpuconv-doctor-", buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(DISK_BYTES // BLOCK_BYTES):
+            view = memoryview(block)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start, size = time.perf_counter(), 0
+        while part := file.read(BLOCK_BYTES):
+            size += len(part)
+        return size / written, size / (time.perf_counter() - start)
+
+
+# --- the Hub -------------------------------------------------------------------------------------------------------
+
+
+def _hub() -> Item:
+    from huggingface_hub import constants, get_session
+
+    facts = {"endpoint": constants.ENDPOINT, "offline": constants.is_offline_mode()}
+    if facts["offline"]:
+        return Item("hub", "warn", "offline mode: only the cache is used", "unset HF_HUB_OFFLINE to download", facts)
+    start = time.perf_counter()
+    try:
+        response = get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as e:
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        found = f"{constants.ENDPOINT} does not answer: {reason}"
+        return Item("hub", "fail", found, "check the network, HF_ENDPOINT and proxies", facts)
+    facts["seconds"] = time.perf_counter() - start
+    if response.status_code >= 500:
+        found = f"{constants.ENDPOINT} answers with error {response.status_code}"
+        return Item("hub", "fail", found, "try again later, or check HF_ENDPOINT", facts)
+    return Item("hub", "ok", f"{constants.ENDPOINT} answers in {facts['seconds']:.2f} s", facts=facts)
+
+
+def _token() -> Item:
+    """Whose token is used. The token itself is never shown."""
+    from huggingface_hub import constants, get_session, get_token
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    token = get_token()
+    if token is None:
+        return Item("token", "ok", "none: gated and private models need one (`hf auth login`)", facts={"name": None})
+    if constants.is_offline_mode():
+        return Item("token", "ok", "there is one; offline mode: not asked whose", facts={"name": None})
+    url = f"{constants.ENDPOINT}/api/whoami-v2"
+    try:
+        response = get_session().get(url, headers=build_hf_headers(token=token), timeout=HUB_SECONDS)
+        if response.status_code in (401, 403):
+            advice = "log in again with `hf auth login`, or set HF_TOKEN"
+            return Item("token", "fail", f"the Hub refuses it ({response.status_code})", advice, {"name": None})
+        name = str(response.raise_for_status().json()["name"])
+    except Exception as e:
+        found = f"the Hub did not say whose it is: {type(e).__name__}"
+        return Item("token", "warn", found, "check that the Hub can be reached", {"name": None})
+    return Item("token", "ok", f"of {name}", facts={"name": name})
