@@ -473,7 +473,7 @@ def environment(hub: HubServer, home: Path, **more: str) -> dict[str, str]:
     return own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf-home"), "HF_HUB_DISABLE_XET": "1"} | more
 
 
-IMPATIENT = "from tpuconv.convert import download; download.BACKOFF_SECONDS = 0.01; download.RETRIES = 2"
+IMPATIENT = "from tpuconv.sources import download; download.BACKOFF_SECONDS = 0.01; download.RETRIES = 2"
 
 
 def test_row_13_a_truncated_file(hf):
