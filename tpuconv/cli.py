@@ -718,6 +718,7 @@ def _run(plan: "Plan", out: Path, limits: Any, overwrite: bool, check: bool, as_
         "seconds": round(seconds, 3),
         "peak_memory_bytes": _peak_memory(),
         "skipped": [vars(skip) for skip in plan.skipped],
+        "ignored_config": [key.to_json() for key in plan.ignored_config],
     }
     report = _report(out) if plan.quantization else None
     if as_json:
