@@ -71,6 +71,7 @@ class Conversion:
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
             "skipped": [vars(skip) for skip in self.skipped],
+            "ignored_config": [key.to_json() for key in self.ignored_config],
         }
         return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})
 
