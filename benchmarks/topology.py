@@ -76,11 +76,12 @@ def cell(name: str, kind: str) -> dict:
 
 
 def main() -> None:
-    print("# The smallest slice that fits\n")
+    print("# The smallest TPU slice that fits\n")
     print(
-        f"Batch {BATCH}, context {CONTEXT}, `{QUANTIZATION}`; GiB of a device in use, of those that it has. No TPU was"
+        f"Batch {BATCH}, context {CONTEXT}, `{QUANTIZATION}`. Each cell: the slice, and the GiB in use on each device,"
     )
-    print("used: the TPU's compiler says so ([benchmarks/topology.py](../benchmarks/topology.py) says how).\n")
+    print("of those in the header. Compiled with the TPU's compiler, without a TPU, by")
+    print("[benchmarks/topology.py](../benchmarks/topology.py).\n")
     print("| model | " + " | ".join(f"{kind}, {CHIPS[kind].hbm / GIB:.2f} GiB" for kind in KINDS) + " |")
     print("|---|" + "---|" * len(KINDS))
     for name in MODELS:

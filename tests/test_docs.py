@@ -1,6 +1,8 @@
 """The documentation builds as a site: every page is in its navigation, every link leads somewhere."""
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,3 +42,18 @@ def test_a_link_to_nothing_is_an_error(text, tmp_path):
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
     assert "nothing" in done.stdout + done.stderr
+
+
+def test_the_picture_is_made_of_what_commands_print_and_no_figure_of_the_run():
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    assert spec
+    assert spec.loader
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    said = "\x1b[1mtiny\x1b[0m: 3.21 MB in {} s ({} kB/s), peak memory {} MB\n"
+    assert picture.render(said.format(6.5, 493, 159)) == picture.render(said.format(7.1, 88, 1.2))
+    assert picture.render(said) != picture.render(said.replace("3.21", "3.22"))
+    svg = picture.PICTURE.read_text()
+    assert all(command.split()[1] in svg for command in picture.COMMANDS)
+    assert "@font-face" not in svg
+    assert set(re.findall(r"https?://[^\"\s]+", svg)) == {"http://www.w3.org/2000/svg"}
