@@ -124,9 +124,20 @@ def _compare(
     if not as_json:
         console().print(_comparison_table(found))
         found.check()
-        if found.passed is None:
-            show("no gates set: the quantization config has `gates: none`, so nothing passed or failed")
+        _show_verdict(found)
     return found.to_json(), GateError.exit_code if found.failures else 0
+
+
+def _show_verdict(found: api.Comparison) -> None:
+    """A sentence on what was compared, and the prompt to look at."""
+    result = found.statistics
+    compared = f"{result.prompts} prompts, {result.tokens} tokens"
+    worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
+    if found.passed is None:
+        show("no gates set: the quantization config has `gates: none`, so nothing passed or failed; ", worst)
+    else:
+        what = "is close enough to the original" if found.rounded else "computes what the original does"
+        show(("passed", "green"), f": the model {what} on {compared}; {worst}")
 
 
 def _show_source(changed: Sequence[str] | None) -> None:

@@ -72,6 +72,8 @@ class Comparison:
     top1_decided: float
     perplexity_hf: float
     perplexity_jax: float
+    worst_prompt: int
+    worst_prompt_kl: float
     gates: Gates
 
     @property
@@ -212,6 +214,7 @@ def compare(
     mean = float(np.mean([np.abs(a - b).mean() for a, b in zip(hf, ours, strict=True)]))
     logp, logq = ([log_softmax(x) for x in side] for side in (hf, ours))
     kl = divergences(logp, logq)
+    means = [divergences([p], [q]).mean() for p, q in zip(logp, logq, strict=True)]
     agree = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in zip(logp, logq, strict=True)])
     decided = np.concatenate([~are_tied(x, dtype) for x in hf])
     return Comparison(
@@ -228,6 +231,8 @@ def compare(
         top1_decided=float(agree[decided].mean()) if decided.any() else 1.0,
         perplexity_hf=_perplexity(prompts, logp),
         perplexity_jax=_perplexity(prompts, logq),
+        worst_prompt=1 + int(np.argmax(means)),
+        worst_prompt_kl=float(np.max(means)),
         gates=gates,
     )
 
