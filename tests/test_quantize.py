@@ -548,7 +548,7 @@ qwix:
         ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "already matches these modules"),
         ("[{module_path: '(', weight_qtype: int8}]", "is no pattern"),
         ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes for ever"),
-        ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "does not divide"),
+        ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "line 1, does not divide axis 0, of"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):

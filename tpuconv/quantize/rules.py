@@ -13,10 +13,11 @@ from flax import nnx
 
 from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
+from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Stored
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.kernels import grouped
-from tpuconv.names import QVALUE, SCALE
+from tpuconv.names import QVALUE, SCALE, collapse
 from tpuconv.private import flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
@@ -228,14 +229,37 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
     try:
         jax.eval_shape(trace)
     except ValueError as e:
-        if "cannot be tiled" in str(e):
-            raise ConfigError(
-                f"a tile_size of {config.name} does not divide an axis of this model: {e}",
-                hint="give those modules a rule with another tile_size before it",
+        if match := UNTILED.search(str(e)):
+            raise _tile_error(
+                build, config, tuple(map(int, match[1].split(","))), int(match[2]), int(match[3])
             ) from None
         raise
     _check_used(config, provider)
     return _stacked(param_quants, config, provider) if stacked else param_quants
+
+
+UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): (\d+)")
+"""What Qwix says of an axis that a tile size does not divide: the shape of the parameter, the axis, the tile size."""
+
+
+def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: int) -> ConfigError:
+    """The error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
+    state = nnx.to_flat_state(nnx.state(nnx.eval_shape(build), nnx.Param))
+    wrong: dict[str, Rule] = {}
+    for path, leaf in state:
+        module = "/".join(map(str, path[:-1]))
+        rule = next((rule for rule in config.rules if re.fullmatch(rule.module_path, module)), None)
+        if tuple(leaf.shape) == shape and rule is not None and rule.tile_size is not None:
+            wrong[".".join(map(str, path))] = rule
+    lines = sorted({rule.line for rule in wrong.values()})
+    divisors = [size for size in range(8, shape[axis] + 1, 8) if shape[axis] % size == 0]
+    return ConfigError(
+        f"tile_size {tile} of {config.name}, line {', '.join(map(str, lines))}, does not divide axis {axis}, of "
+        f"{shape[axis]}, of {', '.join(collapse(wrong))}",
+        hint=f"sizes that do: {', '.join(map(str, divisors[-8:]))}; change the rule, or put another before it"
+        if divisors
+        else "give these modules a rule without tile_size before it",
+    )
 
 
 def _stacked(param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider) -> dict[str, ParamQuant]:
