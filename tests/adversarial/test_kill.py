@@ -38,7 +38,7 @@ def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
         process.send_signal(number)
         _, error = process.communicate()
         assert process.returncode == code, error
-        assert "goes on from there" in error
+        assert "continues from there" in error
         assert "Traceback" not in error
         assert not (tmp_path / "out").exists()
         done = len(list(tmp_path.glob(".out.tpuconv/u*.done")))

@@ -242,7 +242,7 @@ def test_row_04_interrupted(number, code, large, tmp_path):
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == code
-    assert "Interrupted. What is done is kept: the same command goes on from there." in err
+    assert "Interrupted. What is done is kept: the same command continues from there." in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
