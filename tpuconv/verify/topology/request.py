@@ -362,7 +362,7 @@ main(*map(Path, sys.argv[2:]))
 """
 """Other than `-m` it does not import from the current folder. This package is found wherever it is here."""
 
-PACKAGES = Path(__file__).parents[2]
+PACKAGES = Path(__file__).parents[3]
 
 
 def _child_environment() -> dict[str, str]:
