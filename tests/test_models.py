@@ -260,9 +260,9 @@ def test_latent_attention_takes_the_cheaper_form(build: Any, monkeypatch: pytest
     logits, _ = model(ids[:, 19:], cache=cache)
     assert set(taken) == {"_absorbed"}
     assert_same_logits(logits, whole[:, 19:])
-    for name in forms:  # either form gives either answer
+    for form in forms.values():  # either form gives either answer
         for other in forms:
-            monkeypatch.setattr(modules.Attention, other, forms[name])
+            monkeypatch.setattr(modules.Attention, other, form)
         assert_same_logits(model(ids, mask), whole)
 
 

@@ -85,6 +85,7 @@ Axes = tuple[Axis, ...]
 
 
 def format_axes(tensor: Axes) -> str:
+    """The axes as a table writes them: "(N H) D"."""
     return " ".join(map(str, tensor))
 
 
@@ -312,10 +313,11 @@ class ScaleLayout:
         for scale, shape, repeats, want in zip(scales, self.src_shapes, self.refine, wanted, strict=True):
             if scale.shape != shape:
                 raise LayoutError(f"scales of shape {scale.shape} where the blocks need {shape}")
+            repeated = scale
             for axis, n in enumerate(repeats):
                 if n > 1:
-                    scale = np.repeat(scale, n, axis=axis)
-            refined.append(scale[tuple(slice(n) for n in want)])
+                    repeated = np.repeat(repeated, n, axis=axis)
+            refined.append(repeated[tuple(slice(n) for n in want)])
         return self.layout(refined, self.sizes)
 
 

@@ -87,8 +87,9 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
             tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
             # By its content, so that a rerun of the same save continues and one of other weights does not.
             digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            shard = SourceShard(shard.name, size, digest=digest)
-        shards.append(shard)
+            shards.append(SourceShard(shard.name, size, digest=digest))
+        else:
+            shards.append(shard)
     return _Model(
         like.folder,
         like.config,

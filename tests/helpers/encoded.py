@@ -170,10 +170,10 @@ def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.nda
 
 def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out = {name: x for name, x in arrays.items() if not name.endswith((QVALUE, SCALE))}
-    for name in arrays:
+    for name, qvalues in arrays.items():
         if name.endswith(QVALUE):
             base = name.removesuffix(QVALUE)
-            out[base] = decoded(arrays[name], arrays[base + SCALE])
+            out[base] = decoded(qvalues, arrays[base + SCALE])
     return out
 
 

@@ -206,8 +206,9 @@ class MappingTable:
                 src, _, dst = row.layout.partition("->")
                 stacked = ", ".join(f"{LAYERS} {tensor.strip()}" for tensor in (dst or src).split(","))
                 names = tuple(name.replace(f"{{{LAYERS}}}.", "") for name in row.jax_names)
-                row = replace(row, jax=names, layout=f"{src.strip()} -> {stacked}")
-            rows.append(row)
+                rows.append(replace(row, jax=names, layout=f"{src.strip()} -> {stacked}"))
+            else:
+                rows.append(row)
         return MappingTable(rows, ignore=self.ignore, copies=self.copies)
 
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:

@@ -14,6 +14,7 @@ ENDS = {"eos_token_id": Optional(IDS), "text_config": Optional(({"eos_token_id":
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
     return any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
 
 

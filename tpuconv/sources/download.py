@@ -41,9 +41,9 @@ def chunks_of(url: str, position: int, end: int, stopped: threading.Event) -> It
             ) as response:
                 hf_raise_for_status(response)
                 skip = position if response.status_code == 200 else 0  # a proxy may ignore the range and send it all
-                for chunk in response.iter_bytes():
-                    chunk, skip = chunk[skip:], max(skip - len(chunk), 0)
-                    if chunk := chunk[: end - position]:
+                for received in response.iter_bytes():
+                    wanted, skip = received[skip:], max(skip - len(received), 0)
+                    if chunk := wanted[: end - position]:
                         position += len(chunk)
                         failures = 0
                         yield chunk

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.convert.plan.cutting import cut_binding, gather
-from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, WorkUnit
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, Slab
 from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
@@ -38,13 +38,87 @@ def make_plan(
         config: the family's reading of config.json.
         options: what to convert, and how.
         quantization: which parameters to quantize.
+        ignored_config: keys of config.json that are not read; the plan lists them.
 
     Raises:
-        UsageError: `options.layers` lies outside of the model, the model has no layers for `include_mtp`, or `encoding`
-            is
-            "keep" and nothing is encoded.
+        UsageError: `options.layers` lies outside of the model, the model has no layers for `include_mtp`, or
+            `encoding` is "keep" and nothing is encoded.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
         MappingError: the config needs so many more tensors than there are that they are not listed.
+    """
+    table, mtp = _checked_table(source, table, config, options), options.include_mtp
+    bindings = table.bind(_cut_layers(config, options.layers), mtp)
+    expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
+    everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    known_copies = table.copies_of(config, mtp)
+    copies = {
+        name: original
+        for name in tensors
+        if name not in everywhere and (original := _original(name, known_copies, expected))
+    }
+    why_ignored = table.ignored(config, mtp)
+    skipped: dict[str, list[str]] = {}
+    unmapped = []
+    for name, tensor in tensors.items():
+        if name in expected:
+            continue
+        if name in everywhere:
+            assert options.layers is not None
+            reason: str | None = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
+        elif name in copies:
+            reason = f"a copy of {copies[name]}"
+        else:
+            reason = why_ignored(name) or (unused_reason(name) if source.encoding else None)
+        if reason is None:
+            unmapped.append(name)
+        else:
+            skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
+    faults += _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
+
+    passthrough: dict[str, Passthrough] = {}
+    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
+        raise UsageError(
+            f"{source.name} is not encoded: there are no quantized values and scales to keep",
+            hint="leave --encoding out",
+        )
+    wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
+    if wanted and not faults:
+        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted)
+
+    arrays: dict[str, OutputArray] = {}
+    slabs: list[Slab] = []
+    encoders = quantization.encoders if quantization else {}
+    for binding in bindings if not faults else ():
+        new_arrays, new_slabs = cut_binding(tensors, binding, options.dtype, encoders)
+        faults += [f"{array.name}  is made by two rows of the table" for array in new_arrays if array.name in arrays]
+        arrays |= {array.name: array for array in new_arrays}
+        slabs += new_slabs
+    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
+    return Plan(
+        source=source,
+        tensors=tensors,
+        family=family,
+        table=table,
+        options=options,
+        quantization=quantization,
+        passthrough=passthrough,
+        bindings=tuple(bindings),
+        arrays=arrays,
+        units=gather(source, tensors, slabs),
+        skipped=tuple(skips),
+        copies=copies,
+        unmapped=tuple(unmapped),
+        faults=tuple(faults),
+        ignored_config=ignored_config,
+    )
+
+
+def _checked_table(source: Source, table: MappingTable, config: HasAxes, options: Options) -> MappingTable:
+    """The table, with stacked layers if these are wanted.
+
+    Raises:
+        UsageError, UnsupportedConfig, MappingError: as `make_plan` does.
     """
     if options.scan_layers:
         if why := getattr(config, "unscannable", ""):
@@ -62,30 +136,19 @@ def make_plan(
             f"config.json asks for {tensor_count} tensors, and {source.name} has {len(source.tensors)}",
             hint="num_hidden_layers and the number of experts are not those of these weights",
         )
-    bindings = table.bind(_cut_layers(config, options.layers), mtp)
-    expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
-    everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
-    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
-    skipped: dict[str, list[str]] = {}
-    why_ignored, known_copies = table.ignored(config, mtp), table.copies_of(config, mtp)
-    copies, unmapped = {}, []
-    for name, tensor in tensors.items():
-        if name in expected:
-            continue
-        if name in everywhere:
-            assert options.layers is not None
-            reason = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
-        elif original := _original(name, known_copies, expected):
-            copies[name] = original
-            reason = f"a copy of {original}"
-        elif (why := why_ignored(name) or (unused_reason(name) if source.encoding else None)) is not None:
-            reason = why
-        else:
-            unmapped.append(name)
-            continue
-        skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
+    return table
 
-    faults += [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
+
+def _coverage_faults(
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    bindings: list[Binding],
+    expected: Mapping[str, Shape],
+    unmapped: Sequence[str],
+    copies: Mapping[str, str],
+) -> list[str]:
+    """What of tensors and table does not fit each other, by pattern of names."""
+    faults = [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
     faults += [f"{pattern}  is missing ({len(names)} tensors)" for pattern, names in collapse(missing).items()]
@@ -95,50 +158,7 @@ def make_plan(
     for copy, original in copies.items():
         if original in tensors and _stored_kind(tensors[copy]) != _stored_kind(tensors[original]):
             faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
-    faults += _dtype_faults(tensors, bindings)
-
-    passthrough: dict[str, Passthrough] = {}
-    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
-        raise UsageError(
-            f"{source.name} is not encoded: there are no quantized values and scales to keep",
-            hint="leave --encoding out",
-        )
-    wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
-    if wanted and not faults:
-        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted)
-
-    arrays: dict[str, OutputArray] = {}
-    units: tuple[WorkUnit, ...] = ()
-    if not faults:
-        slabs = []
-        for binding in bindings:
-            new_arrays, new_slabs = cut_binding(
-                tensors, binding, options.dtype, quantization.encoders if quantization else {}
-            )
-            faults += [
-                f"{array.name}  is made by two rows of the table" for array in new_arrays if array.name in arrays
-            ]
-            arrays |= {array.name: array for array in new_arrays}
-            slabs += new_slabs
-        units = gather(source, tensors, slabs)
-    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
-    return Plan(
-        source=source,
-        tensors=tensors,
-        family=family,
-        table=table,
-        options=options,
-        quantization=quantization,
-        passthrough=passthrough,
-        bindings=tuple(bindings),
-        arrays=arrays,
-        units=units,
-        skipped=tuple(skips),
-        copies=copies,
-        unmapped=tuple(unmapped),
-        faults=tuple(faults),
-        ignored_config=ignored_config,
-    )
+    return faults + _dtype_faults(tensors, bindings)
 
 
 def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:

@@ -175,11 +175,12 @@ class Slab:
             tensor_size = prod(shape[stack.depth :])
             parts = []
             for start, stop in runs(axes, sizes, self.ranges):
-                while start < stop:
-                    index, first = divmod(start, tensor_size)
-                    count = min(stop - start, tensor_size - first)
+                position = start
+                while position < stop:
+                    index, first = divmod(position, tensor_size)
+                    count = min(stop - position, tensor_size - first)
                     parts.append((stack.names[index], first, count))
-                    start += count
+                    position += count
             yield parts
 
     def names(self) -> Iterator[str]:

@@ -29,6 +29,7 @@ class Keys:
 
 @partial(jax.jit, static_argnums=(1, 2))  # traced once for each shape, not for each of 80 layers
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Random initial weights, with a standard deviation of 0.02."""
     return 0.02 * jax.random.normal(key, shape, dtype)
 
 
