@@ -274,7 +274,8 @@ def ignored_keys(
     """The keys that nobody reads; see `DecoderConfig.ignored_keys`. Of a model type of which it is not
     known what the reference reads, as one of a family outside this package, every unknown key is refused."""
     read = keys_of_reference(model_type)
-    faults, ignored = [], {}
+    faults: list[str] = []
+    ignored: dict[str, Any] = {}
     for key, value in raw.items():
         if key in only:
             if value not in only[key]:
