@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import tpuconv
-from test_cli import EXAMPLE
-from test_cli import tpuconv as command
-from test_convert import convert
+from helpers.commands import EXAMPLE
+from helpers.commands import tpuconv as command
+from helpers.conversions import convert
 from tpuconv.errors import UsageError
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import ENDED
