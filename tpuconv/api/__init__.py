@@ -12,14 +12,13 @@ Importing this module imports neither jax nor numpy; a function imports what it 
 from tpuconv.api.conversion import (
     Conversion,
     ConversionPlan,
-    Export,
     convert,
-    export,
     plan,
     plan_quantization,
     quantize,
 )
 from tpuconv.api.evaluation import Comparison, Verification, compare, verify
+from tpuconv.api.exporting import Export, export
 from tpuconv.api.inspection import Inspection, inspect
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
