@@ -26,14 +26,18 @@ demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of 
 	  run tpuconv verify --compare-hf; \
 	  run tpuconv generate --prompt "In the beginning"'
 
-test: lint  ## Lint, types and the fast tests, on two processors.
-	$(BIN)/python -m pytest -n 2 -q
+# Each worker takes the half of what the other one has left when it has nothing to do, so that the tests of a module
+# stay together and both end at once.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-slow: campaign  ## The long ones: before a release and after changes to convert/.
-	$(BIN)/python -m pytest -n 2 -q -m slow --ignore tests/adversarial
+test: lint  ## Before every commit: lint, types and the fast tests on two processors; durations, coverage of the package.
+	$(PYTEST) --durations=15 --cov=tpuconv
 
-campaign: $(INSTALLED)  ## All attacks of docs/reliability.md, under an hour; prints how often each was tried.
-	$(BIN)/python -m pytest -n 2 -q -m "slow or not slow" tests/adversarial
+test-slow: campaign  ## Before a release, after changes to convert/ or models/, with new versions of jax or transformers: hours.
+	$(PYTEST) -m slow --ignore tests/adversarial
+
+campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, under an hour, counted.
+	$(PYTEST) -m "slow or not slow" tests/adversarial
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

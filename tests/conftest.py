@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from helpers.families import Case
+    from helpers.shared import Shared
 
 pytest.register_assert_rewrite("helpers")
 
@@ -22,6 +22,21 @@ for number in (signal.SIGINT, signal.SIGTERM):
 
 # libtpu, which the tests of topologies need, would look for a TPU in every process.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# There is a worker for each processor. With more threads than processors torch, which waits for them in a loop, takes
+# ten times as long for a tiny model.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs that XLA compiled are kept in pytest's cache folder, for the children and workers of this run and for
+    the next run: most of the time of these tests is the compiler's. The key holds the program, the versions and the
+    compiler's options. `pytest --cache-clear` empties it."""
+    if cache := getattr(config, "cache", None):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 
 settings.register_profile(
     "tpuconv",
@@ -46,35 +61,59 @@ def quick_compiler() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def users_compiler(quick_compiler: None) -> Iterator[None]:
+    """The compiler with its optimizations again, and nothing that was compiled without them."""
+    import jax
+
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
-    """The folder of a case as transformers saves it, in float32."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> "Shared":
+    """Folders that are written once a run, for all of its workers."""
+    from helpers.shared import Shared
+
+    base = tmp_path_factory.getbasetemp()
+    return Shared((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
+
+
+@pytest.fixture(scope="session")
+def hf(shared: "Shared") -> "Callable[..., Path]":
+    """The folder of a case as transformers saves it, with weights in float32 or the dtype that is given."""
     from helpers.families import save
 
-    return cache(lambda case: save(case, tmp_path_factory.mktemp("hf")))
+    def saved(case: "Case", dtype: str = "float32") -> Path:
+        return shared(f"{case.key}-{dtype}-hf", lambda folder: save(case, folder, dtype))
+
+    return saved
 
 
 @pytest.fixture(scope="session")
-def orbax(hf: "Callable[[Case], Path]", tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Case], Path]":
-    """The folder of a case as tpuconv converts it."""
+def orbax(shared: "Shared", hf: "Callable[..., Path]") -> "Callable[..., Path]":
+    """The folder of a case as tpuconv converts it, with weights in float32 or the dtype that is given."""
     from helpers.conversions import convert
 
-    def converted(case: "Case") -> Path:
-        out = tmp_path_factory.mktemp("orbax") / "out"
-        convert(hf(case), out)
-        return out
+    def converted(case: "Case", dtype: str = "float32") -> Path:
+        return shared(f"{case.key}-{dtype}-orbax", lambda folder: convert(hf(case, dtype), folder))
 
-    return cache(converted)
+    return converted
 
 
 @pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(shared: "Shared") -> Path:
     """A folder with the example's checkpoint in it, made by the command as the README has it."""
     from helpers.commands import EXAMPLE, tpuconv
 
-    folder = tmp_path_factory.mktemp("example")
-    tpuconv("convert", EXAMPLE, cwd=folder)
-    return folder
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        tpuconv("convert", EXAMPLE, cwd=folder)
+
+    return shared("example", make)
 
 
 @pytest.fixture
@@ -88,9 +127,9 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_mtp(shared: "Shared") -> Path:
     """A DeepSeek V3 of 3 layers as `save_pretrained` writes it, and a layer of that kind beside, with its copies."""
     from helpers.families import CASES, save_with_mtp
 
     case = next(case for case in CASES if case.id == "kimi_k2-one-group")
-    return save_with_mtp(case, tmp_path_factory.mktemp("mtp"))
+    return shared("with-mtp", lambda folder: save_with_mtp(case, folder))

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from helpers.configs import ENCODINGS, NAMES, WEIGHTS, config_json, plan_of
-from helpers.times import HANG
+from helpers.times import ProcessorTime
+from tpuconv import patterns
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names
@@ -24,8 +25,8 @@ from tpuconv.models.tokenizer import end_tokens
 from tpuconv.sources.config import read_config
 from tpuconv.sources.source import Source
 
-SECONDS, BYTES = 10, 300_000_000
-"""Of the processor; a second on a machine that does nothing else."""
+SECONDS, BYTES = 60, 300_000_000
+"""Of the processor: the slowest takes one second, and what is not refused takes hours."""
 
 
 def refused(raw: dict[str, Any]) -> Exception | None:
@@ -202,10 +203,12 @@ REDOS = "([a-z.0-9_]+)+Z"
     ],
 )
 def test_a_pattern_that_is_matched_for_ever_is_refused(encoding, where):
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"):
+    with (
+        ProcessorTime(children=True) as taken,
+        pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"),
+    ):
         plan_of(config_json("llama", quantization_config={"quant_method": "compressed-tensors", **encoding}))
-    assert time.monotonic() - began < HANG / 2  # a pattern's child alone is given up after half of that
+    assert taken.seconds < 10 * patterns.SECONDS  # of the child's processor time, of which it may take one
 
 
 def test_wildcards_are_harmless():

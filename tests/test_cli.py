@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,8 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.checkpoints import (
+    hollow_checkpoint,
+    json_headers,
+    qwen3_config,
+    random_checkpoint,
+    read_tensors,
+    write_checkpoint,
+)
 from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
+from helpers.times import ProcessorTime
 from tpuconv import cli
 
 COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families", "doctor")
@@ -230,21 +237,17 @@ def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
-def seconds_of_children() -> float:
-    """Of processor: what else runs on the machine does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.mark.parametrize("model", LISTINGS)
 def test_real_models_are_planned_whole(model, tmp_path):
     """Names, shapes and configs of real checkpoints: nothing unmapped, the published number of parameters."""
     listing = LISTINGS[model]
     tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
     write_checkpoint(tmp_path / "hf", listing["config"], tensors, shards=7)
-    began = seconds_of_children()
-    facts = json.loads(tpuconv("convert", "hf", "--dry-run", "--json", "--jobs", "2", cwd=tmp_path).stdout)
-    assert seconds_of_children() - began < (3 if len(tensors) < 2000 else 20)
+    with ProcessorTime() as reading:
+        json_headers(tmp_path / "hf")
+    done = tpuconv("convert", "hf", "--dry-run", "--json", "--jobs", "2", cwd=tmp_path)
+    assert done.seconds < 5 + 100 * reading.seconds  # 15 times for a large one, half a second for a small one
+    facts = json.loads(done.stdout)
     assert facts["unmapped"] == facts["faults"] == []
     assert facts["mapped"] + sum(skip["count"] for skip in facts["skipped"]) == len(tensors)
     assert all(skip["reason"] for skip in facts["skipped"])
@@ -302,12 +305,17 @@ def test_families_are_listed_with_their_tables():
 
 
 def test_help_is_fast():
-    times = []
+    """It imports click and nothing that computes."""
+    times = {"-c": [], "-m": []}
     for _ in range(3):
-        began = seconds_of_children()
-        tpuconv("--help")
-        times.append(seconds_of_children() - began)
-    assert min(times) < 0.3
+        for args in (("-c", "import click, click.shell_completion"), ("-m", "tpuconv", "--help")):
+            with ProcessorTime(children=True) as taken:
+                subprocess.run([sys.executable, *args], stdout=subprocess.DEVNULL, check=True)
+            times[args[0]].append(taken.seconds)
+    assert min(times["-m"]) < 4 * min(times["-c"])
+    program = "import sys, tpuconv.cli\ntry: tpuconv.cli.main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    assert not {"jax", "numpy", "torch"} & set(done.stderr.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

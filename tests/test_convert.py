@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import LIMITS, assert_same, convert, flatten, plan_for, restore
-from helpers.families import CASES, save
+from helpers.families import CASES
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import run as run_module
@@ -69,11 +69,14 @@ def expected(folder: Path, options: Options) -> dict[str, np.ndarray]:
 
 
 FIRST = {case.family: case for case in reversed(CASES) if not case.no_scan}
+MANY_EXPERTS = ("mixtral-window", "gpt_oss-many-experts")
+"""Second cases of their families, with some thousand tensors or chunks: five times as long as the others."""
+
 FORMS = [
     pytest.param(
         *(case, scan),
         id=f"{case}-{'scan' if scan else 'layers'}",
-        marks=[pytest.mark.slow] * (scan and case != FIRST[case.family]),
+        marks=[pytest.mark.slow] * (case.id in MANY_EXPERTS or (scan and case != FIRST[case.family])),
     )
     for case in CASES
     for scan in (False, True)
@@ -82,9 +85,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("case", "scan_layers"), FORMS)
-def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, tmp_path, small_cuts):
+def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, hf, tmp_path, small_cuts):
     """And back: the inverse table gives the tensors of the source, as `save_pretrained` wrote them."""
-    folder = save(case, tmp_path / "hf", "bfloat16")
+    folder = hf(case, "bfloat16")
     options = Options(scan_layers=scan_layers)
     plan = convert(folder, tmp_path / "out", options)
     assert len(plan.units) > 1
@@ -103,8 +106,8 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.no_scan], ids=str)
-def test_layers_that_differ_are_not_stacked(case, tmp_path):
-    folder = save(case, tmp_path / "hf", "bfloat16")
+def test_layers_that_differ_are_not_stacked(case, hf):
+    folder = hf(case, "bfloat16")
     with pytest.raises(UnsupportedConfig, match="--scan-layers cannot stack"):
         plan_for(folder, Options(scan_layers=True))
 

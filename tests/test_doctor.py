@@ -7,8 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
 
+from helpers.hub_server import HubServer
 from tpuconv import doctor
 from tpuconv.doctor import Item
 

@@ -160,7 +160,7 @@ def test_only_shards_of_the_index(serve: Callable[..., HubServer], tmp_path: Pat
 def test_single_file(
     serve: Callable[..., HubServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lfs: bool
 ) -> None:
-    monkeypatch.setattr("hub_server.is_lfs", lambda name: lfs and is_lfs(name))
+    monkeypatch.setattr("helpers.hub_server.is_lfs", lambda name: lfs and is_lfs(name))
     save_file({"w": np.arange(9)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     folder = tmp_path / "repo"
@@ -605,7 +605,7 @@ def test_429_is_explained(hub: HubServer) -> None:
 
 
 def test_an_endpoint_that_is_no_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hub_server._Handler._api", lambda self, path: self._json(["hello"]))
+    monkeypatch.setattr("helpers.hub_server._Handler._api", lambda self, path: self._json(["hello"]))
     with pytest.raises(HubError, match="the download of org/tiny failed") as error:
         resolve(REPO)
     assert "HF_ENDPOINT" in str(error.value)

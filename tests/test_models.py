@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from helpers.families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each, save
+from helpers.families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.mapping.table import MappingTable
@@ -85,10 +85,10 @@ class Built:
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def build(hf: Any) -> Any:
     @cache
     def build(case: Case) -> Built:
-        folder = save(case, tmp_path_factory.mktemp("model"))
+        folder = hf(case)
         raw = json.loads((folder / "config.json").read_text())
         family = find_family(raw)
         return Built(hf_model(case), family, family.config.from_hf(raw), load_file(folder / "model.safetensors"))
@@ -136,11 +136,35 @@ def test_every_tensor_is_one_source_of_the_table(case: Case, build: Any) -> None
     assert sorted(sources) == sorted((name, tensor.shape) for name, tensor in read.items())
 
 
-@EVERY_FORM
+@pytest.mark.parametrize(
+    ("case", "scan"),
+    [
+        *(pytest.param(case, False, id=f"{case}-per-layer") for case in CASES),
+        *(
+            pytest.param(*param.values, True, id=f"{param.id}-scanned", marks=param.marks)
+            for param in one_fast_of_each(FAMILIES.keys(), [case for case in CASES if not case.no_scan])
+        ),
+    ],
+)
 def test_logits_of_a_sequence(case: Case, scan: bool, build: Any) -> None:
     built = build(case)
     ids = tokens(2, 40)
     assert_same_logits(forward(built.model(scan), ids, np.ones(ids.shape, bool)), built.reference(ids))
+
+
+@pytest.mark.slow
+@EVERY_CASE
+@pytest.mark.usefixtures("users_compiler")
+def test_logits_under_the_compiler_that_users_have(case: Case, build: Any) -> None:
+    """Of every family: the other tests of this module leave XLA's optimizations out."""
+    built = build(case)
+    ids = tokens(2, 40)
+    model = built.model(False)
+    assert_same_logits(forward(model, ids, np.ones(ids.shape, bool)), built.reference(ids))
+    prompt, more = ids[:, :30], ids[:, 30:31]
+    _, cache = extend(model, prompt, np.ones(prompt.shape, bool), model.init_cache(2, 31))
+    logits, _ = extend(model, more, np.ones(more.shape, bool), cache)
+    assert_same_logits(np.asarray(logits), built.reference(ids[:, :31])[:, 30:])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.no_scan], ids=str)
@@ -150,7 +174,7 @@ def test_layers_of_different_kinds_are_not_scanned(case: Case, build: Any) -> No
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@EVERY_CASE
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
 def test_logits_of_a_padded_batch(case: Case, side: str, build: Any) -> None:
     built = build(case)
     ids = tokens(2, 40)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import LIMITS, convert
-from helpers.families import CASES, Case, save
+from helpers.families import CASES, Case
 from helpers.quantizing import ONE_OF_EACH, assert_same_model, leaves, quantize, quantize_source
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
@@ -93,15 +93,14 @@ def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Non
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory):
+def converted(hf, tmp_path_factory):
     """The checkpoint of a case, converted once."""
     done: dict[str, Path] = {}
 
     def get(case: Case) -> Path:
         if case.id not in done:
-            folder = tmp_path_factory.mktemp(case.id)
-            convert(save(case, folder / "hf", "bfloat16"), folder / "ckpt")
-            done[case.id] = folder / "ckpt"
+            done[case.id] = tmp_path_factory.mktemp(case.id) / "ckpt"
+            convert(hf(case, "bfloat16"), done[case.id])
         return done[case.id]
 
     return get
@@ -368,9 +367,9 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
         pytest.param("nf4_weight_only", "gpt_oss", marks=pytest.mark.slow),
     ],
 )
-def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, converted, tmp_path, small_cuts):
+def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, converted, hf, tmp_path, small_cuts):
     rules, separate = find_config(name), converted(ONE_OF_EACH[family])
-    convert(separate.parent / "hf", tmp_path / "scan", Options(scan_layers=True))
+    convert(hf(ONE_OF_EACH[family], "bfloat16"), tmp_path / "scan", Options(scan_layers=True))
     quantize(tmp_path / "scan", tmp_path / "out", rules)
     quantize(separate, tmp_path / "separate", rules)
     assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]

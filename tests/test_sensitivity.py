@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert
-from helpers.families import Case, save
 from helpers.quantizing import ONE_OF_EACH, leaves, quantize
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
@@ -39,21 +38,6 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """The checkpoint of a case with weights of a dtype."""
-    done: dict[tuple[str, str], Path] = {}
-
-    def get(case: Case, dtype: str) -> Path:
-        if (case.id, dtype) not in done:
-            folder = tmp_path_factory.mktemp(case.id)
-            convert(save(case, folder / "hf", dtype), folder / "ckpt")
-            done[case.id, dtype] = folder / "ckpt"
-        return done[case.id, dtype]
-
-    return get
-
-
 def small(folder: Path, **sizes) -> Path:
     """One that is not run."""
     convert(random_checkpoint(folder / "hf", qwen3_config(num_hidden_layers=2, **sizes)), folder / "ckpt")
@@ -61,9 +45,9 @@ def small(folder: Path, **sizes) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ckpt(converted) -> Path:
+def ckpt(orbax) -> Path:
     """A tiny model without a tokenizer, its head untied."""
-    return converted(ONE_OF_EACH["llama"], "bfloat16")
+    return orbax(ONE_OF_EACH["llama"], "bfloat16")
 
 
 def measured(folder: Path) -> tuple[SearchSpace, Probe]:
@@ -95,8 +79,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("family", "dtype", "wanted"), list(cases()))
-def test_a_group_costs_what_a_checkpoint_costs_that_is_quantized_so(family, dtype, wanted, converted, tmp_path):
-    plain = converted(ONE_OF_EACH[family], dtype)
+def test_a_group_costs_what_a_checkpoint_costs_that_is_quantized_so(family, dtype, wanted, orbax, tmp_path):
+    plain = orbax(ONE_OF_EACH[family], dtype)
     model, _ = measured(plain)
     last = {group.path: group for group in model.groups}
     tried = 0
@@ -118,8 +102,8 @@ SLOW = {"deepseek_v3", "kimi_k2", "llama4", "llama4_text", "gpt_oss", "qwen2", "
     "case",
     [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in ONE_OF_EACH.items()],
 )
-def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, converted):
-    manifest = read_manifest(converted(case, "bfloat16"))
+def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, orbax):
+    manifest = read_manifest(orbax(case, "bfloat16"))
     choices = find_choices(manifest)
     names = [name for group in choices.space.groups for name in group.names]
     all_names = set(choices.encoders["int8"])

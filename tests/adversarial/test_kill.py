@@ -14,6 +14,7 @@ import pytest
 from helpers.attacks.counts import count
 from helpers.attacks.simulated import contents
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from helpers.times import wait_for
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.verify.checksums import check
 
@@ -32,9 +33,8 @@ def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
     done = 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 30
-        while len(list(tmp_path.glob(".out.tpuconv/u*.done"))) <= done and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for(lambda done=done: len(list(tmp_path.glob(".out.tpuconv/u*.done"))) > done)
+        assert process.poll() is None, "it ended before it was interrupted"
         process.send_signal(number)
         _, error = process.communicate()
         assert process.returncode == code, error
@@ -63,13 +63,14 @@ def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int,
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds, after = time.monotonic() - began, contents(out)
     restore()
-    while killed < times:
+    for _ in range(20 * times):
+        if killed == times:
+            break
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(rng.uniform(0.05 * seconds, 1.05 * seconds))
-        is_at_work = process.poll() is None and (tmp_path / ".out.tpuconv").exists()
+        has_begun = (tmp_path / ".out.tpuconv" / "plan.done").exists()
         process.kill()
-        process.wait()
-        killed += is_at_work
+        killed += process.wait() == -signal.SIGKILL and has_begun  # and not after its end, or before its work
         left = contents(out) if out.exists() else None
         if left:
             left.pop(".tpuconv-staged", None)
@@ -80,6 +81,7 @@ def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int,
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             assert contents(out) == after
             restore()
+    assert killed == times, f"of {20 * times} kills only {killed} met the work"
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert contents(out) == after
     assert not os.path.lexists(tmp_path / ".out.tpuconv")

@@ -29,6 +29,7 @@ from helpers.attacks.processes import (
     COMMAND,
     LISTED,
     MEASURED,
+    idle_seconds,
     needs_strace,
     remount,
     small_disk,
@@ -737,7 +738,7 @@ def test_row_23_offsets_that_lie(hf):
     "bomb", ["100 MB", "2^63", *(pytest.param(x, marks=pytest.mark.slow) for x in ("nested", "crowd"))]
 )
 def test_row_24_header_bombs(bomb, hf):
-    """Less than a second of work and 300 MB of memory."""
+    """Little more work than a command takes that does nothing, and 300 MB of memory."""
     if bomb == "100 MB":
         write_header(hf / FIRST, b"{" + b" " * (100 << 20) + b"}")
     elif bomb == "2^63":
@@ -748,7 +749,7 @@ def test_row_24_header_bombs(bomb, hf):
         write_header(hf / FIRST, b"{" + b",".join(b'"%d":1' % i for i in range(2_000_000)) + b"}")
     out = hf.parent / "out"
     seconds, memory = used(tpuconv("convert", hf, out, patch=MEASURED, fresh=True, code=4))
-    assert seconds < 1.5  # the interpreter and its libraries take half of one; on a busy machine more
+    assert seconds < 5 * idle_seconds()
     assert memory < 300e6
     assert not out.exists()
 
@@ -807,7 +808,7 @@ def test_row_27_what_is_no_file(kind, hf):
         else:
             (hf / name).symlink_to("/dev/zero" if kind == "device" else "nowhere")
         done = tpuconv("convert", hf, hf.parent / "out", patch=MEASURED, fresh=True, code=4)
-        assert used(done)[0] < 1.5
+        assert used(done)[0] < 5 * idle_seconds()
         assert re.search(rf"{name} (is no regular file|cannot be read|is missing)", done.stderr), done.stderr
         (hf / name).rmdir() if kind == "folder" else (hf / name).unlink()
         (hf / "kept").rename(hf / name)
@@ -959,7 +960,7 @@ def test_row_33_a_pattern_that_is_matched_for_ever(made, tmp_path):
     args = ("quantize", made / "orbax", tmp_path / "q", "--config", tmp_path / "rules.yaml")
     done = tpuconv(*args, patch=MEASURED, fresh=True, code=6)
     assert "takes for ever" in done.stderr
-    assert used(done)[0] < 1.5  # and its child, which may take one second of a processor
+    assert used(done)[0] < 5 * idle_seconds()  # and its child, which may take one second of a processor
     assert not (tmp_path / "q").exists()
 
 

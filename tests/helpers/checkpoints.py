@@ -99,6 +99,16 @@ def hollow_checkpoint(folder: Path, config: Mapping[str, Any], shards: int = 1) 
     return write_checkpoint(folder, config, tensors, shards)
 
 
+def json_headers(folder: Path) -> list[dict[str, Any]]:
+    """The headers of all shards as JSON has them: the least that planning a checkpoint can take."""
+    headers = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            headers.append(json.loads(file.read(length)))
+    return headers
+
+
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, by the code under test's own header reader but not its transforms."""
     from tpuconv.sources.source import open_source

@@ -1,20 +1,93 @@
 """The command as a child process, the example, and the names and shapes of released models."""
 
+import atexit
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-qwen3"
 SAMPLE = EXAMPLE.parent / "sample.txt"
 
 
-def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command; its exit code must be `code`, and it never shows a traceback."""
-    command = [sys.executable, "-m", "tpuconv", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+SERVER = """
+import atexit, gc, json, os, sys, traceback, warnings
+warnings.simplefilter("ignore")  # jax's, of forks: no backend of its own runs here yet, and no thread
+import numba, rich.console, rich.progress, rich.table
+import jax, qwix, torch, transformers, transformers.models.qwen3.modeling_qwen3
+import tpuconv.convert.export, tpuconv.convert.run, tpuconv.convert.transpose, tpuconv.encodings.kernels
+import tpuconv.models.generate, tpuconv.models.text_generator
+import tpuconv.quantize.apply, tpuconv.restore, tpuconv.verify.checksums, tpuconv.verify.logits
+from tpuconv.cli import main
+warnings.resetwarnings()
+gc.freeze()
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in enumerate((os.devnull, job["out"], job["err"])):
+            os.dup2(os.open(path, os.O_RDWR), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.argv = ["tpuconv", *job["args"]]
+        os.chdir(job["cwd"])
+        os.environ.clear()
+        os.environ.update(job["env"])
+        code = 1
+        try:
+            exec(job["patch"], {})
+            main()
+        except SystemExit as e:
+            code = e.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    _, status, used = os.wait4(child, 0)
+    print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
+"""
+"""Forks a child for each command, after the imports, which take longer than most commands of the tests."""
+
+
+@cache
+def _server() -> "subprocess.Popen[str]":
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    atexit.register(server.communicate)  # the end of its input is its own
+    return server
+
+
+class Done(subprocess.CompletedProcess[str]):
+    """A command that ended, and the seconds of processor time that it took."""
+
+    seconds: float
+
+
+def forked(args: Sequence[str], cwd: Path | None = None, patch: str = "") -> Done:
+    """Runs the command in a process of its own, with this one's environment and after the code `patch`, but without
+    the time that a new interpreter takes for its imports. What an environment variable says to a library when it is
+    imported was said before."""
+    with NamedTemporaryFile("r", encoding="utf-8") as out, NamedTemporaryFile("r", encoding="utf-8") as err:
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        job = {"args": args, "patch": patch, "out": out.name, "err": err.name, "env": dict(os.environ)}
+        server.stdin.write(json.dumps(job | {"cwd": str(cwd or Path.cwd())}) + "\n")
+        code, seconds = json.loads(server.stdout.readline())
+        done = Done(list(args), code, out.read(), err.read())
+        done.seconds = seconds
+        return done
+
+
+def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> Done:
+    """Runs the command in a process of its own; its exit code must be `code`, and it never shows a traceback."""
+    done = forked(list(map(str, args)), cwd)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done

@@ -6,10 +6,11 @@ needed.
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -53,6 +54,11 @@ class Case:
     config: Mapping[str, Any] = field(hash=False)
     no_scan: str = ""
     written_as: str = ""
+
+    @property
+    def key(self) -> str:
+        """A name for a file: cases of other sizes may have the same id."""
+        return f"{self.id}-{crc32(repr(sorted(self.config.items())).encode()):08x}"
 
     def hf_config(self) -> Any:
         from transformers import AutoConfig
@@ -275,14 +281,16 @@ OWN_CACHE = {"llama", "deepseek_v3"}
 """Families with a cache of their own; that of the others is llama's."""
 
 
-def one_fast_of_each(families: Collection[str] = FAMILIES - COMPUTED_BY.keys()) -> list[Any]:
+def one_fast_of_each(
+    families: Collection[str] = FAMILIES - COMPUTED_BY.keys(), cases: Sequence[Case] = CASES
+) -> list[Any]:
     """All cases for `parametrize`, those marked slow that are not the first of these families: by default of all that
     have modules of their own."""
     import pytest
 
-    first = {case.family: case for case in reversed(CASES) if case.family in families}
+    first = {case.family: case for case in reversed(cases) if case.family in families}
     return [
-        pytest.param(case, id=str(case), marks=[] if case in first.values() else [pytest.mark.slow]) for case in CASES
+        pytest.param(case, id=str(case), marks=[] if case in first.values() else [pytest.mark.slow]) for case in cases
     ]
 
 

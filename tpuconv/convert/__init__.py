@@ -1,1 +1,1 @@
-"""From safetensors to Orbax and back: the plan of a conversion, its run, and export. Receives a family, imports none."""
+"""From safetensors to Orbax and back: the plan of a conversion, its run, and export. Imports no family."""

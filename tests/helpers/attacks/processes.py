@@ -1,7 +1,5 @@
 """The command as a child process, and the faults that are injected into it."""
 
-import atexit
-import json
 import os
 import shutil
 import subprocess
@@ -10,65 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
 
+from helpers.commands import forked
 from helpers.limits import limited
 
 COMMAND = [sys.executable, "-m", "tpuconv"]
 LISTED = {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 130, 143}
 """The exit codes that are documented, but for that of a bug."""
-
-
-SERVER = """
-import atexit, json, os, sys, traceback
-import numba, rich.console, rich.progress, rich.table
-import tpuconv.convert.export, tpuconv.convert.run, tpuconv.convert.transpose
-import tpuconv.encodings.kernels, tpuconv.models.registry
-import tpuconv.verify.checksums
-from tpuconv.cli import main
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if not child:
-        for number, path in enumerate((os.devnull, job["out"], job["err"])):
-            os.dup2(os.open(path, os.O_RDWR), number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        sys.argv = ["tpuconv", *job["args"]]
-        code = 1
-        try:
-            exec(job["patch"], {})
-            main()
-        except SystemExit as e:
-            code = e.code
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Forks a child for each command, after the imports, which take longer than most commands of the tests."""
-
-
-@cache
-def _server() -> "subprocess.Popen[str]":
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    atexit.register(server.kill)
-    return server
-
-
-def _forked(args: Sequence[str], patch: str) -> "subprocess.CompletedProcess[str]":
-    with NamedTemporaryFile("r", encoding="utf-8") as out, NamedTemporaryFile("r", encoding="utf-8") as err:
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps({"args": args, "patch": patch, "out": out.name, "err": err.name}) + "\n")
-        code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(list(args), code, out.read(), err.read())
 
 
 def tpuconv(
@@ -92,7 +41,7 @@ def tpuconv(
             capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, **options,
         )  # fmt: skip
     else:
-        done = _forked(words, patch)
+        done = forked(words, patch=patch)
     assert "Traceback" not in done.stderr, done.stderr
     assert "bug of tpuconv" not in done.stderr, done.stderr
     assert done.returncode in ({code} if code is not None else LISTED), (done.returncode, done.stdout + done.stderr)
@@ -112,6 +61,13 @@ def used(done: "subprocess.CompletedProcess[str]") -> tuple[float, int]:
     """Seconds of processor time and bytes of memory that a command took which failed, after the code MEASURED."""
     _, seconds, memory = done.stderr.splitlines()[-1].split()
     return float(seconds), int(memory)
+
+
+@cache
+def idle_seconds() -> float:
+    """Processor time of a command that finds nothing to convert: the interpreter's and its imports'. On a quiet machine
+    a third of a second."""
+    return min(used(tpuconv("convert", os.devnull, patch=MEASURED, fresh=True, code=None))[0] for _ in range(2))
 
 
 def strace(what: str) -> list[str]:
