@@ -77,6 +77,8 @@ def quantize(
     With --sensitivity or --target-bits nothing is quantized: the model runs on prompts, in float32, to measure what
     each group of its parameters costs it in int8 and in int4.
     """
+    from tpuconv.quantize.config import find_config
+
     if as_list:
         _list_configs(as_json)
         return
@@ -91,6 +93,8 @@ def quantize(
     options.require_mode("--config", not measuring, "explain", "dry_run", "check", "max_memory", "jobs")
     if config is None and not measuring:
         raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
+    if config is not None:
+        find_config(config)  # so that a mistake in it is reported before one in CKPT
     chosen = chosen_checkpoint(ckpt, "Measuring" if measuring else "Quantizing", quiet=as_json, quantized=False)
     if config is None:
         with shown(as_json) as progress:
