@@ -363,6 +363,12 @@ def test_the_traceback_is_shown_wherever_one_asks_for_it(tmp_path):
         assert (done.returncode, "Traceback" in done.stderr) == (2, True)
 
 
+def test_a_prompt_longer_than_the_context_is_a_mistake(converted, tmp_path):
+    (tmp_path / "prompts.txt").write_text("short\n" + "long " * 200)
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", tmp_path / "prompts.txt")
+    assert "prompt 2 has 1000 tokens, and the model was made for 512" in tpuconv(*args, cwd=converted, code=2).stderr
+
+
 def test_prompts_that_cannot_be_read_are_a_mistake(converted, tmp_path):
     prompts = tmp_path / "prompts.txt"
     args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", prompts)

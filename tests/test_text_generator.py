@@ -12,9 +12,10 @@ from helpers.commands import EXAMPLE
 from helpers.commands import tpuconv as command
 from helpers.conversions import convert
 from tpuconv.errors import UsageError
+from tpuconv.models.common.config import context_of
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import ENDED
-from tpuconv.models.text_generator import Completion, TextGenerator, _Text, context_of
+from tpuconv.models.text_generator import Completion, TextGenerator, _Text
 from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
 CHAT = (

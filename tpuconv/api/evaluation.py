@@ -242,9 +242,26 @@ def compare(
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts (the built-in ones where there are none), by the tokenizer in a folder."""
+    """Token ids of prompts (the built-in ones where there are none), by the tokenizer in a folder.
+
+    Raises:
+        UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
+    """
+    from tpuconv.checkpoint.reader import read_checkpoint_config
+    from tpuconv.models.common.config import context_of
+    from tpuconv.models.registry import get_family
     from tpuconv.verify.logits import tokenize
 
     vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
+    context = context_of(
+        get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
+    )
     with plain_path(tokenizer_folder) as path:
-        return tokenize(path, prompts, vocab)
+        ids = tokenize(path, prompts, vocab)
+    for number, prompt_ids in enumerate(ids, 1) if prompts else ():
+        if len(prompt_ids) > context:
+            raise UsageError(
+                f"prompt {number} has {len(prompt_ids)} tokens, and the model was made for {context}",
+                hint="shorten it, or divide it into several prompts",
+            )
+    return ids

@@ -1,5 +1,6 @@
 """`tpuconv quantize`."""
 
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,10 @@ def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
                 format_size(sum(by_name[name]["bytes"] for name in group)),
             )
     console().print(table)
+    wide = [row for row in rows if isinstance(row["tile_size"], int) and prod(row["tiles"]) > row["tile_size"]]
+    for pattern, names in collapse(row["parameter"] for row in wide).items():
+        values = prod(by_name[names[0]]["tiles"])
+        show(f"  {pattern}: one scale for {values} values: Qwix applies tile_size to the last contracted axis only")
     show(
         f"{format_size(sum(row['bytes_before'] for row in rows))} -> {format_size(plan.plan.output_bytes)}; "
         f"line: of the rule in {plan.rules.name}; on disk a 4-bit value takes a byte, on TPU half of one"

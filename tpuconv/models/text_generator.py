@@ -7,7 +7,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.generate import ENDED, Generator, Sampling
 
@@ -175,11 +175,3 @@ class _Text:
 
     def completion(self, prompt: str) -> Completion:
         return Completion(prompt, self.text, tuple(self.ids), self.stopped or "length")
-
-
-def context_of(config: DecoderConfig) -> int:
-    """How many positions a model was made for: those that config.json says, or more where it stretches its rotary
-    positions by YaRN (arXiv:2309.00071) to more than that."""
-    rope = config.rope
-    stretched = int(rope.factor * rope.original_max_position_embeddings) if rope.type == "yarn" else 0
-    return max(config.max_position_embeddings, stretched)

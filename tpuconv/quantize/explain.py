@@ -22,6 +22,7 @@ def explain(plan: Plan, rules: QuantConfig) -> list[dict[str, Any]]:
                 "axes": arrays[0].axes,
                 "shape": list(arrays[0].shape),
                 "tiles": facts["tiles"] if facts else None,
+                "tile_size": rules.rules[facts["rule"]].tile_size if facts else None,
                 "bits": facts["bits"] if facts else 8 * arrays[0].dtype.itemsize,
                 "bytes_before": plan.source.tensors[name].nbytes if name in plan.source.tensors else None,
                 "bytes": sum(array.nbytes for array in arrays),

@@ -410,3 +410,11 @@ def _has_type(value: Any, hint: Any) -> bool:
     if hint is float:  # 1000000 is a float of JSON too; NaN and infinity compare false
         return type(value) in (int, float) and -1e300 < value < 1e300
     return value is None if hint is NoneType else type(value) is hint
+
+
+def context_of(config: DecoderConfig) -> int:
+    """How many positions a model was made for: those that config.json says, or more where it stretches its rotary
+    positions by YaRN (arXiv:2309.00071) to more than that."""
+    rope = config.rope
+    stretched = int(rope.factor * rope.original_max_position_embeddings) if rope.type == "yarn" else 0
+    return max(config.max_position_embeddings, stretched)
