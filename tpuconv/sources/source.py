@@ -24,7 +24,7 @@ from tpuconv.text import has_surrogates, plain
 
 VERIFIED = "by the sha256 that the Hub promises"
 """VERIFIED, UNVERIFIED and UNREAD: what a manifest says about whether the source's bytes are the published ones."""
-UNVERIFIED = "unverified: nobody promised a hash"
+UNVERIFIED = "unverified: no hash was published"
 UNREAD = "unverified: only a part of it was read"
 
 
