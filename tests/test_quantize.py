@@ -378,11 +378,10 @@ def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, convert
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_both_readers_read_bytes_and_boxes(converted, data):
+def test_both_readers_read_bytes_and_boxes(converted, hf, data):
     """Of a source and of a checkpoint: what a reader gives is that part of the whole array."""
     case = CASES[0]
-    ckpt = converted(case)
-    source = data.draw(st.sampled_from([open_checkpoint(ckpt), open_source(ckpt.parent / "hf")]))
+    source = data.draw(st.sampled_from([open_checkpoint(converted(case)), open_source(hf(case, "bfloat16"))]))
     info = data.draw(st.sampled_from(list(source.tensors.values())))
     with closing(source.open()) as reader:
         whole = np.empty(info.nbytes, np.uint8)

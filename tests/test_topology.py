@@ -310,7 +310,7 @@ def test_what_libtpu_does_not_know_is_a_mistake_too(args, answer):
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     from tpuconv.verify.topology import request as tpu
 
-    monkeypatch.setattr(tpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(tpu.libtpu, "is_installed", lambda: False)
     with pytest.raises(UsageError, match=r"tpuconv\[tpu\]"):
         next(tpu.ask(tpu.CompileRequest({}), [[Slice("v5e:2x2")]]))
 
