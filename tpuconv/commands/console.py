@@ -125,7 +125,7 @@ class Table:
 
     def _width(self, shown: Sequence[str], most: int) -> int:
         """Columns of the terminal that these take if cells with dots are broken to `most`."""
-        return sum(min(self._natural(name), max(most, len(name))) + 2 for name in shown) + 2
+        return _framed(min(self._natural(name), max(most, len(name))) for name in shown)
 
     def _natural(self, name: str) -> int:
         at = self.columns.index(name)
@@ -134,7 +134,7 @@ class Table:
     def _broken_widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
         """How wide each column may be: the widest ones give way."""
         widths = {name: self._natural(name) for name in shown}
-        while sum(widths.values()) + 2 * len(shown) + 2 > width:
+        while _framed(widths.values()) > width:
             widest = max(widths, key=lambda name: widths[name])
             if widths[widest] <= 4:
                 break
@@ -142,8 +142,13 @@ class Table:
         return widths
 
 
+def _framed(widths: Iterable[int]) -> int:
+    """The width of a table with columns of these widths: padding, a space between columns, and edges."""
+    return sum(width + 3 for width in widths) + 1
+
+
 def _broken(cell: "Text", width: int) -> "Text":
-    """The cell with lines longer than `width` broken after dots, commas and spaces; lines with styles stay."""
+    """The cell with lines longer than `width` broken after dots, commas and spaces; text with styles stays."""
     from rich.text import Text
 
     if cell.spans or all(line.cell_len <= width for line in cell.split()):
@@ -153,7 +158,7 @@ def _broken(cell: "Text", width: int) -> "Text":
 
 def _pieces(line: str, width: int) -> Iterator[str]:
     while len(line) > width:
-        at = max((line.rfind(mark, 0, width) + 1 for mark in "., _/"), default=0) or width
+        at = max(line.rfind(mark, 0, width) for mark in "., /") + 1 or line.rfind("_", 0, width) + 1 or width
         yield line[:at].rstrip()
         line = line[at:].lstrip(" ")
     yield line
