@@ -23,7 +23,7 @@ REPEATS = 9
 
 
 def compiled(layer: moe.Experts, few: float, *arguments: jax.Array) -> Callable[[], None]:
-    moe.FEW = few
+    moe.GATHER_LIMIT = few
     graph, state = nnx.split(layer)  # nnx.jit would give all weights back, too
     run = jax.jit(lambda state, *arrays: nnx.merge(graph, state)(*arrays))
     jax.block_until_ready(run(state, *arguments))
@@ -31,7 +31,7 @@ def compiled(layer: moe.Experts, few: float, *arguments: jax.Array) -> Callable[
 
 
 def main() -> None:
-    rule = moe.FEW
+    rule = moe.GATHER_LIMIT
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; E={E} X={X} D={D} M={M}\n")
     print(
         "| tokens | rows / experts | gathered ms | grouped ms | grouped / gathered | taken |\n|---|---|---|---|---|---|"

@@ -16,7 +16,7 @@ from pathlib import Path
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.config import config_names, find_config
 from tpuconv.quantize.report import report
-from tpuconv.verify.logits import compare, model_logits, tokenize
+from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PIECE = 512
@@ -36,7 +36,7 @@ def main() -> None:
         subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
         ids = tokenize(folder / "plain", prompts, 0)
         reference = model_logits(folder / "plain", ids, "bfloat16")
-        plain = compare(ids, reference, reference, "bfloat16", {})
+        plain = compare_logits(ids, reference, reference, "bfloat16", {})
         nbytes = read_manifest(folder / "plain").raw["bytes"]
         print("| config | bits a weight | bytes | mean KL | p99.9 KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|---|")
@@ -52,7 +52,7 @@ def main() -> None:
             out = folder / rules.name
             subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", config], **run)
             own = report(read_manifest(out).raw)
-            figures = compare(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
+            figures = compare_logits(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
             failed += [f"{rules.name}: {failure}" for failure in figures.failures()]
             print(
                 f"| `{rules.name}` | {own.weight_bits:.2f} | {own.bytes:,} "

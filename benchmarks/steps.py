@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, as_released, ask
+from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, ask, source_passthrough
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -83,7 +83,7 @@ def answers(rows: list[Row]) -> Iterator[tuple[Row, FitReport]]:
 
 def quantization(row: Row, config: dict[str, Any]) -> dict[str, Any] | None:
     if row.quantization == KEPT:
-        return as_released(row.model, config)
+        return source_passthrough(row.model, config)
     return find_config(row.quantization).to_json() if row.quantization else None
 
 

@@ -54,7 +54,7 @@ from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 from tpuconv.verify.logits import forward
 
 WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4", "llama4_text"}
@@ -114,7 +114,7 @@ def converted(tmp_path_factory):
 def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converted, tmp_path, small_cuts):
     rules, ckpt = find_config(name), converted(case)
     quantize(ckpt, tmp_path / "out", rules)
-    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
     theirs = quantized(tpuconv.load(ckpt), Provider(rules))
     ours = tpuconv.load(tmp_path / "out")
     assert_same(leaves(ours), leaves(theirs))
@@ -373,7 +373,7 @@ def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, convert
     convert(separate.parent / "hf", tmp_path / "scan", Options(scan_layers=True))
     quantize(tmp_path / "scan", tmp_path / "out", rules)
     quantize(separate, tmp_path / "separate", rules)
-    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
     assert_same_model(tmp_path / "out", tmp_path / "separate")
 
 
@@ -507,7 +507,7 @@ def test_a_bad_config_is_refused_where_it_is_bad(text, message):
 def test_a_config_that_is_no_file_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("a.yaml")
-    with pytest.raises(ConfigError, match=r"a\.yaml is no regular file, but a FIFO"):
+    with pytest.raises(ConfigError, match=r"a\.yaml is not a regular file but a FIFO"):
         find_config("a.yaml")
     Path("b.yaml").write_bytes(b"x" * (2 << 20))
     with pytest.raises(ConfigError, match=r"b\.yaml has 2097152 bytes, more than"):

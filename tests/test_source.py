@@ -211,12 +211,12 @@ def test_a_file_in_whose_place_there_is_no_file_is_named(folder):
         for make in (lambda p: p.mkdir(), os.mkfifo, lambda p: p.symlink_to("/dev/zero"), listen):
             kept = (folder / name).rename(folder / "kept")
             make(folder / name)
-            with pytest.raises(SourceError, match=f"{name} (is no regular file|cannot be read)"):
+            with pytest.raises(SourceError, match=f"{name} (is not a regular file|cannot be read)"):
                 open_source(folder)
             (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
             kept.rename(folder / name)
     os.mkfifo(folder / ENCODING_FILE)
-    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is no regular file"):
+    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is not a regular file"):
         open_source(folder)
 
 
@@ -307,7 +307,7 @@ FOLDERS = {
     "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "no valid JSON"),
     "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
-    "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "stands twice"),
+    "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "appears twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
     "a shard with a name that no file can have": (
         lambda f: edit_index(f, lambda m: m.update({"b.weight": "x" * 300 + ".safetensors"})),

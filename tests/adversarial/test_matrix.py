@@ -768,7 +768,7 @@ def test_row_25_a_name_twice(hf):
     name = next(iter(header))
     text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
     write_header(hf / FIRST, text.encode(), data)
-    refused(hf, 4, f"'{re.escape(name)}' stands twice")
+    refused(hf, 4, f"'{re.escape(name)}' appears twice")
 
 
 @pytest.mark.parametrize("kind", ["a Git LFS pointer", "a web page"])
@@ -808,7 +808,7 @@ def test_row_27_what_is_no_file(kind, hf):
             (hf / name).symlink_to("/dev/zero" if kind == "device" else "nowhere")
         done = tpuconv("convert", hf, hf.parent / "out", patch=MEASURED, fresh=True, code=4)
         assert used(done)[0] < 1.5
-        assert re.search(rf"{name} (is no regular file|cannot be read|is missing)", done.stderr), done.stderr
+        assert re.search(rf"{name} (is not a regular file|cannot be read|is missing)", done.stderr), done.stderr
         (hf / name).rmdir() if kind == "folder" else (hf / name).unlink()
         (hf / "kept").rename(hf / name)
 

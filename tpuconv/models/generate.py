@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.models.common.cache import Cache, cache_shardings
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import HIDDEN
+from tpuconv.models.common.layers import MASKED_SCORE
 
 CACHE_SHARE = 0.6
 """Of the memory of a machine without other devices, the part that a cache may take beside the weights."""
@@ -60,13 +60,13 @@ class Sampling:
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
             least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[-1]))[0][:, -1:]
-            logits_BV = jnp.where(logits_BV < least_B1, HIDDEN, logits_BV)
+            logits_BV = jnp.where(logits_BV < least_B1, MASKED_SCORE, logits_BV)
         if self.top_p < 1:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
             chances_BV = jax.nn.softmax(sorted_BV, axis=-1)
             likelier_BV = jnp.cumsum(chances_BV, axis=-1) - chances_BV
             least_B1 = jnp.where(likelier_BV < self.top_p, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
-            logits_BV = jnp.where(logits_BV < least_B1, HIDDEN, logits_BV)
+            logits_BV = jnp.where(logits_BV < least_B1, MASKED_SCORE, logits_BV)
         return jax.random.categorical(key, logits_BV)
 
 

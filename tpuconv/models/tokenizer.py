@@ -8,8 +8,11 @@ from tpuconv.errors import ConfigError, UsageError, root_cause
 from tpuconv.jsonfile import Optional, Size, check
 from tpuconv.sources.config import read_json
 
-IDS = (Size, [Size], None)
-ENDS = {"eos_token_id": Optional(IDS), "text_config": Optional(({"eos_token_id": Optional(IDS)}, None))}
+TOKEN_IDS = (Size, [Size], None)
+END_TOKEN_KEYS = {
+    "eos_token_id": Optional(TOKEN_IDS),
+    "text_config": Optional(({"eos_token_id": Optional(TOKEN_IDS)}, None)),
+}
 """What is read of generation_config.json and config.json."""
 
 
@@ -49,7 +52,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         if not os.path.lexists(folder / name):
             continue
-        raw = check(read_json(folder / name, ConfigError), ENDS, str(folder / name), ConfigError)
+        raw = check(read_json(folder / name, ConfigError), END_TOKEN_KEYS, str(folder / name), ConfigError)
         ids = raw.get("eos_token_id", (raw.get("text_config") or {}).get("eos_token_id"))
         if ids is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])

@@ -36,8 +36,8 @@ class KV:
     @classmethod
     def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Zeros; `shape` is [B, S], or [L, B, S]."""
-        keys = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
-        values = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        keys = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
+        values = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         return cls(keys[0], values[0], keys[1], values[1])
 
     def scores(self, q_BTKGH: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ class KV:
         scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
         return scores_BKGTS if self.k_scale_BSK is None else scores_BKGTS * _by_key(self.k_scale_BSK)
 
-    def mixed(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def weighted_values(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
         """The sum of the values [B, T, K, G, H], weighted by `weights_BKGTS`, which is in float32 and is rounded to
         `dtype`."""
         if self.v_scale_BSK is not None:
@@ -80,7 +80,7 @@ class Cache:
         return Cache(self.layers, positions_BS, self.used + tokens)
 
 
-def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+def empty_vectors(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Empty vectors, the last axis theirs, and their scales."""
     scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
     return jnp.zeros(shape, dtype), scales
@@ -99,9 +99,9 @@ def to_compute_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return x.astype(dtype) if x.dtype == jnp.int8 else x
 
 
-def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
-    """A layer's cache with the vectors of new tokens written at `slot`; they are quantized where the cache holds int8,
-    and the scales then follow all vectors, in the same order."""
+def write_slots(old: Any, new: Any, slot: jax.Array | int) -> Any:
+    """A layer's cache with the vectors of new tokens write_slots at `slot`; they are quantized where the cache holds
+    int8, and the scales then follow all vectors, in the same order."""
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
@@ -126,7 +126,7 @@ def append_kv(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Arr
     k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
-    out: KV = written(kv, KV(k_BTKH, v_BTKH), slot)
+    out: KV = write_slots(kv, KV(k_BTKH, v_BTKH), slot)
     return out
 
 

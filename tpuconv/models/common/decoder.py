@@ -16,7 +16,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
 from tpuconv.models.common.placement import placed
 
-EVERYTHING = 2**31 - 1
+NO_WINDOW = 2**31 - 1
 """The window of a layer that has none, and the largest that positions in int32 can tell apart."""
 
 
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
 
     def _run(self, x_BTD: jax.Array, step: Step, kvs: Any) -> tuple[jax.Array, Any]:
         """All blocks. `kvs` and the result are the `layers` of a cache, or None."""
-        windows = [min(window or EVERYTHING, EVERYTHING) for window in self.config.windows]
+        windows = [min(window or NO_WINDOW, NO_WINDOW) for window in self.config.windows]
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):

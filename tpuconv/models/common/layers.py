@@ -12,7 +12,7 @@ from tpuconv.models.common.cache import KV
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.rope import Rope
 
-HIDDEN = -1e38
+MASKED_SCORE = -1e38
 """The score of a key that is not visible. Finite, so that a token that sees no key, which is padding, gets no NaN."""
 
 
@@ -120,6 +120,6 @@ def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, HIDDEN)
-    y_BTKGH = kv.mixed(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
+    y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

@@ -14,7 +14,7 @@ from tpuconv.models.common.placement import automatic_mesh
 from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
 
-FEW = 0.5
+GATHER_LIMIT = 0.5
 """Rows for each expert, up to which the weights of every row's expert are gathered: no other expert is read. Where rows
 are many, experts are read once for all of theirs (benchmarks/moe.py). A TPU has a kernel for both."""
 
@@ -63,7 +63,7 @@ class Expert(nnx.Module):
         kernel_EDM = self.kernel[...]
         # On a mesh rows of other chips' experts are among these, which the grouped product alone skips.
         gathers = jax.default_backend() != "tpu" and jax.sharding.get_abstract_mesh().empty
-        if gathers and len(x) <= FEW * self.kernel.shape[0]:
+        if gathers and len(x) <= GATHER_LIMIT * self.kernel.shape[0]:
             y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
         else:
             y = grouped_matmul(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
@@ -91,7 +91,7 @@ class Experts(nnx.Module):
         return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX)
 
 
-WHOLE: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}
+EXPERT_RULES: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}
 """How experts are divided where they multiply: the model width is gathered first."""
 
 
@@ -117,7 +117,7 @@ def routed(
     sizes = dict(mesh.shape)
     graphs, states = zip(*map(nnx.split, experts), strict=True)
     specs = tuple(_spec(expert, state, sizes) for expert, state in zip(experts, states, strict=True))
-    by_expert, by_width = (_names(partition("E D M", _shape("EDM", experts), sizes, WHOLE)[at]) for at in (0, 2))
+    by_expert, by_width = (_names(partition("E D M", _shape("EDM", experts), sizes, EXPERT_RULES)[at]) for at in (0, 2))
     batch = PartitionSpec(partition("B", x_BTD.shape[:1], sizes, ACTIVATIONS)[0])  # type: ignore[no-untyped-call]
 
     def on_one_chip(states: Any, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def _spec(expert: Expert, state: Any, sizes: Mapping[str, int]) -> Any:
 
     def one(x: jax.Array) -> PartitionSpec:
         letters = expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
-        return PartitionSpec(*partition(" ".join(letters), x.shape, sizes, WHOLE))  # type: ignore[no-untyped-call]
+        return PartitionSpec(*partition(" ".join(letters), x.shape, sizes, EXPERT_RULES))  # type: ignore[no-untyped-call]
 
     return jax.tree.map(one, state)
 

@@ -138,7 +138,7 @@ class Config(DecoderConfig):
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
 
-ATTENTION = (
+ATTENTION_ROWS = (
     Map("input_layernorm.weight", "attn_norm.scale", "D"),
     Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
     Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
@@ -159,7 +159,7 @@ ATTENTION = (
     Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
 )
 
-EXPERTS = (
+EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
@@ -173,7 +173,7 @@ EXPERTS = (
 TABLE = MappingTable(
     (
         Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under("model.layers.{L}", "layers.{L}", *ATTENTION),
+        *under("model.layers.{L}", "layers.{L}", *ATTENTION_ROWS),
         *under(
             "model.layers.{I}.mlp",
             "layers.{I}.mlp",
@@ -181,12 +181,12 @@ TABLE = MappingTable(
             Map("up_proj.weight", "up.kernel", "F D -> D F"),
             Map("down_proj.weight", "down.kernel", "D F -> F D"),
         ),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERTS),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
         *under(
             "model.layers.{U}",
             "mtp.{U}",
-            *ATTENTION,
-            *under("mlp", "moe", *EXPERTS),
+            *ATTENTION_ROWS,
+            *under("mlp", "moe", *EXPERT_ROWS),
             Map("enorm.weight", "embed_norm.scale", "D"),
             Map("hnorm.weight", "hidden_norm.scale", "D"),
             # Side by side: of the next token's embedding, and of the hidden state.

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import to_compute_dtype, written, zeros
+from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
@@ -35,7 +35,10 @@ class Latent:
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Zeros; `shape` is [B, S]."""
-        latents, keys = zeros((*shape, config.axes["C"]), dtype), zeros((*shape, config.axes["R"]), dtype)
+        latents, keys = (
+            empty_vectors((*shape, config.axes["C"]), dtype),
+            empty_vectors((*shape, config.axes["R"]), dtype),
+        )
         return cls(latents[0], keys[0], latents[1], keys[1])
 
     def latents(self, dtype: DTypeLike) -> jax.Array:
@@ -65,12 +68,12 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
     ) -> tuple[jax.Array, Latent]:
         x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
-        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._turned(self.q_rope(x_BTQ), step)
-        k_BTR = self._turned(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
+        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._rotated(self.q_rope(x_BTQ), step)
+        k_BTR = self._rotated(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
         new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B T C"), placed(k_BTR, "B T R"))
         rules = rules_for(new if kv is None else kv)
         new = Latent(placed(new.c_BSC, "B T C", rules), placed(new.k_BSR, "B T R", rules))
-        kv = new if kv is None else written(kv, new, step.slot)
+        kv = new if kv is None else write_slots(kv, new, step.slot)
 
         visible_BTS = step.visible(window)
         T, S = visible_BTS.shape[1:]
@@ -81,7 +84,7 @@ class Attention(nnx.Module):
         y_BTNH = (self._expanded if expanding <= absorbing else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
         return self.o(placed(y_BTNH, "B T N H")), kv
 
-    def _turned(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
+    def _rotated(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
         return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.cos_sin_in(x_BTNR.dtype))
 
     def _expanded(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
@@ -109,7 +112,7 @@ class Attention(nnx.Module):
         k_BSR = to_compute_dtype(kv.k_BSR, q_BTNR.dtype)
         turned_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
         scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(turned_BNTS, kv.k_scale_BS)
-        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, HIDDEN)
+        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, MASKED_SCORE)
         return _scaled(jax.nn.softmax(scores_BNTS, axis=-1), kv.c_scale_BS).astype(q_BTNR.dtype)
 
 

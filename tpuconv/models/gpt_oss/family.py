@@ -9,7 +9,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
 
-ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
+GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
 """Without any in config.json."""
 
 
@@ -22,11 +22,11 @@ class Config(DecoderConfig):
     model_type: ClassVar[str] = "gpt_oss"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": ROPE.type,
-        "rope_theta": ROPE.theta,
-        "factor": ROPE.factor,
-        "original_max_position_embeddings": ROPE.original_max_position_embeddings,
-        "truncate": ROPE.truncate,
+        "rope_type": GPT_OSS_ROPE.type,
+        "rope_theta": GPT_OSS_ROPE.theta,
+        "factor": GPT_OSS_ROPE.factor,
+        "original_max_position_embeddings": GPT_OSS_ROPE.original_max_position_embeddings,
+        "truncate": GPT_OSS_ROPE.truncate,
     }
 
     vocab_size: int = 201088
@@ -45,7 +45,7 @@ class Config(DecoderConfig):
     initial_context_length: int | None = None
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    rope: Rope = ROPE
+    rope: Rope = GPT_OSS_ROPE
     sliding_window: int | None = 128
     layer_types: tuple[str, ...] | None = None
     attention_bias: bool = True

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import layers
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, apply_rope, normalize
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.gpt_oss.family import Config
@@ -22,17 +22,17 @@ class RMSNorm(layers.RMSNorm):
         return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
-def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
+def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
     """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, HIDDEN)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
     sinks_BKGT1 = jnp.broadcast_to(
         sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores_BKGTS.shape[:-1], 1)
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
-    y_BTKGH = kv.mixed(weights[..., :-1], q_BTNH.dtype)
+    y_BTKGH = kv.weighted_values(weights[..., :-1], q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         cos_sin = step.cos_sin_in(x_BTD.dtype)
         q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
         kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
+        return self.o(attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
 
 
 class MoE(nnx.Module):

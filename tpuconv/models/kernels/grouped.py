@@ -67,7 +67,7 @@ def grouped_matmul(
         len(x) <= FEW_ROWS
         and kernel.dtype.name in KINDS
         and tile_width(x, kernel, scale) is not None
-        and (jax.default_backend() != "tpu" or _is_right(*map(_signature, (x, kernel, scale)), groups))
+        and (jax.default_backend() != "tpu" or _is_correct(*map(_signature, (x, kernel, scale)), groups))
     ):
         on_tpu: Kernel = partial(few_rows, groups=groups)
     elif scale is not None:
@@ -87,7 +87,7 @@ def _signature(x: jax.Array | None) -> Signature | None:
 
 
 @cache
-def _is_right(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
+def _is_correct(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
     """Whether our kernel computes what XLA's does on the first device here; if not, it warns. In a thread of its own,
     as this is called while a model is traced: there nothing is traced, and no mesh is set."""
     with ThreadPoolExecutor(1) as thread:

@@ -32,7 +32,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.q(x_BTD), self.k(x_BTD)
         if self.has_rope:
-            q_BTNH, k_BTKH = self._turned(q_BTNH, step), self._turned(k_BTKH, step)
+            q_BTNH, k_BTKH = self._rotated(q_BTNH, step), self._rotated(k_BTKH, step)
         elif self.config.attn_temperature_tuning:
             q_BTNH = (q_BTNH * self._sharpness(step.pos_BT)[:, :, None, None]).astype(q_BTNH.dtype)
         kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
             visible_BTS &= step.pos_BT[:, :, None] // self.chunk == step.pos_BS[:, None, :] // self.chunk
         return self.o(attention(q_BTNH, kv, visible_BTS)), kv
 
-    def _turned(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
+    def _rotated(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
         """With rotary positions, in float32, and then normed, each head on its own and without weights."""
         x_BTNH = apply_rope(deinterleave(x_BTNH), step.cos_sin)
         if not self.config.use_qk_norm:

@@ -95,7 +95,7 @@ def _when(condition: str, *rows: Map) -> tuple[Map, ...]:
     return tuple(replace(row, when=condition) for row in rows)
 
 
-MOE = (
+MOE_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
@@ -122,8 +122,8 @@ TABLE = MappingTable(
             Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
         ),
         # With {L} all layers can be stacked; with {J} they stay apart, as some are dense.
-        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE)),
-        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE)),
+        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE_ROWS)),
+        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE_ROWS)),
         *under(
             "model.layers.{I}.mlp",
             "layers.{I}.mlp",
