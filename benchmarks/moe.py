@@ -1,10 +1,9 @@
-"""How fast are routed experts for few tokens: weights gathered for each row, or the grouped product?
+"""Compares two ways to compute routed experts for few tokens: gathering the weights of each row, and grouped products.
 
     python benchmarks/moe.py
 
-One layer of experts in the shape of Qwen3-30B-A3B at a quarter of its width, in bfloat16 and compiled, on whatever
-device jax finds: milliseconds for both ways, and which one `tpuconv.models.common.moe` takes. The ways alternate in one
-run.
+Times one layer of experts with the shape of Qwen3-30B-A3B at a quarter of its width, in bfloat16, compiled for jax's
+default device. Prints milliseconds for both ways, which alternate, and which one `tpuconv.models.common.moe` uses.
 """
 
 import statistics
@@ -24,7 +23,7 @@ REPEATS = 9
 
 def compiled(layer: moe.Experts, few: float, *arguments: jax.Array) -> Callable[[], None]:
     moe.GATHER_LIMIT = few
-    graph, state = nnx.split(layer)  # nnx.jit would give all weights back, too
+    graph, state = nnx.split(layer)  # nnx.jit would return all weights too
     run = jax.jit(lambda state, *arrays: nnx.merge(graph, state)(*arrays))
     jax.block_until_ready(run(state, *arguments))
     return lambda: jax.block_until_ready(run(state, *arguments))

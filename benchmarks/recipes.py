@@ -1,10 +1,10 @@
-"""What each quantization config costs the trained example, against the same model unquantized.
+"""Measures each quantization config on the trained example, compared with the unquantized model.
 
     python benchmarks/recipes.py [--bytes 16384]
 
-Prints the table of the README. The text is examples/sample.txt, cut in pieces; divergences are KL in nats for every
-predicted token, the reference is the unquantized model in the same dtype. Two configs are made by `--target-bits`, on
-its own prompts: it sees nothing of this text. Fails if a config does not hold its gates.
+Prints the table of the README. The prompts are pieces of examples/sample.txt. Divergences are KL in nats per predicted
+token; the reference is the unquantized model in the same dtype. Two configs are searched with `--target-bits`, with its
+default prompts, which have nothing of this text. Fails if a config fails its gates.
 """
 
 import argparse
@@ -51,13 +51,13 @@ def main() -> None:
             rules = find_config(config)
             out = folder / rules.name
             subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", config], **run)
-            own = report(read_manifest(out).raw)
-            figures = compare_logits(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
-            failed += [f"{rules.name}: {failure}" for failure in figures.failures()]
+            size = report(read_manifest(out).raw)
+            statistics = compare_logits(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
+            failed += [f"{rules.name}: {failure}" for failure in statistics.failures()]
             print(
-                f"| `{rules.name}` | {own.weight_bits:.2f} | {own.bytes:,} "
-                f"| {figures.mean_kl:.2g} | {figures.p999_kl:.2g} "
-                f"| {100 * figures.top1:.2f}% | {figures.perplexity_jax:.4f} |",
+                f"| `{rules.name}` | {size.weight_bits:.2f} | {size.bytes:,} "
+                f"| {statistics.mean_kl:.2g} | {statistics.p999_kl:.2g} "
+                f"| {100 * statistics.top1:.2f}% | {statistics.perplexity_jax:.4f} |",
                 flush=True,
             )
     if failed:

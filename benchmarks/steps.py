@@ -1,9 +1,9 @@
-"""What a decode step takes, by the TPU's compiler alone: makes the table of benchmarks/README.md.
+"""Estimates decode steps with the TPU compiler, without a TPU. Prints the table of benchmarks/README.md.
 
     python benchmarks/steps.py [WORD ...]
 
-Rows whose names have all the words; all of them without. A row takes a minute to ten: the whole model is compiled, but
-decoding alone.
+Prints the rows whose titles have all the words; by default all rows. A row takes 1 to 10 minutes: the decode step of
+the complete model is compiled.
 """
 
 import json
@@ -19,11 +19,11 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 KEPT = "kept"
-"""In the place of a config: codes and scales as released."""
+"""Instead of a config: quantized values and scales pass through as released."""
 
 
 class Row(NamedTuple):
-    """`published` are milliseconds that others measured of their own program for the same step."""
+    """One step. `published` are the milliseconds that others measured with their own program for the same step."""
 
     model: str
     quantization: str | None
@@ -59,7 +59,8 @@ ROWS = (
     Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 41),
     Row("qwen3-32b", None, "v6e:2x4", 512, 1024),
 )
-"""Published: of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's jax-llm."""
+"""Published times are those of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's
+jax-llm."""
 
 COLUMNS = (
     *("step", "weights", "cache", "temporaries", "code", "XLA's peak", "HBM read, written", "floor ms", "estimate ms"),

@@ -115,7 +115,7 @@ def test_a_value_of_another_type_is_an_error_that_is_meant(name):
         refused(config_json(name, **{key: value}))
     for key in ("rope_parameters", "rope_scaling"):
         error = refused(config_json(name, **{key: 1.5}))
-        assert f"{key}=1.5 is no object" in str(error)
+        assert f"{key}=1.5 is not an object" in str(error)
     error = refused(config_json(name, **{fields[0]: [0] * 1_000_000}))
     assert len(str(error)) < 1000
 

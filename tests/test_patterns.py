@@ -21,8 +21,8 @@ WRONG = {
     "choices that are alike": ("(?:a|e|.|.)*Z", "takes too long"),
     "one name alone": (r"model\.layers\.37.*(?:.*.*)*Z", "takes too long"),
     "too long": ("a" * 5000, "a pattern of 5000 letters"),
-    "deep": ("(" * 2000 + ")" * 2000, "is no pattern: RecursionError"),
-    "a count that is too large": ("a{99999999999}", "is no pattern: OverflowError"),
+    "deep": ("(" * 2000 + ")" * 2000, "is not a regular expression: RecursionError"),
+    "a count that is too large": ("a{99999999999}", "is not a regular expression: OverflowError"),
     "what takes too long to compile": ("(?i)" + "[\0-\U0010ffff]" * 800, "takes for ever"),
 }
 

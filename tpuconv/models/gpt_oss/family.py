@@ -1,4 +1,4 @@
-"""gpt-oss: what config.json says, and which tensor becomes which parameter."""
+"""gpt-oss: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
 
 GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
-"""Without any in config.json."""
+"""The rotary positions of a config.json without any."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says, and whether the experts are stored in MXFP4, with their axes in another order.
-    `intermediate_size` is that of one expert. `experts_per_token` and `initial_context_length` repeat what other keys
-    say."""
+    """The keys of config.json, and whether the experts are stored in MXFP4, in which their axes have another order.
+    `intermediate_size` is the width of one expert. `experts_per_token` and `initial_context_length` repeat the values
+    of other keys."""
 
     model_type: ClassVar[str] = "gpt_oss"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
@@ -92,7 +92,7 @@ class Config(DecoderConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the experts are stored as they are multiplied: (in, out)."""
+        """Whether the experts are stored as (in, out), the orientation of the product."""
         return not self.is_mxfp4
 
 
@@ -117,7 +117,7 @@ TABLE = MappingTable(
             Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
             Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
             Map("mlp.router.bias", "moe.router.bias", "E"),
-            # Gate and up alternate. The orientation depends on how the experts are stored.
+            # Rows or columns of gate and up alternate. The orientation depends on the encoding.
             Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
             Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
             Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),

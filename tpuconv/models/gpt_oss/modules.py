@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925), read from top to bottom."""
+"""gpt-oss (arXiv:2508.10925)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tpuconv.models.gpt_oss.family import Config
 
 
 class RMSNorm(layers.RMSNorm):
-    """Scaled first, then rounded."""
+    """RMS norm that scales in float32, then rounds to the dtype of x."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...]
@@ -23,7 +23,7 @@ class RMSNorm(layers.RMSNorm):
 
 
 def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
+    """Returns softmax attention [B, T, N, H] with a sink: for each head, a learned score of a key without a value."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
@@ -37,7 +37,7 @@ def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sink
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -55,8 +55,8 @@ class Attention(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """The X experts of each token with the highest scores, x [B, T, D] to [B, T, D]; their scores alone make their
-    weights. Inside an expert gate and up are clamped, and up is used as 1 + up."""
+    """The X experts with the highest scores of each token, x [B, T, D] to [B, T, D]. Their weights are the softmax of
+    these X scores. Gate and up of an expert are clamped; the hidden state is (1 + up) gate sigmoid(alpha gate)."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -79,7 +79,7 @@ class MoE(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and experts, each behind its norm and added to what came in."""
+    """One layer: attention and experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

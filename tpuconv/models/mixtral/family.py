@@ -1,4 +1,4 @@
-"""Mixtral: what config.json says, and which tensor becomes which parameter."""
+"""Mixtral: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
 
 MIXTRAL_ROPE = Rope(theta=1e6)
-"""Without any in config.json."""
+"""The rotary positions of a config.json without any."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says. `intermediate_size` is that of one expert."""
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "mixtral"
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MIXTRAL_ROPE.theta}

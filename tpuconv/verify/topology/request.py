@@ -49,11 +49,7 @@ class Slice:
 
     @classmethod
     def parse(cls, text: str) -> "Slice":
-        """Returns the slice that a text names.
-
-        Raises:
-            UsageError: there is no such chip, or its slices have another number of dimensions.
-        """
+        """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
         chip, _, shape = text.strip().lower().partition(":")
         if chip not in CHIPS:
             raise UsageError(
@@ -139,9 +135,6 @@ class CompileRequest:
             of its manifest. None to make the model from `config`.
         cache_dtype: of keys and values; None for `dtype`.
         programs: the programs to compile.
-
-    Raises:
-        UsageError: batch or context is less than 1.
     """
 
     config: Mapping[str, Any]
