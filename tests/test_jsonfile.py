@@ -31,7 +31,7 @@ PLACES = {
     "a socket": (listen, "cannot be read: No such device"),
     "a device": (lambda p: p.symlink_to("/dev/zero"), "is not a regular file but a device"),
     "a loop of links": (lambda p: p.symlink_to(p.name), "cannot be read: Too many levels"),
-    "too large": (lambda p: p.write_bytes(bytes(101)), "has 101 bytes, more than the 100"),
+    "too large": (lambda p: p.write_bytes(bytes(101)), "has 101 bytes, the limit is 100"),
     "a Git LFS pointer": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"), "is a Git LFS"),
     "a web page": (lambda p: p.write_text("\n <!DOCTYPE html>"), "is a web page"),
 }
@@ -104,7 +104,7 @@ def test_values_are_those_of_json():
     assert value["a"] == [1, -2, 0.5, True, None, "\U0001f600 \\ud800"]
     for text in (b"NaN", b"-Infinity", b"[Infinity]", b"1e999"):
         parse(text, "x.json", ConfigError)
-        with pytest.raises(ConfigError, match="no finite number"):
+        with pytest.raises(ConfigError, match="not a finite number"):
             parse(text, "x.json", ConfigError, constants=False)
     assert type(parse(b"-0", "x.json", ConfigError)) is float
 
