@@ -1,4 +1,4 @@
-"""Numbers in config.json that no model has are refused at once, and a value of another type is never a bug."""
+"""Absurd numbers in config.json are refused at once, and values of wrong types are errors, not crashes."""
 
 import json
 import time

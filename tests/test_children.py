@@ -1,4 +1,4 @@
-"""Whatever lies in the current folder, no process of ours runs it."""
+"""Child processes import nothing from the current folder."""
 
 import json
 import os

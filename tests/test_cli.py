@@ -1,4 +1,4 @@
-"""The command as a person meets it: help, mistakes, JSON, exit codes, the whole way on the example."""
+"""The command line: help, wrong arguments, JSON, exit codes, and the example from conversion to verification."""
 
 import json
 import os

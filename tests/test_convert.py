@@ -1,4 +1,4 @@
-"""Conversions of real checkpoints, read back by unmodified Orbax and by nothing of ours."""
+"""Conversions of real checkpoints, read back by Orbax alone."""
 
 import errno
 import hashlib

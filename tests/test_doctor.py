@@ -1,4 +1,4 @@
-"""What `doctor` finds out: every item on a machine as it should be, and where something is missing or wrong."""
+"""`tpuconv doctor`: every item on a machine without problems, and with something missing or wrong."""
 
 import json
 import socket

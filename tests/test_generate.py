@@ -1,4 +1,4 @@
-"""Generation: the tokens that a full forward pass would choose, one at a time, in place, alone or in a batch."""
+"""Generation against full forward passes: one token at a time, in place, alone and in a batch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Grouped products: the kernel for few rows against the plain formula, and what the TPU's compiler makes of it."""
+"""Grouped products: the kernel for few rows against the formula, and as compiled by the TPU compiler."""
 
 from functools import partial
 

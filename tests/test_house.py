@@ -1,4 +1,4 @@
-"""The house stands as it is drawn: imports point one way, one place prints, tools agree."""
+"""The structure of the package: import order, names, who prints, and pages that are generated."""
 
 import ast
 import re

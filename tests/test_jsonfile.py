@@ -1,4 +1,4 @@
-"""JSON files are read strictly: what is no file, no JSON or of another type is named."""
+"""Strict reading of JSON files: each kind of wrong file, text or value is an error that names it."""
 
 import errno
 import json

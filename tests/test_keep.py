@@ -1,4 +1,4 @@
-"""`--encoding keep`: codes and scales through the layouts, against the values that they stand for."""
+"""`--encoding keep`: quantized values and scales after their layouts, against the dequantized values."""
 
 import json
 import subprocess

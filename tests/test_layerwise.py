@@ -1,4 +1,4 @@
-"""The comparison a layer at a time: the same numbers as in one piece, and the layer that diverges is named."""
+"""The layer-by-layer comparison: the same numbers as for complete models, and the layer that diverges is named."""
 
 import json
 import subprocess

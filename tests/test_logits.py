@@ -1,4 +1,4 @@
-"""What is counted where two models' logits are compared."""
+"""The statistics of two models' logits."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Quantized checkpoints against Qwix itself: every array, every logit, bit for bit."""
+"""Quantized checkpoints against Qwix itself: every array and every logit, bit for bit."""
 
 import json
 import os
@@ -547,7 +547,7 @@ qwix:
         ("[{module_path: 'blocks/.*', weight_qtype: int8}]", "'blocks/.*' matches no module with a product"),
         ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "already matches these modules"),
         ("[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
-        ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes for ever"),
+        ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes too long"),
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "line 1, does not divide axis 0, of"),
     ],
 )
@@ -560,7 +560,7 @@ def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):
 def test_rules_of_a_manifest_are_not_matched_for_ever_either():
     rules = [{"module_path": "(((.+)+)+)+!", "weight_qtype": "int8"}]
     facts = {"name": "mine", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}, "parameters": {}}
-    with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes for ever"):
+    with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes too long"):
         abstract_quantized_model(qwen3_build(), facts)
 
 

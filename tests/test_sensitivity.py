@@ -1,4 +1,4 @@
-"""What each group costs against checkpoints that are quantized so; the search against trying everything."""
+"""The estimated error of each group against checkpoints that are quantized so; the search against all combinations."""
 
 import json
 import logging

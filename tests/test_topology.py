@@ -1,5 +1,5 @@
-"""Compiling for a slice of TPUs that is not here: every family, what does not fit, mistakes. The compiler is the real
-one."""
+"""Compilation for TPU slices without a TPU, by the real compiler: every family, models that do not fit, wrong
+arguments."""
 
 import io
 import json
