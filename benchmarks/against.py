@@ -1,11 +1,11 @@
-"""How fast is this checkout beside another one, and how much memory does it take?
+"""Compares time and memory of this checkout with those of another one.
 
     python benchmarks/against.py OTHER [--folder DIR] [--pairs N]
 
-Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16) and runs in turn, the page cache emptied before each
-(as root), of OTHER and of this checkout: `convert`, `quantize --config int8_weight_only`, `verify` of the converted
-checkpoint, and for the last one also reading all bytes of the checkpoint past the page cache, one file after the other,
-which is the rate of the disk. Ratios are this / other, of each pair.
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16). Then runs with OTHER and with this checkout,
+alternating: `convert`, `quantize --config int8_weight_only`, and `verify` of the converted checkpoint. The page cache
+is emptied before each run (as root). The speed of the disk is measured by reading all files of the checkpoint with
+direct I/O. Ratios are this / other for each pair of runs.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""How fast is `tpuconv convert`, beside copying the same bytes and beside the script that a user would write?
+"""Compares `tpuconv convert` with a copy of the same bytes, and with a script that a user might write.
 
     python benchmarks/convert.py [--folder DIR] [--pairs N] [--naive N]
 
-Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), then runs in turn, the page cache emptied before
-each (as root; warm otherwise, and said so):
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16). Then runs, alternating, with an empty page cache (as
+root; otherwise with a warm one, which is reported):
 
     copy      cp -r, then sync
-    convert   tpuconv convert, checksums and all
+    convert   tpuconv convert, with checksums
     naive     transformers, a transpose of each tensor, orbax.checkpoint.StandardCheckpointer
 
-and prints wall time as a ratio to the copy of the same pair, processor time, and peak memory. Memory is sampled from
-/proc/PID/smaps_rollup: private is what the process alone has.
+Prints wall time, its ratio to the copy of the same pair, processor time, and peak memory, sampled from
+/proc/PID/smaps_rollup. Private memory is not shared with other processes.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CONFIG = {
 }
 SHARD_BYTES = 2 * 10**9
 
-# What a user writes who has no converter: everything in memory, then saved.
+# The script of a user without a converter: loads all weights, then saves them.
 NAIVE = """
 import sys, numpy as np, torch, ml_dtypes, orbax.checkpoint as ocp
 from transformers import AutoModelForCausalLM
@@ -60,7 +60,7 @@ with ocp.StandardCheckpointer() as checkpointer:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds, and bytes at most."""
+    """Seconds, and peak memory in bytes."""
 
     wall: float
     user: float
@@ -74,7 +74,7 @@ class Run:
 
 
 def make_checkpoint(folder: Path) -> int:
-    """Random finite bfloat16 in the shards of a real checkpoint. Gives the number of bytes."""
+    """Writes random finite bfloat16 values in the shards of a real checkpoint. Returns the number of bytes."""
     from tpuconv.models.registry import find_family
 
     folder.mkdir(parents=True)
@@ -117,7 +117,7 @@ def empty_page_cache() -> bool:
 
 
 def measure(command: list[str]) -> Run:
-    """Runs a command to its end, then waits until what it wrote is on the disk."""
+    """Runs a command, and flushes its writes to the disk."""
     peaks, ended = {"private": 0, "resident": 0}, threading.Event()
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

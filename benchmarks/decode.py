@@ -1,11 +1,11 @@
-"""How fast is decoding on this machine's CPU, beside transformers' generate with torch on the same weights?
+"""Compares decoding on this machine's CPU with transformers' generate on the same weights.
 
     python benchmarks/decode.py HF_FOLDER CHECKPOINT [--pairs N] [--new-tokens N]
 
-HF_FOLDER is a checkpoint in safetensors (random weights will do: `AutoModelForCausalLM.from_config(...)
-.save_pretrained`), CHECKPOINT what `tpuconv convert` made of it. For bfloat16 and float32, batch 1, the two write in
-turn, a pair at a time, and the time of a token is that of a long text less that of a text of one token. Printed are
-medians, the ratio within pairs, and the share of the memory bandwidth, measured in the same run.
+HF_FOLDER is a checkpoint in safetensors, which may have random weights (`AutoModelForCausalLM.from_config(...)
+.save_pretrained`). CHECKPOINT is its conversion by `tpuconv convert`. The two are timed in pairs, in bfloat16 and
+float32, with batch 1. For transformers the time of a token is the time of a long text minus that of one token. Prints
+medians, the ratio within pairs, and the share of the memory bandwidth, which is measured in the same run.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PROMPT = 32
 
 
 def ours(checkpoint: Path, dtype: str, ids: np.ndarray, new: int):
-    """A function that gives the seconds of a token, and the bytes that one must read."""
+    """Returns a function that measures the seconds of a token, and the bytes that a step must read."""
     model = load(checkpoint, dtype)
     generator, prompts = Generator(model), ids.tolist()
 

@@ -1,15 +1,15 @@
-"""How fast is FP8 in blocks dequantized, beside a copy of the same bytes and beside the disk?
+"""Compares the dequantization of block FP8 with a copy of the same bytes and with the speed of the disk.
 
     python benchmarks/dequantize.py [--folder DIR] [--experts N] [--pairs N]
     python benchmarks/dequantize.py --checkpoint DIR --layers 3-3 [--folder DIR] [--pairs N]
 
-First one matrix of an expert of DeepSeek R1 in memory, one thread, random codes: decoded to bfloat16, then transposed
-and cut to chunks as the conversion does, and copied (`np.copyto`, as many bytes as are read and written in all). Then,
-in turn with writing as many bytes past the page cache as it writes, the conversion of one layer of R1 with N experts
-from holes, which are read as zeros and cost no disk: all but reading is as it would be. Ratios are of paired runs.
+First times one thread on one matrix of an expert of DeepSeek R1, in memory, with random quantized values: decoding to
+bfloat16, transposing into chunks, and a copy (`np.copyto`) of as many bytes as these read and write. Then converts one
+layer of R1 with N experts, alternating with direct writes of as many bytes. The source is a sparse file, which is read
+as zeros without disk I/O; everything but reading is as in a real conversion. Ratios are those of pairs.
 
-With --checkpoint some layers of that one are converted instead, and the time is extrapolated to all by the bytes that
-are written. For its values holes will do, too.
+With --checkpoint, converts some layers of that checkpoint instead, and extrapolates the time to all layers by the bytes
+written. It may be a sparse file too.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CHUNK = (896, 256)
 
 
 def write_holes(folder: Path, config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Path:
-    """A checkpoint whose values are holes."""
+    """Writes a checkpoint whose values are holes of a sparse file. Returns the folder."""
     header, at = {}, 0
     for name, (dtype, shape) in tensors.items():
         nbytes = prod(shape) * DTYPES[dtype].itemsize
@@ -71,7 +71,7 @@ def write_holes(folder: Path, config: dict, tensors: dict[str, tuple[str, tuple[
 
 
 def encoded(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """A tensor of R1 as it is stored."""
+    """Returns dtype and shape of the stored tensors of one tensor of R1."""
     if not name.endswith("_proj.weight"):
         return {name: ("F32" if name.endswith("bias") else "BF16", shape)}
     return {name: ("F8_E4M3", shape), f"{name}_scale_inv": ("F32", tuple(-(-n // 128) for n in shape))}
@@ -133,7 +133,7 @@ def one_matrix(folder: Path) -> None:
 
 
 class Memory(SafetensorsReader):
-    """Values that are in memory already; the scales are read."""
+    """A reader whose values are in memory; scales are read from the file."""
 
     def __init__(self, source, tensor: Tensor, raw: np.ndarray):  # type: ignore[no-untyped-def]
         super().__init__(source.folder, source.shards, hashes=False)
@@ -151,7 +151,7 @@ def cpu_seconds() -> float:
 
 
 def direct_writes(path: Path, nbytes: int) -> float:
-    """Seconds to write that many zeros past the page cache, and to flush them."""
+    """Returns the seconds to write `nbytes` zeros with direct I/O and to flush them."""
     block = mmap.mmap(-1, 32 << 20)
     began = time.monotonic()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
@@ -165,14 +165,14 @@ def direct_writes(path: Path, nbytes: int) -> float:
 
 
 def convert(*args: str) -> dict[str, Any]:
-    """What `tpuconv convert` says of it."""
+    """Returns the JSON of `tpuconv convert`."""
     command = [sys.executable, "-m", "tpuconv", "convert", *args, "--json"]
     facts: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return facts
 
 
 def pairs(source: Path, part: list[str], folder: Path, count: int) -> None:
-    """The conversion of a checkpoint, or of the layers that `part` names, in turn with the disk alone."""
+    """Times the conversion of a checkpoint (or of the layers that the options `part` select) in pairs with the disk."""
     whole, plan = convert(str(source), "--dry-run"), convert(str(source), *part, "--dry-run")
     times = whole["output_bytes"] / plan["output_bytes"]
     print(

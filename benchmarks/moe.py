@@ -1,10 +1,9 @@
-"""How fast are routed experts for few tokens: weights gathered for each row, or the grouped product?
+"""Compares two ways to compute routed experts for few tokens: gathering the weights of each row, and grouped products.
 
     python benchmarks/moe.py
 
-One layer of experts in the shape of Qwen3-30B-A3B at a quarter of its width, in bfloat16 and compiled, on whatever
-device jax finds: milliseconds for both ways, and which one `tpuconv.models.common.moe` takes. The ways alternate in one
-run.
+Times one layer of experts with the shape of Qwen3-30B-A3B at a quarter of its width, in bfloat16, compiled for jax's
+default device. Prints milliseconds for both ways, which alternate, and which one `tpuconv.models.common.moe` uses.
 """
 
 import statistics
@@ -23,15 +22,15 @@ REPEATS = 9
 
 
 def compiled(layer: moe.Experts, few: float, *arguments: jax.Array) -> Callable[[], None]:
-    moe.FEW = few
-    graph, state = nnx.split(layer)  # nnx.jit would give all weights back, too
+    moe.GATHER_LIMIT = few
+    graph, state = nnx.split(layer)  # nnx.jit would return all weights too
     run = jax.jit(lambda state, *arrays: nnx.merge(graph, state)(*arrays))
     jax.block_until_ready(run(state, *arguments))
     return lambda: jax.block_until_ready(run(state, *arguments))
 
 
 def main() -> None:
-    rule = moe.FEW
+    rule = moe.GATHER_LIMIT
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; E={E} X={X} D={D} M={M}\n")
     print(
         "| tokens | rows / experts | gathered ms | grouped ms | grouped / gathered | taken |\n|---|---|---|---|---|---|"

@@ -1,11 +1,11 @@
-"""How far off are estimated times? Programs whose times others have published, compiled as they are, and estimated.
+"""Compares estimated times with published ones: compiles other projects' programs unchanged, and estimates their times.
 
     git clone https://github.com/jax-ml/jax-llm-examples && git clone https://github.com/martin-marek/jax-llm
     pip install flatbuffers etils
     python benchmarks/published.py jax-llm-examples jax-llm > table.md
 
-Each is compiled with two depths, in a process of its own, and the step of the whole model extrapolated from these. Of
-their code nothing is changed; `pltpu.repeat`, which jax has no more, is given back.
+Each program is compiled with two depths, each in its own process, and the step of the complete model is extrapolated.
+The programs' code is unchanged; `pltpu.repeat`, which jax has removed, is defined again.
 """
 
 import json
@@ -23,7 +23,7 @@ from tpuconv.verify.topology.request import ENVIRONMENT, Slice
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step that takes `milliseconds` by its authors' table."""
+    """A decode step, and the milliseconds that its authors published."""
 
     program: str
     topology: str
@@ -35,7 +35,7 @@ class Step:
 
 LLAMA, R1, QWEN3 = "Llama 3.1 70B, int8", "DeepSeek R1, int8", "Qwen3-32B, bfloat16"
 DEPTHS = {LLAMA: (4, 8), R1: (5, 7), QWEN3: (4, 8)}
-"""That are compiled; the first three layers of R1 are of another kind."""
+"""The two depths that are compiled. The first three layers of R1 have no experts."""
 
 STEPS = (
     *(
@@ -54,7 +54,8 @@ STEPS = (
         for batch, context, rate in ((1, 512, 108), (512, 512, 41), (128, 4096, 42))
     ),
 )
-"""Tokens a second of each sequence: README.md of llama3 and of deepseek_r1_jax in jax-llm-examples, and of jax-llm."""
+"""The rates are tokens/s of each sequence, from the README.md of llama3 and of deepseek_r1_jax in jax-llm-examples, and
+of jax-llm."""
 
 
 def mesh_of(step: Step, sizes: tuple[int, ...], names: tuple[str, ...], explicit: bool) -> Any:
@@ -74,7 +75,7 @@ def placed(mesh: Any, shape: tuple[int, ...], dtype: str, *axes: str | None) -> 
 
 
 def of_jax_llm_examples(step: Step, model: Any, config: Any, *cache_size: int) -> tuple[Any, ...]:
-    """The function, its arguments and the number of the one that is donated."""
+    """Returns the function, its arguments, and the index of the argument to donate."""
     import jax
 
     def shapes(kind: Any, *sizes: int) -> Any:
@@ -150,7 +151,7 @@ PROGRAMS: dict[str, tuple[str, Callable[[Step, int], tuple[Any, ...]]]] = {
 
 
 def compiled(step: Step, layers: int) -> dict[str, float]:
-    """In a process of its own."""
+    """Compiles a step with this number of layers. Run in its own process."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas import tpu as pltpu

@@ -1,12 +1,12 @@
-"""How fast `tpuconv quantize` is, against copying the bytes of the checkpoint and against Qwix itself.
+"""Compares `tpuconv quantize` with a copy of the checkpoint's bytes, and with Qwix.
 
     python benchmarks/quantize.py [--gigabytes 2] [--peer]
 
-A random Qwen3-like checkpoint in bfloat16 is converted once. Then, cold each time, in turns: `cp -r` of it with a
-sync, and `tpuconv quantize` to int8. Qwix's own way, the jitted `qarray.quantize` of whole tensors that are in memory
-already, is timed by its processor time alone, and our encoder on the same tensors beside it. With --peer the script
-that a user of torchao would write takes its turn too: the same weights from safetensors, quantized, saved. Needs root
-to empty the page cache, and three times the bytes on the disk, four with --peer.
+Converts a random checkpoint in bfloat16 with the shape of a Qwen3 model. Then times `cp -r` with a sync, and `tpuconv
+quantize` to int8, alternating, each with an empty page cache. Qwix's jitted `qarray.quantize` of complete tensors in
+memory is compared with our encoder on the same tensors, by processor time. With --peer a torchao script is timed too:
+it loads the same weights from safetensors, quantizes and saves them. Needs root to empty the page cache, and disk space
+for three times the checkpoint, four times with --peer.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 CONFIG = "int8_weight_only"
-WIDTH, FEED_FORWARD, LAYER_BYTES = 4096, 14336, 2 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+WIDTH, MLP_WIDTH, LAYER_BYTES = 4096, 14336, 2 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 
 PEER = """
 import sys
@@ -39,11 +39,11 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 quantize_(model, Int8WeightOnlyConfig())
 torch.save(model.state_dict(), sys.argv[2])
 """
-"""Every linear layer with a scale for each row, without calibration, as CONFIG has it."""
+"""Quantizes every linear layer with a scale for each row, without calibration, as CONFIG does."""
 
 
 def make(folder: Path, gigabytes: float) -> None:
-    from checkpoints import source_shapes, write_safetensors
+    from helpers.checkpoints import source_shapes, write_safetensors
 
     layers = max(1, round(gigabytes * 1e9 / LAYER_BYTES))
     config = {
@@ -51,7 +51,7 @@ def make(folder: Path, gigabytes: float) -> None:
         "model_type": "qwen3",
         "vocab_size": 1024,
         "hidden_size": WIDTH,
-        "intermediate_size": FEED_FORWARD,
+        "intermediate_size": MLP_WIDTH,
         "num_hidden_layers": layers,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -61,13 +61,14 @@ def make(folder: Path, gigabytes: float) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
-    noise = (rng.standard_normal(WIDTH * FEED_FORWARD, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+    noise = (rng.standard_normal(WIDTH * MLP_WIDTH, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
     tensors = {name: noise[: int(np.prod(shape))].reshape(shape) for name, shape in source_shapes(config).items()}
     write_safetensors(folder / "model.safetensors", tensors)
 
 
 def cold(command: list[str]) -> dict[str, float]:
-    """Wall and processor seconds of a command, with its writes on the disk, and its peak of private memory."""
+    """Runs a command with an empty page cache. Returns wall and processor seconds, with its writes flushed, and peak
+    private memory."""
     subprocess.run(["sync"], check=True)
     Path("/proc/sys/vm/drop_caches").write_text("3")
     before, began = os.times(), time.monotonic()
@@ -90,7 +91,8 @@ def cold(command: list[str]) -> dict[str, float]:
 
 
 def cpu_of_encoders(elements: int) -> tuple[float, float]:
-    """Processor seconds of ours and of Qwix on as many elements, by whole tensors of a feed-forward network."""
+    """Returns the processor seconds of our encoder and of Qwix for `elements` elements, extrapolated from an MLP's
+    matrix."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
@@ -98,7 +100,7 @@ def cpu_of_encoders(elements: int) -> tuple[float, float]:
     from tpuconv.private import qarray
 
     how = qarray.HowToQuantize(qtype="int8", channelwise_axes=[1])
-    x = (jax.random.normal(jax.random.key(0), (WIDTH, FEED_FORWARD)) * 0.02).astype(jnp.bfloat16)
+    x = (jax.random.normal(jax.random.key(0), (WIDTH, MLP_WIDTH)) * 0.02).astype(jnp.bfloat16)
     quantize = jax.jit(lambda x: qarray.quantize(x, how))
     jax.block_until_ready(quantize(x))
     from tpuconv.quantize.encode import BF16, QwixEncoder

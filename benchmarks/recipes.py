@@ -1,10 +1,10 @@
-"""What each quantization config costs the trained example, against the same model unquantized.
+"""Measures each quantization config on the trained example, compared with the unquantized model.
 
     python benchmarks/recipes.py [--bytes 16384]
 
-Prints the table of the README. The text is examples/sample.txt, cut in pieces; divergences are KL in nats for every
-predicted token, the reference is the unquantized model in the same dtype. Two configs are made by `--target-bits`, on
-its own prompts: it sees nothing of this text. Fails if a config does not hold its gates.
+Prints the table of the README. The prompts are pieces of examples/sample.txt. Divergences are KL in nats per predicted
+token; the reference is the unquantized model in the same dtype. Two configs are searched with `--target-bits`, with its
+default prompts, which have nothing of this text. Fails if a config fails its gates.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.config import config_names, find_config
 from tpuconv.quantize.report import report
-from tpuconv.verify.logits import compare, model_logits, tokenize
+from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PIECE = 512
@@ -36,7 +36,7 @@ def main() -> None:
         subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
         ids = tokenize(folder / "plain", prompts, 0)
         reference = model_logits(folder / "plain", ids, "bfloat16")
-        plain = compare(ids, reference, reference, "bfloat16", {})
+        plain = compare_logits(ids, reference, reference, "bfloat16", {})
         nbytes = read_manifest(folder / "plain").raw["bytes"]
         print("| config | bits a weight | bytes | mean KL | p99.9 KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|---|")
@@ -51,13 +51,13 @@ def main() -> None:
             rules = find_config(config)
             out = folder / rules.name
             subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", config], **run)
-            own = report(read_manifest(out).raw)
-            figures = compare(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
-            failed += [f"{rules.name}: {failure}" for failure in figures.failures()]
+            size = report(read_manifest(out).raw)
+            statistics = compare_logits(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
+            failed += [f"{rules.name}: {failure}" for failure in statistics.failures()]
             print(
-                f"| `{rules.name}` | {own.weight_bits:.2f} | {own.bytes:,} "
-                f"| {figures.mean_kl:.2g} | {figures.p999_kl:.2g} "
-                f"| {100 * figures.top1:.2f}% | {figures.perplexity_jax:.4f} |",
+                f"| `{rules.name}` | {size.weight_bits:.2f} | {size.bytes:,} "
+                f"| {statistics.mean_kl:.2g} | {statistics.p999_kl:.2g} "
+                f"| {100 * statistics.top1:.2f}% | {statistics.perplexity_jax:.4f} |",
                 flush=True,
             )
     if failed:

@@ -1,9 +1,9 @@
-"""What a decode step takes, by the TPU's compiler alone: makes the table of benchmarks/README.md.
+"""Estimates decode steps with the TPU compiler, without a TPU. Prints the table of benchmarks/README.md.
 
     python benchmarks/steps.py [WORD ...]
 
-Rows whose names have all the words; all of them without. A row takes a minute to ten: the whole model is compiled, but
-decoding alone.
+Prints the rows whose titles have all the words; by default all rows. A row takes 1 to 10 minutes: the decode step of
+the complete model is compiled.
 """
 
 import json
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, as_released, ask
+from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, ask, source_passthrough
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
 KEPT = "kept"
-"""In the place of a config: codes and scales as released."""
+"""Instead of a config: quantized values and scales pass through as released."""
 
 
 class Row(NamedTuple):
-    """`published` are milliseconds that others measured of their own program for the same step."""
+    """One step. `published` are the milliseconds that others measured with their own program for the same step."""
 
     model: str
     quantization: str | None
@@ -59,7 +59,8 @@ ROWS = (
     Row("qwen3-32b", None, "v6e:2x4", 512, 512, published=1e3 / 41),
     Row("qwen3-32b", None, "v6e:2x4", 512, 1024),
 )
-"""Published: of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's jax-llm."""
+"""Published times are those of jax-llm-examples (Llama 3.1 70B with an int8 cache, DeepSeek R1) and of martin-marek's
+jax-llm."""
 
 COLUMNS = (
     *("step", "weights", "cache", "temporaries", "code", "XLA's peak", "HBM read, written", "floor ms", "estimate ms"),
@@ -83,7 +84,7 @@ def answers(rows: list[Row]) -> Iterator[tuple[Row, FitReport]]:
 
 def quantization(row: Row, config: dict[str, Any]) -> dict[str, Any] | None:
     if row.quantization == KEPT:
-        return as_released(row.model, config)
+        return source_passthrough(row.model, config)
     return find_config(row.quantization).to_json() if row.quantization else None
 
 

@@ -1,10 +1,10 @@
-"""Which is the smallest slice of each TPU that fits a model? Makes the table of docs/topology.md.
+"""Searches for the smallest slice of each kind of TPU that a model fits. Prints the table of docs/topology.md.
 
     python benchmarks/topology.py > docs/topology.md
 
-Weights and cache are exact, of the whole model. The rest is what the compiler says of the same model cut to its first
-layers, where each kind of layer is: temporaries do not grow with depth, and the program grows with it evenly. That
-takes a minute for each cell; `tpuconv fit benchmarks/configs/NAME.json --topology v5e` compiles the whole model.
+Weights and cache are those of the complete model. Temporaries and code are the compiler's numbers for the model's first
+layers, which include each kind of layer: temporaries do not grow with depth, code grows linearly. This takes a minute
+for each cell. `tpuconv fit benchmarks/configs/NAME.json --topology v5e` compiles the complete model.
 """
 
 import json
@@ -22,11 +22,11 @@ MODELS = ("olmo2-32b", "gpt-oss-120b", "llama-4-scout", "qwen3-235b-a22b", "llam
 KINDS = ("v5e", "v6e", "v5p", "tpu7x")
 BATCH, CONTEXT, QUANTIZATION = 8, 4096, "int8_weight_only"
 DEPTH = 5
-"""Layers that are compiled: the three dense ones of DeepSeek's kind, and some with experts."""
+"""The number of layers that are compiled: the three dense ones of DeepSeek models, and two with experts."""
 
 
 def cut(config: dict, layers: int) -> dict:
-    """The model's first layers."""
+    """Returns the config of the model's first layers."""
     config = json.loads(json.dumps(config))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = layers
@@ -40,7 +40,7 @@ def question(config: dict) -> CompileRequest:
 
 
 def sizes(config: dict, one: Slice) -> tuple[int, int]:
-    """Bytes of a device's weights and cache."""
+    """Returns the bytes of weights and of cache on one device."""
     from tpuconv.models.registry import find_family
     from tpuconv.sharding import decoding_mesh
     from tpuconv.verify.topology.compile import _bytes_per_device, _Compilation
@@ -52,7 +52,7 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
 
 
 def cell(name: str, kind: str) -> dict:
-    """The smallest slice of a kind, and what a device of it holds. In a process of its own."""
+    """Returns the smallest slice of a kind, and the memory used on one device. Run in its own process."""
     from tpuconv.verify.topology.compile import compile_for
 
     config = json.loads((CONFIGS / f"{name}.json").read_text())

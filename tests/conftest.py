@@ -1,4 +1,4 @@
-"""Property tests take the time that a loaded machine needs, and the same examples in every run of CI."""
+"""Settings of property tests: no deadline on a loaded machine, and the same examples in every run of CI."""
 
 import os
 import signal

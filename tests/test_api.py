@@ -1,4 +1,4 @@
-"""The Python interface: its page runs, and it prints nothing."""
+"""The Python API: its documentation page runs, and it prints nothing."""
 
 import io
 import os

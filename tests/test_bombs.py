@@ -1,4 +1,4 @@
-"""Numbers in config.json that no model has are refused at once, and a value of another type is never a bug."""
+"""Absurd numbers in config.json are refused at once, and values of wrong types are errors, not crashes."""
 
 import json
 import time
@@ -116,7 +116,7 @@ def test_a_value_of_another_type_is_an_error_that_is_meant(name):
         refused(config_json(name, **{key: value}))
     for key in ("rope_parameters", "rope_scaling"):
         error = refused(config_json(name, **{key: 1.5}))
-        assert f"{key}=1.5 is no object" in str(error)
+        assert f"{key}=1.5 is not an object" in str(error)
     error = refused(config_json(name, **{fields[0]: [0] * 1_000_000}))
     assert len(str(error)) < 1000
 
@@ -205,7 +205,7 @@ REDOS = "([a-z.0-9_]+)+Z"
 def test_a_pattern_that_is_matched_for_ever_is_refused(encoding, where):
     with (
         ProcessorTime(children=True) as taken,
-        pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes for ever"),
+        pytest.raises(ConfigError, match=f"config.json, {where}: matching .* takes too long"),
     ):
         plan_of(config_json("llama", quantization_config={"quant_method": "compressed-tensors", **encoding}))
     assert taken.seconds < 10 * patterns.SECONDS  # of the child's processor time, of which it may take one

@@ -1,4 +1,4 @@
-"""Caches in int8: how near they are to those in the model's own dtype, how large, and that every way in is the same."""
+"""Int8 caches: their error and size compared with caches in the model's dtype, in every way to call a model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever lies in the current folder, no process of ours runs it."""
+"""Child processes import nothing from the current folder."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from helpers.canaries import canaries
 from helpers.commands import EXAMPLE
 from helpers.tpu_compiler import compiler
 from tpuconv.errors import ConfigError
-from tpuconv.verify.topology.request import PACKAGES, CompileRequest, Slice, ask
+from tpuconv.verify.topology.request import INSTALL_FOLDER, CompileRequest, Slice, ask
 
 INSTALLED = "import sys; from tpuconv.cli import main; sys.exit(main())"
 """As the installed command begins, which other than `python -m tpuconv` does not see the current folder."""
@@ -21,7 +21,7 @@ INSTALLED = "import sys; from tpuconv.cli import main; sys.exit(main())"
 def run(folder: Path, *args: object, **environment: str) -> str:
     """Runs the command in a folder of canaries."""
     command = [sys.executable, "-P", "-c", INSTALLED, *map(str, args)]
-    path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(INSTALL_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,7 +42,7 @@ def test_asking_the_compiler_runs_nothing_of_the_current_folder(also, tmp_path, 
     """Nor where PYTHONPATH has an empty entry, which stands for it."""
     config = json.loads((EXAMPLE / "config.json").read_text())
     monkeypatch.chdir(canaries(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(PACKAGES) + also)
+    monkeypatch.setenv("PYTHONPATH", str(INSTALL_FOLDER) + also)
     quantize = {"name": "x", "summary": "", "rules": [{"weight_qtype": "int8"}], "scale_dtype": None, "gates": {}}
     (answer,) = ask(CompileRequest(config, context=64, quantize=quantize, programs=("decode",)), [[Slice("v5e:1x1")]])
     assert answer.fits
@@ -54,7 +54,7 @@ def test_the_compiler_is_not_asked_about_rules_that_are_matched_for_ever():
     config = json.loads((EXAMPLE / "config.json").read_text())
     rules = [{"weight_qtype": "int8", "module_path": "(((.+)+)+)+!"}]
     quantize = {"name": "x", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}}
-    with pytest.raises(ConfigError, match=r"x, line 1: matching .* takes for ever"):
+    with pytest.raises(ConfigError, match=r"x, line 1: matching .* takes too long"):
         list(ask(CompileRequest(config, quantize=quantize), [[Slice("v5e:1x1")]]))
 
 
@@ -78,4 +78,4 @@ def test_a_rule_that_is_matched_for_ever_is_refused_before_jax_is_imported(conve
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout.split()[-2:] == ["6", "False"], done.stdout + done.stderr
         assert "redos, line 1: matching" in done.stderr
-        assert "takes for ever" in done.stderr
+        assert "takes too long" in done.stderr

@@ -1,4 +1,4 @@
-"""The command as a person meets it: help, mistakes, JSON, exit codes, the whole way on the example."""
+"""The command line: help, wrong arguments, JSON, exit codes, and the example from conversion to verification."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_a_wrong_model_fails_the_gates(tmp_path, few_prompts):
 def test_on_a_mesh_it_computes_the_same(converted, few_prompts, monkeypatch):
     args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", few_prompts, "--json")
     refused = tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted, code=2)
-    assert "has 4 devices, here are 1" in refused.stdout
+    assert "needs 4 devices, there are 1" in refused.stdout
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     facts = json.loads(tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted).stdout)
     assert (facts["passed"], facts["mesh"]) == (True, {"data": 2, "tensor": 2})
@@ -341,7 +341,7 @@ MISTAKES = {
     "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "No such option '--batch'"),
     "two ways to verify": (("verify", "--update", "--compare-hf"), 2, "exclude each other"),
     "a list": (("benchmark", "--batch", "1;2"), 2, "is not a list of positive integers"),
-    "one new token": (("benchmark", EXAMPLE, "--new-tokens", "1"), 2, "2 or more"),
+    "one new token": (("benchmark", EXAMPLE, "--new-tokens", "1"), 2, "at least 2"),
     "no config": (("quantize",), 2, "--config is missing"),
     "a config": (("quantize", "--config", "int8_defualt"), 2, "the nearest is int8_default"),
     "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),

@@ -1,4 +1,4 @@
-"""Encoded tensors against their definitions: every code, every scheme, any part of a tensor, and whole checkpoints."""
+"""Encoded tensors against their definitions: every quantized value, every scheme, parts of tensors, and checkpoints."""
 
 import json
 import re

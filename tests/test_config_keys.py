@@ -1,4 +1,4 @@
-"""Keys of config.json that are not read: listed where the reference does not read them either, else refused."""
+"""Keys of config.json that are not read: listed if the reference does not read them either, refused otherwise."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""Conversions of real checkpoints, read back by unmodified Orbax and by nothing of ours."""
+"""Conversions of real checkpoints, read back by Orbax alone."""
 
 import errno
 import hashlib
@@ -46,7 +46,7 @@ from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source, open_source
 from tpuconv.storage.journal import Journal
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -95,7 +95,7 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
         assert list(slab.names()) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
-    checked = list(check(read_manifest(tmp_path / "out")))
+    checked = list(check_checkpoint(read_manifest(tmp_path / "out")))
     assert not [array for array in checked if array.fault]
     assert {array.name for array in checked} > set(plan.arrays)
     source, back = read_tensors(folder), {}
@@ -523,7 +523,7 @@ def test_every_flipped_bit_is_found(tmp_path):
         bad = bytearray(good)
         bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
         path.write_bytes(bad)
-        assert path.parent.name in {a.name for a in check(read_manifest(tmp_path / "out")) if a.fault}
+        assert path.parent.name in {a.name for a in check_checkpoint(read_manifest(tmp_path / "out")) if a.fault}
         if i % 12 == 0:  # in a process of its own: what Orbax leaves behind when it fails makes noise later
             code = "import sys, tpuconv; tpuconv.load(sys.argv[1])"
             command = [sys.executable, "-c", code, str(tmp_path / "out")]
@@ -531,7 +531,7 @@ def test_every_flipped_bit_is_found(tmp_path):
             assert "tpuconv.errors.CorruptOutput" in done.stderr
         path.write_bytes(good)
     shards[0].unlink()
-    assert [a.name for a in check(read_manifest(tmp_path / "out")) if a.fault] == [shards[0].parent.name]
+    assert [a.name for a in check_checkpoint(read_manifest(tmp_path / "out")) if a.fault] == [shards[0].parent.name]
 
 
 @pytest.mark.parametrize("refused", ["open", "write"])
@@ -556,7 +556,7 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(refused, tmp_pat
     convert(folder, tmp_path / "out", limits=Limits(1, 2**30))
     monkeypatch.undo()
     assert refusals
-    assert not [array.name for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array.name for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
 
 
 @pytest.mark.parametrize("converted", [False, True])

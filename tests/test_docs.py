@@ -1,4 +1,4 @@
-"""The documentation builds as a site: every page is in its navigation, every link leads somewhere."""
+"""The documentation builds as a site: every page is in its navigation, and every link has a target."""
 
 import importlib.util
 import os

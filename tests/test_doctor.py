@@ -1,4 +1,4 @@
-"""What `doctor` finds out: every item on a machine as it should be, and where something is missing or wrong."""
+"""`tpuconv doctor`: every item on a machine without problems, and with something missing or wrong."""
 
 import json
 import socket
@@ -49,7 +49,7 @@ def test_a_machine_as_it_should_be(hub, monkeypatch, tmp_path):
     assert items["devices"].facts["platform"] == "cpu"
     assert 0 < items["memory"].facts["available"] < items["memory"].facts["total"]
     assert min(items["disk"].facts[f"{way}_bytes_per_second"] for way in ("read", "write")) > 0
-    assert items["token"].found == "of somebody"
+    assert items["token"].found == "account somebody"
     assert TOKEN not in repr(items)
     assert list(tmp_path.iterdir()) == []
     head, whoami = (request for request in hub.requests if request.file != "other")
@@ -114,7 +114,7 @@ def replace_version(monkeypatch, package: str, version: str | None) -> None:
 
 
 def test_a_device_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(doctor, "CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "DEVICES_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "DEVICE_SECONDS", 0.2)
     start = time.monotonic()
     item = doctor._devices()

@@ -1,4 +1,4 @@
-"""Generation: the tokens that a full forward pass would choose, one at a time, in place, alone or in a batch."""
+"""Generation against full forward passes: one token at a time, in place, alone and in a batch."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_a_seed_gives_the_same_tokens_again(orbax: Any) -> None:
     ("prompts", "new"), [([], 1), ([[]], 1), ([[1], []], 1), ([[1]], 0)], ids=["none", "empty", "one empty", "no token"]
 )
 def test_nothing_to_do_is_refused(prompts: list[list[int]], new: int, greedy: Generator) -> None:
-    with pytest.raises(UsageError, match="every prompt needs a token"):
+    with pytest.raises(UsageError, match="every prompt must have a token"):
         next(greedy(prompts, new))
 
 
@@ -115,7 +115,7 @@ DRAWS = 64
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
 def test_a_sampling_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="cannot be"):
+    with pytest.raises(UsageError, match="is invalid"):
         Sampling(**wrong)
 
 

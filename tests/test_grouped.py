@@ -1,4 +1,4 @@
-"""Grouped products: the kernel for few rows against the plain formula, and what the TPU's compiler makes of it."""
+"""Grouped products: the kernel for few rows against the formula, and as compiled by the TPU compiler."""
 
 from functools import partial
 
@@ -188,9 +188,9 @@ def test_a_wrong_kernel_fails_its_check(sabotaged, words):
 def on_tpu(monkeypatch):
     """What jax says of the machine while a model is traced, and kernels that have not been checked."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    grouped._is_right.cache_clear()
+    grouped._is_correct.cache_clear()
     yield
-    grouped._is_right.cache_clear()
+    grouped._is_correct.cache_clear()
 
 
 def traced(E):

@@ -1,4 +1,4 @@
-"""Names, configs and arguments that hold what a terminal, a page, an encoding or the system does not take."""
+"""Names, configs and arguments with characters that terminals, pages, encodings or the system do not accept."""
 
 import html.parser
 import json

@@ -1,4 +1,4 @@
-"""JSON files are read strictly: what is no file, no JSON or of another type is named."""
+"""Strict reading of JSON files: each kind of wrong file, text or value is an error that names it."""
 
 import errno
 import json
@@ -26,12 +26,12 @@ def listen(path: Path) -> None:
 PLACES = {
     "nothing": (lambda p: None, "is missing\n  -> look there"),
     "a dangling link": (lambda p: p.symlink_to("nowhere"), "is missing: it is a link"),
-    "a folder": (lambda p: p.mkdir(), "is no regular file, but a folder"),
-    "a FIFO": (lambda p: os.mkfifo(p), "is no regular file, but a FIFO"),
+    "a folder": (lambda p: p.mkdir(), "is not a regular file but a folder"),
+    "a FIFO": (lambda p: os.mkfifo(p), "is not a regular file but a FIFO"),
     "a socket": (listen, "cannot be read: No such device"),
-    "a device": (lambda p: p.symlink_to("/dev/zero"), "is no regular file, but a device"),
+    "a device": (lambda p: p.symlink_to("/dev/zero"), "is not a regular file but a device"),
     "a loop of links": (lambda p: p.symlink_to(p.name), "cannot be read: Too many levels"),
-    "too large": (lambda p: p.write_bytes(bytes(101)), "has 101 bytes, more than the 100"),
+    "too large": (lambda p: p.write_bytes(bytes(101)), "has 101 bytes, the limit is 100"),
     "a Git LFS pointer": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"), "is a Git LFS"),
     "a web page": (lambda p: p.write_text("\n <!DOCTYPE html>"), "is a web page"),
 }
@@ -49,7 +49,7 @@ def test_what_is_no_file_is_named_and_never_hangs(case, tmp_path):
 def test_names_that_no_file_can_have_are_named(tmp_path):
     with pytest.raises(ConfigError, match="File name too long"):
         read_bytes(tmp_path / ("x" * 300), 100, ConfigError)
-    with pytest.raises(ConfigError, match="is no name of a file"):
+    with pytest.raises(ConfigError, match="is not a file name"):
         read_bytes(tmp_path / "x\0", 100, ConfigError)
     (tmp_path / "file").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
@@ -79,7 +79,7 @@ TEXTS = {
     "UTF-16": ("{}".encode("utf-16"), "codec"),
     "UTF-32": ("{}".encode("utf-32-le"), "Expecting"),
     "Latin-1": (b'"\xe9"', "codec"),
-    "a key twice": (b'{"a": {"b": 1, "b": 2}}', "'b' stands twice"),
+    "a key twice": (b'{"a": {"b": 1, "b": 2}}', "the key 'b' appears twice"),
     "deep nesting": (b"[" * 100_000, "nested too deep"),
     "deep nesting of objects": (b'{"a":' * 100_000, "nested too deep"),
     "an endless integer": (b"[1%s]" % (b"0" * 1000), "1001 digits"),
@@ -94,7 +94,7 @@ TEXTS = {
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_text_that_is_ambiguous_is_refused(case):
     data, message = TEXTS[case]
-    with pytest.raises(CorruptOutput, match=rf"x\.json is no valid JSON: .*{message}"):
+    with pytest.raises(CorruptOutput, match=rf"x\.json is not valid JSON: .*{message}"):
         parse(data, "x.json", CorruptOutput)
 
 
@@ -104,7 +104,7 @@ def test_values_are_those_of_json():
     assert value["a"] == [1, -2, 0.5, True, None, "\U0001f600 \\ud800"]
     for text in (b"NaN", b"-Infinity", b"[Infinity]", b"1e999"):
         parse(text, "x.json", ConfigError)
-        with pytest.raises(ConfigError, match="no finite number"):
+        with pytest.raises(ConfigError, match="not a finite number"):
             parse(text, "x.json", ConfigError, constants=False)
     assert type(parse(b"-0", "x.json", ConfigError)) is float
 
@@ -138,7 +138,7 @@ WRONG = [
         "arrays.a.axes must be a text or a list or null, not 1",
     ),
     ({**GOOD, "mesh": {"tensor": 9}}, "mesh.tensor must be an integer from 1 to 8, not 9"),
-    ({**GOOD, "mesh": {"tensor": 8, "x": 0}}, "mesh.x must be absent, as it is no known key, not 0"),
+    ({**GOOD, "mesh": {"tensor": 8, "x": 0}}, "mesh.x must be absent: the key is unknown, not 0"),
     ({**GOOD, "arrays": {"\x1b[2J": 1}}, r"'arrays.\x1b[2J' must be an object, not 1"),
 ]
 
@@ -184,4 +184,4 @@ def test_any_value_fits_or_raises_the_error_that_was_given(value):
 @given(st.binary(max_size=40) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_value_or_the_error_that_was_given(data):
     message = refusal(parse, data)
-    assert not message or message.startswith("x.json is no valid JSON")
+    assert not message or message.startswith("x.json is not valid JSON")

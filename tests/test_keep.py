@@ -1,4 +1,4 @@
-"""`--encoding keep`: codes and scales through the layouts, against the values that they stand for."""
+"""`--encoding keep`: quantized values and scales after their layouts, against the dequantized values."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ from tpuconv.convert.export import file_names
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.sizes import SLAB_BYTES
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.sizing import BASE_MEMORY, peak_memory
+from tpuconv.convert.sizing import BASE_MEMORY, planned_memory
 from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales
@@ -60,7 +60,7 @@ from tpuconv.quantize.report import report
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.hub import fetch_config
 from tpuconv.storage.sealed import seal
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 from tpuconv.verify.topology import request as tpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -260,7 +260,7 @@ def test_every_family_is_kept_in_every_encoding(case, encoding, saved, tmp_path,
         codes, scales = (manifest.arrays[name + part] for part in (QVALUE, SCALE))
         assert tuple(facts["tiles"]) == tuple(n // s for n, s in zip(codes.shape, scales.shape, strict=True))
         assert codes.dtype == facts["qtype"]
-    assert not [array for array in check(manifest) if array.fault]
+    assert not [array for array in check_checkpoint(manifest) if array.fault]
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
 
 
@@ -335,7 +335,7 @@ def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tm
     write_encoded(case, encoding, saved, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] |= {"ignore": ["re:.*lm_head"], "format": "pack-quantized"}
-    told = tpu.as_released(str(tmp_path), config)["parameters"]
+    told = tpu.source_passthrough(str(tmp_path), config)["parameters"]
     kept = plan_for(tmp_path, Options(encoding="keep")).passthrough
     facts = {name: own.to_json() for name, own in kept.items()}
     for key in ("qtype", "kept", "tiles"):
@@ -348,7 +348,7 @@ def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
     kept = convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
     convert(tmp_path / "hf", tmp_path / "plain")
     assert_same(dequantized(restore(tmp_path / "kept")), restore(tmp_path / "plain"))
-    told = tpu.as_released("name", fetch_config(str(tmp_path / "hf")))["parameters"]
+    told = tpu.source_passthrough("name", fetch_config(str(tmp_path / "hf")))["parameters"]
     own = {name: facts.to_json() for name, facts in kept.passthrough.items()}
     for key in ("kept", "tiles", "bits"):
         assert {name: facts[key] for name, facts in told.items()} == {name: facts[key] for name, facts in own.items()}
@@ -587,7 +587,7 @@ def test_real_models_are_planned_whole(model, tmp_path):
     assert planning.seconds < 5 + 100 * reading.seconds  # 15 times for a large one, a tenth of a second for a small one
     plan.check()
     assert plan.parameters == listing["parameters"]
-    peak = peak_memory(plan, 2)  # by its name in an error the whole plan would be written out
+    peak = planned_memory(plan, 2)  # by its name in an error the whole plan would be written out
     assert peak < BASE_MEMORY + 2 * 4 * SLAB_BYTES, "values, their bytes and two shards, for each of two jobs"
     used = {name for array in plan.arrays.values() for name in array.sources}
     codes = sum(plan.tensors[name].values.nbytes for name in used if isinstance(plan.tensors[name], QValues))

@@ -1,4 +1,4 @@
-"""The leaves that families share."""
+"""The layers that families share."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The comparison a layer at a time: the same numbers as in one piece, and the layer that departs is named."""
+"""The layer-by-layer comparison: the same numbers as for complete models, and the layer that diverges is named."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) 
     parts, theirs, ours = compared(orbax(case), hf(case))
     layers = case.config.get("num_hidden_layers", 2)
     assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
-    assert not [part for part in parts if part.departs]
+    assert not [part for part in parts if part.diverges]
     for mine, whole in zip(theirs, reference_logits(hf(case), PROMPTS, "float32"), strict=True):
         np.testing.assert_array_equal(mine, whole)
     scale = max(np.abs(x).max() for x in theirs)
@@ -74,7 +74,7 @@ def test_the_first_layer_that_departs_is_named(tensor: str, first: str, dtype: s
     config = json.loads((source / "config.json").read_text())
     convert(write_checkpoint(tmp_path / "damaged", config, tensors), tmp_path / "out")
     parts, _, _ = compared(tmp_path / "out", source, dtype)
-    assert [part.name for part in parts if part.departs] == [first]  # by itself, whatever came before, no other does
+    assert [part.name for part in parts if part.diverges] == [first]  # by itself, whatever came before, no other does
     at = [part.name for part in parts].index(first)
     assert all(part.error > part.gate for part in parts[at:])
 

@@ -1,4 +1,4 @@
-"""How arrays lie in memory: written by the TPU's compiler, followed when a model is loaded."""
+"""Device layouts: written by the TPU compiler, used when a model is loaded."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""libtpu on a host without a TPU: jax takes what else there is, and stderr stays empty."""
+"""libtpu on a host without a TPU: jax uses the other devices, and stderr stays empty."""
 
 import os
 import subprocess

@@ -151,7 +151,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 def test_a_mesh_that_would_divide_nothing_is_refused(tmp_path):
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
-    with pytest.raises(UsageError, match="the axes rows, model would divide nothing") as error:
+    with pytest.raises(UsageError, match="nothing is sharded over a mesh with the axes rows, model") as error:
         tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("rows", "model")))
     assert error.value.hint == "those that divide are data, tensor, group, expert"
 

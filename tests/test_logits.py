@@ -1,11 +1,11 @@
-"""What is counted where two models' logits are compared."""
+"""The statistics of two models' logits."""
 
 import numpy as np
 import pytest
 
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare, model_logits, reference_logits, tokenize
+from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, reference_logits, tokenize
 
 TOKENS, VOCABULARY = 200, 50
 IDS = [[0] * TOKENS]
@@ -31,12 +31,12 @@ def swapped(logits: np.ndarray, tokens: int, gap: float) -> tuple[np.ndarray, np
 @pytest.mark.parametrize(("gap", "passes"), [(0.125, True), (0.25, True), (0.375, False)])
 def test_a_tie_is_no_disagreement_and_what_is_none_is_one(gap, passes):
     hf, ours = swapped(random_logits(), 5, gap)
-    result = compare(IDS, [hf], [ours], "bfloat16", {"top1": 0.99})
+    result = compare_logits(IDS, [hf], [ours], "bfloat16", {"top1": 0.99})
     assert result.top1 == 0.975
     assert result.decided == (195 if passes else 200)
     assert result.top1_decided == (1 if passes else 0.975)
     assert result.passed is passes
-    assert not compare(IDS, [hf], [ours], "float32", {"top1": 0.99}).passed
+    assert not compare_logits(IDS, [hf], [ours], "float32", {"top1": 0.99}).passed
 
 
 def test_what_ties_depends_on_the_reference_and_never_hides_a_wrong_model():
@@ -44,10 +44,10 @@ def test_what_ties_depends_on_the_reference_and_never_hides_a_wrong_model():
     assert not are_tied(hf, "bfloat16").any()
     assert are_tied(np.zeros((3, 5), np.float32), "bfloat16").all()
     wrong = np.roll(hf, 1, axis=-1)
-    assert compare(IDS, [hf], [wrong], "bfloat16", DTYPE_GATES["bfloat16"]).top1_decided == 0
+    assert compare_logits(IDS, [hf], [wrong], "bfloat16", DTYPE_GATES["bfloat16"]).top1_decided == 0
     broken = np.full_like(hf, np.nan)
     assert not are_tied(broken, "bfloat16").any()
-    assert "mean_kl is nan" in compare(IDS, [hf], [broken], "bfloat16", DTYPE_GATES["bfloat16"]).failures()[0]
+    assert "mean_kl is nan" in compare_logits(IDS, [hf], [broken], "bfloat16", DTYPE_GATES["bfloat16"]).failures()[0]
 
 
 @pytest.mark.slow
@@ -57,15 +57,15 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     assert sum(map(len, ids)) == 1024
     convert(EXAMPLE, tmp_path / "out")
     hf, ours = reference_logits(EXAMPLE, ids, "bfloat16"), model_logits(tmp_path / "out", ids, "bfloat16")
-    result = compare(ids, hf, ours, "bfloat16", DTYPE_GATES["bfloat16"])
+    result = compare_logits(ids, hf, ours, "bfloat16", DTYPE_GATES["bfloat16"])
     assert not result.failures()
     assert result.decided > 0.9 * result.tokens
 
 
 def test_without_gates_nothing_is_passed():
     hf = random_logits()
-    result = compare(IDS, [hf], [hf], "bfloat16", {})
+    result = compare_logits(IDS, [hf], [hf], "bfloat16", {})
     assert result.passed is None
     assert result.to_json()["passed"] is None
     assert result.failures() == []
-    assert compare(IDS, [hf], [hf], "bfloat16", {"top1": 1.0}).passed is True
+    assert compare_logits(IDS, [hf], [hf], "bfloat16", {"top1": 1.0}).passed is True

@@ -313,10 +313,10 @@ def tiny(**changes: Any) -> Any:
 def test_a_full_cache_is_refused_or_shows() -> None:
     model = tiny()
     ids = np.ones((1, 3), int)
-    with pytest.raises(UsageError, match="2 slots, of which 0 are used: 3 tokens"):
+    with pytest.raises(UsageError, match="2 slots, 0 of them in use: 3 tokens"):
         model(ids, cache=model.init_cache(1, 2))
     _, cache = extend(model, ids, np.ones((1, 3), bool), model.init_cache(1, 4))
-    with pytest.raises(UsageError, match="4 slots, of which 3 are used: 3 tokens"):
+    with pytest.raises(UsageError, match="4 slots, 3 of them in use: 3 tokens"):
         model(ids, cache=cache)
     logits, _ = extend(model, ids, np.ones((1, 3), bool), cache)  # `used` is traced: known only when it runs
     assert np.isnan(logits).all()
@@ -324,7 +324,7 @@ def test_a_full_cache_is_refused_or_shows() -> None:
 
 def test_wrong_input_is_refused_or_shows() -> None:
     model = tiny()
-    with pytest.raises(UsageError, match="the mask is that of this call's tokens"):
+    with pytest.raises(UsageError, match="give the mask of this call"):
         model(np.ones((1, 3), int), np.ones((1, 4), bool))
     padding = np.zeros((1, 1), bool)
     assert np.isfinite(forward(model, np.array([[10]]), padding)).all()
@@ -541,15 +541,15 @@ UNSUPPORTED = {
 }
 
 INVALID = {
-    "string for int": ("llama", {"hidden_size": "8"}, "hidden_size='8' is no int"),
-    "bool for int": ("llama", {"hidden_size": True}, "hidden_size=True is no int"),
-    "float for int": ("llama", {"num_hidden_layers": 2.0}, r"num_hidden_layers=2\.0 is no int"),
-    "int for bool": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is no bool"),
-    "null for int": ("llama", {"vocab_size": None}, "vocab_size=None is no int"),
-    "null head": ("qwen3", {"head_dim": None}, "head_dim=None is no int"),
-    "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is no float"),
-    "huge": ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=.* is no float"),
-    "layer types": ("qwen3", {"layer_types": "full_attention"}, "layer_types='full_attention' is no tuple"),
+    "string for int": ("llama", {"hidden_size": "8"}, "hidden_size='8' is not of type int"),
+    "bool for int": ("llama", {"hidden_size": True}, "hidden_size=True is not of type int"),
+    "float for int": ("llama", {"num_hidden_layers": 2.0}, r"num_hidden_layers=2\.0 is not of type int"),
+    "int for bool": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not of type bool"),
+    "null for int": ("llama", {"vocab_size": None}, "vocab_size=None is not of type int"),
+    "null head": ("qwen3", {"head_dim": None}, "head_dim=None is not of type int"),
+    "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not of type float"),
+    "huge": ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=.* is not of type float"),
+    "layer types": ("qwen3", {"layer_types": "full_attention"}, "layer_types='full_attention' is not of type tuple"),
     "zero": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 is less than 1"),
     "negative": ("mistral", {"sliding_window": -1}, "sliding_window=-1 is less than 1"),
     "experts twice": ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts=4, num_local_experts=8"),
@@ -569,8 +569,8 @@ INVALID = {
     ),
     "layer types of gpt_oss": ("gpt_oss", {"layer_types": ["linear"]}, "(?s)1 entries for num_h.*unknown 'linear'"),
     "no kv heads": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
-    "heads": ("llama", {"num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
-    "width": ("llama", {"hidden_size": 33}, "hidden_size=33 is no multiple of num_attention_heads=32"),
+    "heads": ("llama", {"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
+    "width": ("llama", {"hidden_size": 33}, "hidden_size=33 is not a multiple of num_attention_heads=32"),
     "odd head": ("llama", {"head_dim": 7}, "head_dim=7 is odd"),
     "eps": ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps=-1\.0 is negative"),
     "too few layer types": (
@@ -591,7 +591,7 @@ INVALID = {
     "factor": ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2'"),
     "zero factor": ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0"),
     "theta": ("llama", {"rope_theta": "big"}, "rope_theta='big'"),
-    "theta of 0": ("llama", {"rope_theta": 0}, "rope_theta=0 of the rotary positions is no positive number"),
+    "theta of 0": ("llama", {"rope_theta": 0}, "rope_theta=0 of the rotary positions is not a positive number"),
     "theta of 1": ("llama", {"rope_theta": 1}, "rope_theta=1"),
     "frequency factors": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "cannot be made"),
     "groups": ("deepseek_v3", {"n_group": 7}, "n_routed_experts=256 are not n_group=7 groups"),
@@ -603,14 +603,14 @@ INVALID = {
     "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
     "sum of heads": ("deepseek_v3", {"qk_head_dim": 128}, "qk_head_dim=128 is not the sum"),
     "tied twice": ("llama4", {"tie_word_embeddings": True}, "True outside text_config, False inside"),
-    "text": ("llama4", {"text_config": 1}, "text_config=1 is no object"),
+    "text": ("llama4", {"text_config": 1}, "text_config=1 is not an object"),
     "null chunk": ("llama4", {"text_config": {"attention_chunk_size": None}}, "attention_chunk_size is null"),
     "few rope layers": ("llama4", {"text_config": {"no_rope_layers": [1]}}, "for each of 48 layers"),
     "few kinds of layers": ("llama4", {"text_config": {"layer_types": ["full_attention"]}}, "has 1 entries"),
     "windows of llama4": ("llama4", {"text_config": {"layer_types": ["sliding_attention"] * 48}}, "the unknown"),
     "few experts": ("llama4", {"text_config": {"num_experts_per_tok": 17}}, "more than 16 experts"),
     "no floor": ("llama4", {"text_config": {"floor_scale": 0}}, "floor_scale=0 is not positive"),
-    "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is no object"),
+    "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 
 

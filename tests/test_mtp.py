@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (MTP): left out with a reason, or converted beside the model."""
+"""Layers for multi-token prediction (MTP): left out with a reason, or converted beside the model."""
 
 import json
 import warnings

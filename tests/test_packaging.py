@@ -1,4 +1,4 @@
-"""The distributions: sdist and wheel are built without network, and the wheel works where nothing else is."""
+"""The distributions: sdist and wheel are built without network, and the wheel works in an empty environment."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Models on a mesh: what `placed` and the experts' own division do changes nothing that is computed."""
+"""Models on a mesh: shardings do not change what is computed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Private interfaces of other packages: each exists in the versions installed, and stands in one table."""
+"""Private interfaces of other packages: each exists in the installed versions, and is listed in one table."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Quantized checkpoints against Qwix itself: every array, every logit, bit for bit."""
+"""Quantized checkpoints against Qwix itself: every array and every logit, bit for bit."""
 
 import json
 import os
@@ -54,7 +54,7 @@ from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 from tpuconv.verify.logits import forward
 
 WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4", "llama4_text"}
@@ -113,7 +113,7 @@ def converted(hf, tmp_path_factory):
 def test_every_family_is_quantized_to_what_qwix_makes_of_it(name, case, converted, tmp_path, small_cuts):
     rules, ckpt = find_config(name), converted(case)
     quantize(ckpt, tmp_path / "out", rules)
-    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
     theirs = quantized(tpuconv.load(ckpt), Provider(rules))
     ours = tpuconv.load(tmp_path / "out")
     assert_same(leaves(ours), leaves(theirs))
@@ -372,7 +372,7 @@ def test_stacked_layers_are_quantized_as_separate_ones_are(name, family, convert
     convert(hf(ONE_OF_EACH[family], "bfloat16"), tmp_path / "scan", Options(scan_layers=True))
     quantize(tmp_path / "scan", tmp_path / "out", rules)
     quantize(separate, tmp_path / "separate", rules)
-    assert not [array for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
     assert_same_model(tmp_path / "out", tmp_path / "separate")
 
 
@@ -505,7 +505,7 @@ def test_a_bad_config_is_refused_where_it_is_bad(text, message):
 def test_a_config_that_is_no_file_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("a.yaml")
-    with pytest.raises(ConfigError, match=r"a\.yaml is no regular file, but a FIFO"):
+    with pytest.raises(ConfigError, match=r"a\.yaml is not a regular file but a FIFO"):
         find_config("a.yaml")
     Path("b.yaml").write_bytes(b"x" * (2 << 20))
     with pytest.raises(ConfigError, match=r"b\.yaml has 2097152 bytes, more than"):
@@ -544,8 +544,8 @@ qwix:
     [
         ("[{module_path: 'blocks/.*', weight_qtype: int8}]", "'blocks/.*' matches no module with a product"),
         ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "already matches these modules"),
-        ("[{module_path: '(', weight_qtype: int8}]", "is no pattern"),
-        ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes for ever"),
+        ("[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
+        ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes too long"),
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "line 1, does not divide axis 0, of"),
     ],
 )
@@ -558,7 +558,7 @@ def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):
 def test_rules_of_a_manifest_are_not_matched_for_ever_either():
     rules = [{"module_path": "(((.+)+)+)+!", "weight_qtype": "int8"}]
     facts = {"name": "mine", "summary": "", "rules": rules, "scale_dtype": None, "gates": {}, "parameters": {}}
-    with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes for ever"):
+    with pytest.raises(ConfigError, match=r"mine, line 1: matching .* takes too long"):
         abstract_quantized_model(qwen3_build(), facts)
 
 

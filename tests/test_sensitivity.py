@@ -1,4 +1,4 @@
-"""What each group costs against checkpoints that are quantized so; the search against trying everything."""
+"""The estimated error of each group against checkpoints that are quantized so; the search against all combinations."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.measure import DTYPE, Probe
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, choose, to_yaml
 from tpuconv.quantize.report import report
-from tpuconv.verify.logits import compare, model_logits, tokenize
+from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -63,7 +63,7 @@ def reference(plain: Path, ids: str) -> list[np.ndarray]:
 
 def divergence(plain: Path, other: Path, ids=IDS) -> float:
     """As `verify --compare-hf` computes it, of checkpoints as they are loaded."""
-    return compare(ids, reference(plain, json.dumps(ids)), model_logits(other, ids, DTYPE), DTYPE, {}).mean_kl
+    return compare_logits(ids, reference(plain, json.dumps(ids)), model_logits(other, ids, DTYPE), DTYPE, {}).mean_kl
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is written in shard files is read as TensorStore reads it, and no bit of it goes unchecked."""
+"""Shard files: read as TensorStore reads them, and every damaged bit is detected."""
 
 import tempfile
 from dataclasses import dataclass

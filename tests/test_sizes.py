@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Numbers of bytes as text."""
 
 import pytest
 

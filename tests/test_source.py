@@ -1,4 +1,4 @@
-"""Headers are read strictly: what the library lets pass and a converter must not, each with its error."""
+"""Strict reading of headers: what safetensors accepts and a converter must refuse, each with its error."""
 
 import contextlib
 import errno
@@ -97,9 +97,9 @@ HEADERS = {
     "a tensor twice": (lambda p: write_header(p, TWICE, b"1234"), "twice"),
     "overlap": (lambda p: write_header(p, {"a": entry(0, 4), "b": entry(2, 6)}, b"123456"), "overlaps"),
     "gap": (lambda p: write_header(p, {"a": entry(0, 4), "b": entry(6, 8)}, b"12345678"), "gap"),
-    "no JSON": (lambda p: write_header(p, b"{nonsense"), "no valid JSON"),
+    "no JSON": (lambda p: write_header(p, b"{nonsense"), "not valid JSON"),
     "an array": (lambda p: write_header(p, [1, 2]), "not a JSON object"),
-    "deep JSON": (lambda p: write_header(p, b'{"a":' + b"[" * 100_000), "no valid JSON"),
+    "deep JSON": (lambda p: write_header(p, b'{"a":' + b"[" * 100_000), "not valid JSON"),
     "unknown dtype": (lambda p: write_header(p, {"a": entry(0, 4, dtype="F7")}, b"1234"), "unknown dtype"),
     "shape of another size": (lambda p: write_header(p, {"a": entry(0, 4, [3])}, b"1234"), "do not hold"),
     "negative shape": (lambda p: write_header(p, {"a": entry(0, 4, [-2, -2])}, b"1234"), "no list of sizes"),
@@ -110,12 +110,12 @@ HEADERS = {
     "an endless name": (lambda p: write_header(p, {"a" * 10_000: entry(0, 4)}, b"1234"), "unsafe tensor name"),
     "Git LFS pointer": (lambda p: p.write_text(LFS), "Git LFS"),
     "web page": (lambda p: p.write_text("<!DOCTYPE html><html>Sign in</html>"), "web page"),
-    "FIFO": (lambda p: os.mkfifo(p), "no regular file"),
+    "FIFO": (lambda p: os.mkfifo(p), "not a regular file"),
     "empty": (lambda p: p.write_bytes(b""), "truncated"),
-    "a folder": (lambda p: p.mkdir(), "no regular file, but a folder"),
+    "a folder": (lambda p: p.mkdir(), "not a regular file but a folder"),
     "a socket": (listen, "cannot be read"),
     "a dangling link": (lambda p: p.symlink_to("nowhere"), "is missing: it is a link"),
-    "a device": (lambda p: p.symlink_to("/dev/zero"), "no regular file, but a device"),
+    "a device": (lambda p: p.symlink_to("/dev/zero"), "not a regular file but a device"),
     "UTF-16": (
         lambda p: write_header(p, json.dumps({"a": entry(0, 4)}).encode("utf-16"), b"1234"),
         "not a JSON object",
@@ -123,8 +123,8 @@ HEADERS = {
     "a byte order mark": (lambda p: write_header(p, b"\xef\xbb\xbf" + ONE, b"1234"), "not a JSON object"),
     "a blank before": (lambda p: write_header(p, b" " + ONE, b"1234"), "not a JSON object"),
     "no header": (lambda p: write_header(p, b""), "not a JSON object"),
-    "a NaN": (lambda p: write_header(p, b'{"__metadata__": NaN}'), "no finite number"),
-    "a number that is too large": (lambda p: write_header(p, b'{"__metadata__": 1e999}'), "no finite number"),
+    "a NaN": (lambda p: write_header(p, b'{"__metadata__": NaN}'), "not a finite number"),
+    "a number that is too large": (lambda p: write_header(p, b'{"__metadata__": 1e999}'), "not a finite number"),
     "metadata that is no text": (lambda p: write_header(p, {"__metadata__": {"a": 1}}), "a must be a text"),
     "metadata that is no object": (lambda p: write_header(p, {"__metadata__": "a"}), "__metadata__: must be an object"),
     "half of a pair": (lambda p: write_header(p, {"__metadata__": {"a": "\ud800"}}), "surrogates"),
@@ -211,12 +211,12 @@ def test_a_file_in_whose_place_there_is_no_file_is_named(folder):
         for make in (lambda p: p.mkdir(), os.mkfifo, lambda p: p.symlink_to("/dev/zero"), listen):
             kept = (folder / name).rename(folder / "kept")
             make(folder / name)
-            with pytest.raises(SourceError, match=f"{name} (is no regular file|cannot be read)"):
+            with pytest.raises(SourceError, match=f"{name} (is not a regular file|cannot be read)"):
                 open_source(folder)
             (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
             kept.rename(folder / name)
     os.mkfifo(folder / ENCODING_FILE)
-    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is no regular file"):
+    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is not a regular file"):
         open_source(folder)
 
 
@@ -304,10 +304,10 @@ FOLDERS = {
     ),
     "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "not safe"),
     "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
-    "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "no valid JSON"),
+    "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "not valid JSON"),
     "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
-    "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "stands twice"),
+    "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "appears twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
     "a shard with a name that no file can have": (
         lambda f: edit_index(f, lambda m: m.update({"b.weight": "x" * 300 + ".safetensors"})),
@@ -316,11 +316,11 @@ FOLDERS = {
     ),
     "a shard that is a number": (lambda f: edit_index(f, lambda m: m.update({"b.weight": 1})), SourceError, "not safe"),
     "a shard that is a folder": (
-        lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir()), SourceError, "no regular file, but a folder",
+        lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir()), SourceError, "not a regular file but a folder",
     ),
     "an index as a pointer": (lambda f: (f / INDEX).write_text(LFS), SourceError, "is a Git LFS pointer"),
     "a config as a page": (lambda f: (f / "config.json").write_text("<html>"), SourceError, "is a web page"),
-    "a config with a NUL": (lambda f: (f / "config.json").write_bytes(b"\xff{}"), ConfigError, "no valid JSON"),
+    "a config with a NUL": (lambda f: (f / "config.json").write_bytes(b"\xff{}"), ConfigError, "not valid JSON"),
     "no checkpoint": (lambda f: [p.unlink() for p in f.iterdir()], UsageError, "holds no model.safetensors"),
 }  # fmt: skip
 

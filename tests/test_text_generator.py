@@ -1,4 +1,4 @@
-"""Text in, text out: batches, chat templates, stop strings, and contexts that overflow."""
+"""Text generation: batches, chat templates, stop strings, and contexts that overflow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,8 +83,8 @@ MISTAKES: dict[str, tuple[Callable[[TextGenerator], Any], str]] = {
     "a system prompt without a chat": (lambda w: w(["x"], system="y"), "a system prompt needs"),
     "too many tokens": (lambda w: w(["four"], 509), "a prompt of 4 tokens and 509 new ones are 513.* has 512 pos"),
     "too long a prompt": (lambda w: w(["x" * 600], 1), "of 600 tokens and 1 new ones are 601.* has 512"),
-    "no prompt": (lambda w: w([]), "every prompt needs a token"),
-    "an empty prompt": (lambda w: w([""]), "every prompt needs a token"),
+    "no prompt": (lambda w: w([]), "every prompt must have a token"),
+    "an empty prompt": (lambda w: w([""]), "every prompt must have a token"),
 }
 
 

@@ -1,5 +1,5 @@
-"""Products of codes with tiles of scales: the formula for few tokens against the plain one, and what the TPU's compiler
-makes of it."""
+"""Products of quantized values with scales of groups: the formula for few tokens against the plain one, and as compiled
+by the TPU compiler."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""Compiling for a slice of TPUs that is not here: every family, what does not fit, mistakes. The compiler is the real
-one."""
+"""Compilation for TPU slices without a TPU, by the real compiler: every family, models that do not fit, wrong
+arguments."""
 
 import io
 import json
@@ -233,7 +233,7 @@ def test_experts_are_asked_as_they_would_be_kept(tmp_path):
 NOT_KEPT = {
     "nothing": (None, UsageError, "is not encoded: there are no quantized values and scales"),
     "an unknown encoding": ({"quant_method": "gptq", "bits": 4}, UnsupportedConfig, "quant_method='gptq'"),
-    "a pattern that is none": (FP8 | {"modules_to_not_convert": ["("]}, ConfigError, "is no pattern"),
+    "a pattern that is none": (FP8 | {"modules_to_not_convert": ["("]}, ConfigError, "is not a regular expression"),
 }
 
 
@@ -241,7 +241,7 @@ NOT_KEPT = {
 def test_what_cannot_be_kept_cannot_be_asked(case):
     quantization, error, message = NOT_KEPT[case]
     with pytest.raises(error, match=message):
-        tpu.as_released("org/name", DENSE | {"quantization_config": quantization})
+        tpu.source_passthrough("org/name", DENSE | {"quantization_config": quantization})
 
 
 @compiler
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_an_answer(tmp_path):
     large = DENSE | {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 24}
     done = ask(tmp_path, large, "--topology", "v5e:2x2", code=3)
     assert "GateError" in done.stderr
-    assert "weights and cache alone take" in done.stderr
+    assert "weights and cache alone need" in done.stderr
     assert "--topology v5e:2x4" in done.stderr
     assert "--quantize int8_weight_only" in done.stderr
     facts = json.loads(ask(tmp_path, large, "--topology", "v5e:2x2", "--json", code=3).stdout)
@@ -275,7 +275,7 @@ def test_the_smallest_slice_is_found(tmp_path):
 
 
 MISTAKES = {
-    "a chip": (("--topology", "v9:2x2"), "known are v4, v5e"),
+    "a chip": (("--topology", "v9:2x2"), "chips are v4, v5e"),
     "a shape": (("--topology", "v5e:2x2x2"), "a slice of v5e has 2 sizes"),
     "an axis": (("--topology", "v5e:2x2", "--mesh", "model=4"), "axes are data, tensor, group, expert"),
     "a size": (("--topology", "v5e:2x2", "--mesh", "tensor"), "axes are data, tensor, group, expert"),
@@ -299,7 +299,7 @@ def test_a_mistake_gets_an_answer_that_helps(mistake):
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        (("--topology", "v5e:3x3"), "of v5e there are 1x1, 2x2, 2x4"),
+        (("--topology", "v5e:3x3"), "the slices of v5e are 1x1, 2x2, 2x4"),
         (("--topology", "v5e:2x2", "--mesh", "tensor=8"), "the mesh tensor=8 has 8 devices, v5e:2x2 has 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, memory, disk and the Hub; and for each what to do where it falls short."""
+"""Examines this machine: versions, devices, memory, disk and the Hub; with advice on what is missing or wrong."""
 
 import json
 import os
@@ -36,15 +36,16 @@ PACKAGES: Mapping[str, str] = {
     "torch": "needed for comparisons with the source: pip install 'tpuconv[hf]'",
     "huggingface_hub": "",
 }
-"""The packages whose versions are compared; of those that may be absent, what they are for."""
+"""The packages whose versions are checked. Those with a text are optional; it says what they are for."""
 
 DEVICE_SECONDS = 60.0
-"""How long jax may take to name its devices. A TPU that another process holds never answers."""
+"""Time limit for jax to list its devices. It waits without end for a TPU that another process uses."""
 HUB_SECONDS = 5.0
-"""How long the Hub may take to answer."""
+"""Time limit for the Hub to answer."""
 DISK_BYTES = 256_000_000
 """Size of the file that is written and read."""
 BLOCK_BYTES = 16_000_000
+"""Size of one write or read."""
 LOW_DISK = 20_000_000_000
 """Free bytes below which a warning is given: a model of 8 billion parameters in bfloat16 takes 16 GB."""
 SLOW_DISK = 100_000_000
@@ -55,8 +56,15 @@ LOW_MEMORY = 4_000_000_000
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that was examined: what was `found` and, unless all is well, what to do. `facts` are the same findings
-    as numbers and texts for JSON."""
+    """The result for one thing that was examined.
+
+    Attributes:
+        name: what was examined.
+        status: "ok", "warn" or "fail".
+        found: what was found, for people.
+        advice: what to do; empty if the status is "ok".
+        facts: what was found, for JSON.
+    """
 
     name: str
     status: Status
@@ -67,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `examine` found, in the order of the examination."""
+    """The result of `examine`: its items, in the order of the examination."""
 
     items: tuple[Item, ...]
 
@@ -77,14 +85,15 @@ class Diagnosis:
         return max((item.status for item in self.items), key=STATUSES.index)
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         return {"status": self.status, "items": [asdict(item) for item in self.items]}
 
 
 def examine(folder: Path, *, network: bool = True) -> Diagnosis:
-    """Examines this machine. It takes seconds, and up to a minute where a device does not answer.
+    """Examines this machine. Takes seconds, or up to a minute if a device does not answer.
 
     Args:
-        folder: where checkpoints will be written: its disk is measured, with a file that is removed afterwards.
+        folder: the folder to write checkpoints in. A file is written there to measure the disk, and removed.
         network: if false, the Hub is not asked.
 
     Returns:
@@ -98,7 +107,7 @@ def examine(folder: Path, *, network: bool = True) -> Diagnosis:
 
 
 def _checked(name: str, check: Callable[..., Item], *args: Any) -> Item:
-    """The item of a check, or one that says why the check failed."""
+    """The item that a check returns, or one with status "fail" if the check raises."""
     try:
         return check(*args)
     except Exception as e:
@@ -120,7 +129,7 @@ def _python() -> Item:
 
 
 def _package(name: str) -> Item:
-    """Compares the version installed with the range that the package metadata asks for."""
+    """Compares the installed version with the range in the package metadata."""
     wanted = _requirement(name)
     tested = str(wanted.specifier) if wanted else ""
     try:
@@ -139,8 +148,7 @@ def _package(name: str) -> Item:
 
 
 def _requirement(name: str) -> "Requirement | None":
-    """What tpuconv requires of a package, or jax of its own parts; None if neither names it. With extras, since most
-    of what is optional is required by one."""
+    """The requirement for a package in the metadata of tpuconv or of jax, extras included; None if there is none."""
     for owner in ("tpuconv", "jax"):
         for extra in ("", "hf", "tpu"):
             for wanted in _requirements(owner):
@@ -159,7 +167,7 @@ def _requirements(owner: str) -> Iterable["Requirement"]:
 
 # --- devices -------------------------------------------------------------------------------------------------------
 
-CHILD = """
+DEVICES_PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
 from tpuconv import libtpu
@@ -171,21 +179,21 @@ facts = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count
 facts["memory"] = (devices[0].memory_stats() or {}).get("bytes_limit")
 print("\\n" + json.dumps(facts))
 """
-"""Prints jax's devices as the last line of stdout. In a process of its own, which can be ended."""
+"""Prints jax's devices as the last line of stdout. Run in a child process, which can be ended."""
 
 
 def _devices() -> Item:
-    command = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[1])]
+    command = [sys.executable, "-P", "-c", DEVICES_PROGRAM, str(Path(__file__).parents[1])]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         out, err = child.communicate(timeout=DEVICE_SECONDS)
     except subprocess.TimeoutExpired:
         with suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process that waits in a driver may not end
+        with suppress(subprocess.TimeoutExpired):  # a process that waits in a driver cannot be killed
             child.communicate(timeout=1)
-        found = f"jax named no devices within {DEVICE_SECONDS:.0f} s"
-        advice = "another process may hold the TPU: end it, or set JAX_PLATFORMS=cpu to go without"
+        found = f"jax listed no devices within {DEVICE_SECONDS:.0f} s"
+        advice = "another process may use the TPU: end it, or set JAX_PLATFORMS=cpu to work without the TPU"
         return Item("devices", "fail", found, advice)
     if child.returncode:
         last = (err.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -211,7 +219,7 @@ def _memory() -> Item:
     facts = {"total": total, "available": available}
     found = f"{format_size(available)} of {format_size(total)} available"
     if available < LOW_MEMORY:
-        advice = "end other processes, or give commands less with --max-memory"
+        advice = "end other processes, or limit commands with --max-memory"
         return Item("memory", "warn", found, advice, facts)
     return Item("memory", "ok", found, facts=facts)
 
@@ -227,18 +235,18 @@ def _disk(folder: Path) -> Item:
     try:
         write, read = _disk_speed(folder)
     except OSError as e:
-        return Item("disk", "fail", f"{folder} cannot be used: {e.strerror or e}", "name a folder to write in", facts)
+        return Item("disk", "fail", f"{folder} cannot be used: {e.strerror or e}", "choose another folder", facts)
     facts |= {"write_bytes_per_second": round(write), "read_bytes_per_second": round(read)}
     found += f", writes {format_size(write)}/s, reads {format_size(read)}/s"
     if free < LOW_DISK:
-        return Item("disk", "warn", found, "make room: a model of 8B parameters in bfloat16 takes 16 GB", facts)
+        return Item("disk", "warn", found, "free disk space: a model of 8B parameters in bfloat16 takes 16 GB", facts)
     if min(write, read) < SLOW_DISK:
         return Item("disk", "warn", found, "use a local disk if there is one: conversions run at its speed", facts)
     return Item("disk", "ok", found, facts=facts)
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """Bytes per second of writing, until all is on the disk, and of reading what is not in the page cache. Random
+    """The speed in bytes per second of writing, fsync included, and of reading past the page cache. Writes random
     bytes, which no file system can compress."""
     block = os.urandom(BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=folder, prefix=".tpuconv-doctor-", buffering=0) as file:
@@ -252,8 +260,8 @@ def _disk_speed(folder: Path) -> tuple[float, float]:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start, size = time.perf_counter(), 0
-        while part := file.read(BLOCK_BYTES):
-            size += len(part)
+        while data := file.read(BLOCK_BYTES):
+            size += len(data)
         return size / written, size / (time.perf_counter() - start)
 
 
@@ -281,7 +289,7 @@ def _hub() -> Item:
 
 
 def _token() -> Item:
-    """Whose token is used. The token itself is never shown."""
+    """The account of the token in use. The token itself is never shown."""
     from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -289,15 +297,15 @@ def _token() -> Item:
     if token is None:
         return Item("token", "ok", "none: gated and private models need one (`hf auth login`)", facts={"name": None})
     if constants.is_offline_mode():
-        return Item("token", "ok", "there is one; offline mode: not asked whose", facts={"name": None})
+        return Item("token", "ok", "set; its account is not checked in offline mode", facts={"name": None})
     url = f"{constants.ENDPOINT}/api/whoami-v2"
     try:
         response = get_session().get(url, headers=build_hf_headers(token=token), timeout=HUB_SECONDS)
         if response.status_code in (401, 403):
             advice = "log in again with `hf auth login`, or set HF_TOKEN"
-            return Item("token", "fail", f"the Hub refuses it ({response.status_code})", advice, {"name": None})
+            return Item("token", "fail", f"rejected by the Hub ({response.status_code})", advice, {"name": None})
         name = str(response.raise_for_status().json()["name"])
     except Exception as e:
-        found = f"the Hub did not say whose it is: {type(e).__name__}"
-        return Item("token", "warn", found, "check that the Hub can be reached", {"name": None})
-    return Item("token", "ok", f"of {name}", facts={"name": name})
+        found = f"its account cannot be checked: {type(e).__name__}"
+        return Item("token", "warn", found, "check the network and HF_ENDPOINT", {"name": None})
+    return Item("token", "ok", f"account {name}", facts={"name": name})

@@ -1,4 +1,4 @@
-"""Every error that tpuconv raises on purpose, each with the exit code that the command line gives it.
+"""The errors that tpuconv raises, each with its exit code on the command line.
 
 Exit codes: 0 done, 1 a bug of ours, 2 usage, 3 a verification gate failed, 4 source corrupt or unsafe, 5 unsupported
 architecture or unmapped tensors, 6 config invalid, 7 authentication or network, 8 disk or memory, 9 output exists, is
@@ -7,16 +7,16 @@ locked or belongs to another plan, 10 output corrupt, 130 and 143 interrupted an
 
 from collections.abc import Sequence
 
-MAX_LETTERS = 4000
-"""Of a message or a detail: what a file holds may be of any length."""
+MAX_CHARACTERS = 4000
+"""The largest length of a message or a detail, since text from files may be of any length."""
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
 
 
 class TpuconvError(Exception):
-    """What went wrong and where, the facts that show it (`details`, one a line), and what to do next (`hint`)."""
+    """An error with a message (what went wrong, and where), details (one line each) and a hint (what to do next)."""
 
     exit_code = 1
 
@@ -32,13 +32,13 @@ class TpuconvError(Exception):
 
 
 class UsageError(TpuconvError):
-    """The command or the call asks for something that cannot be: a missing path, options that exclude each other."""
+    """An argument or option is wrong: a missing path, options that exclude each other."""
 
     exit_code = 2
 
 
 class GateError(TpuconvError):
-    """A verification ran to its end and its figures lie outside a gate."""
+    """A verification is complete, and a statistic is outside its gate."""
 
     exit_code = 3
 
@@ -50,25 +50,25 @@ class SourceError(TpuconvError):
 
 
 class UnsupportedConfig(TpuconvError):
-    """No family implements this architecture, or the family does not implement what its config asks for."""
+    """No family supports the architecture, or the family does not implement a key or value of config.json."""
 
     exit_code = 5
 
 
 class MappingError(TpuconvError):
-    """The source's tensors and the family's table do not cover each other, name by name and shape by shape."""
+    """Names or shapes of the source's tensors do not match the family's table."""
 
     exit_code = 5
 
 
 class ConfigError(TpuconvError):
-    """config.json is missing, is no JSON object, or holds values that contradict each other."""
+    """config.json is missing or malformed, or has values that contradict each other."""
 
     exit_code = 6
 
 
 class HubError(TpuconvError):
-    """The Hub refused, does not know the repository, or cannot be reached."""
+    """The Hub refused access, has no such repository, or cannot be reached."""
 
     exit_code = 7
 
@@ -86,23 +86,24 @@ class OutputError(TpuconvError):
 
 
 class CorruptOutput(TpuconvError):
-    """A converted checkpoint does not hold what its manifest says."""
+    """A converted checkpoint does not match its manifest."""
 
     exit_code = 10
 
 
 def shorten(lines: Sequence[str], limit: int = 20) -> list[str]:
-    """The first lines of a long list, and how many there are more."""
+    """Returns the first `limit` lines of a list, followed by a line with the number of the others."""
     more = len(lines) - limit
     return [*lines[:limit], f"... and {more} more"] if more > 0 else list(lines)
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line of what an exception goes back to, without the description of the array that TensorStore adds."""
+    """Returns the first line of an exception's root cause, without the array specification that TensorStore appends."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition("\n")[0].partition(" [tensorstore_spec=")[0]
 
 
 class LayoutError(ValueError):
-    """A layout of a table is malformed, or a tensor does not fit it. A bug in a table, never in a checkpoint."""
+    """A layout is malformed, or a tensor does not have its shape. It is a bug in a family's table, not an error in a
+    checkpoint."""

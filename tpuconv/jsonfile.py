@@ -1,5 +1,5 @@
-"""JSON files, read strictly: a file that is no regular file or too large, a text that is ambiguous, a value of another
-type are errors that name the file and the key.
+"""Strict reading of JSON files. A file that is not a regular file or is too large, ambiguous JSON, and values of a
+wrong type are errors, which name the file and the key.
 
     SCHEMA = {"format": int, "arrays": Each({"shape": [Size], "dtype": str, "axes": Optional(str)})}
     facts = check(parse(read_bytes(path, MIB, ConfigError), str(path), ConfigError), SCHEMA, str(path), ConfigError)
@@ -21,9 +21,9 @@ from tpuconv.errors import TpuconvError
 
 MIB = 1 << 20
 MAX_BYTES = 32 * MIB
-"""Of files that people write, and programs for them."""
+"""The largest size of configuration files."""
 MAX_DIGITS = 100
-"""Of an integer. Python needs time that grows with the square of their number."""
+"""The largest number of digits of an integer. Python's time to parse one grows with its square."""
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -31,54 +31,55 @@ MAX_DIGITS = 100
 
 @contextmanager
 def opened(path: Path, error: type[TpuconvError], *, hint: str | None = None) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file, open to be read, and its status. Errors of the system are given with the file's name, also those
-    of what is done with it.
+    """A context with a regular file, open for reading: its descriptor and its status. An OSError within the context is
+    raised as `error` with the file's name.
 
     Raises:
-        error: the file is missing (with `hint`), no regular file, or not readable.
+        error: the file is missing (with `hint`), not a regular file, or not readable.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO without a writer must not hang us
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # so that a FIFO without a writer does not block
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise error(f"{path} is no regular file, but {_kind(status.st_mode)}")
+                raise error(f"{path} is not a regular file but {_kind(status.st_mode)}")
             yield fd, status
         finally:
             os.close(fd)
     except FileNotFoundError:
-        link = ": it is a link to a file that is not there" if path.is_symlink() else ""
+        link = ": it is a link to a missing file" if path.is_symlink() else ""
         raise error(f"{path} is missing{link}", hint=hint) from None
     except OSError as e:
         raise error(f"{path} cannot be read: {e.strerror or e}") from None
 
 
 def read_bytes(path: Path, limit: int, error: type[TpuconvError], *, hint: str | None = None) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+    """Returns the content of a regular file of at most `limit` bytes.
 
     Raises:
-        error: see `opened`; or the file is too large, or has something else in its place: a Git LFS pointer or a web
-            page.
+        error: the file is missing (with `hint`), not a regular file, not readable or too large, or it is a Git LFS
+            pointer or a web page.
     """
     if "\0" in str(path):
-        raise error(f"{str(path)!r} is no name of a file")
+        raise error(f"{str(path)!r} is not a file name")
     with opened(path, error, hint=hint) as (fd, status):
         if status.st_size > limit:
-            raise error(f"{path} has {status.st_size} bytes, more than the {limit} that it may have")
+            raise error(f"{path} has {status.st_size} bytes, the limit is {limit}")
         blocks, left = [], limit
-        while left >= 0 and (block := os.read(fd, MIB)):  # a read of `limit` bytes would reserve as much memory
+        while left >= 0 and (block := os.read(fd, MIB)):  # os.read(fd, limit) would allocate `limit` bytes
             blocks.append(block)
             left -= len(block)
-    if left < 0:  # it grew
-        raise error(f"{path} has more than the {limit} bytes that it may have")
+    if left < 0:  # it grew after fstat
+        raise error(f"{path} has more than {limit} bytes")
     data = b"".join(blocks)
-    if what := stand_in(data):
+    if what := placeholder(data):
         raise error(f"{path} is {what}")
     return data
 
 
-def stand_in(start: bytes) -> str | None:
-    """What stands in the place of a file that begins like this; None where it may be the file itself."""
+def placeholder(start: bytes) -> str | None:
+    """Returns what was stored instead of the file, judging by its first bytes, with advice; None if it may be the file
+    itself."""
     if start.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself: run `git lfs pull`, or give the Hub id"
     if start[:1000].lstrip()[:1] == b"<":
@@ -97,10 +98,16 @@ def _kind(mode: int) -> str:
 
 
 def parse(data: bytes, what: str, error: type[TpuconvError], *, constants: bool = True) -> Any:
-    """The value of a JSON text in UTF-8. Without `constants` numbers are finite. `-0` is a float, as no integer is.
+    """Returns the value of a JSON text in UTF-8. `-0` becomes the float -0.0, since integers have no negative zero.
+
+    Args:
+        data: the text.
+        what: its name for messages.
+        error: the class of errors.
+        constants: whether NaN and infinity are allowed.
 
     Raises:
-        error: the text, which is called `what`, is no JSON, or ambiguous: an object has a key twice.
+        error: the text is not valid JSON, or an object has a key twice.
     """
     try:
         text = data.decode()
@@ -112,18 +119,18 @@ def parse(data: bytes, what: str, error: type[TpuconvError], *, constants: bool 
             parse_constant=None if constants else _finite,
         )
         if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(value, ensure_ascii=False).encode()  # raises where one half of a pair stands alone
+            json.dumps(value, ensure_ascii=False).encode()  # raises for lone surrogates
     except RecursionError:
-        raise error(f"{what} is no valid JSON: it is nested too deep") from None
+        raise error(f"{what} is not valid JSON: it is nested too deeply") from None
     except ValueError as e:
-        raise error(f"{what} is no valid JSON: {e}") from None
+        raise error(f"{what} is not valid JSON: {e}") from None
     return value
 
 
-def short(value: Any, letters: int = 80) -> str:
-    """A value as errors show it, cut where it is long."""
-    text = repr(value[:letters] if isinstance(value, str | list | tuple) else value)
-    return text if len(text) <= letters else f"{text[: letters - 3]}..."
+def short(value: Any, limit: int = 80) -> str:
+    """Returns the repr of a value for messages, at most `limit` characters of it."""
+    text = repr(value[:limit] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,7 +138,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"'{twice}' stands twice")
+        raise ValueError(f"the key '{twice}' appears twice")
     return out
 
 
@@ -143,7 +150,7 @@ def _integer(text: str) -> int | float:
 
 def _finite(text: str) -> float:
     if not isfinite(value := float(text)):
-        raise ValueError(f"{text[:80]} is no finite number")
+        raise ValueError(f"{text[:80]} is not a finite number")
     return value
 
 
@@ -152,21 +159,21 @@ def _finite(text: str) -> float:
 
 @dataclass(frozen=True)
 class Optional:
-    """Of a key: it may be absent."""
+    """The schema of a key that may be absent."""
 
     schema: Any
 
 
 @dataclass(frozen=True)
 class Each:
-    """An object with any keys, each of whose values fits."""
+    """An object with any keys, whose values all match the schema."""
 
     schema: Any
 
 
 @dataclass(frozen=True)
 class Exactly:
-    """An object that has no keys but these."""
+    """An object with these keys and no others."""
 
     keys: Mapping[str, Any]
 
@@ -191,7 +198,7 @@ class Range:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A number that is not less; unless it must be `finite`, also infinity or NaN."""
+    """A number that is not less than `least`. If not `finite`, infinity and NaN are allowed too."""
 
     least: float
     finite: bool = True
@@ -213,19 +220,20 @@ _TYPES: Mapping[Any, tuple[type | tuple[type, ...], str]] = {
 
 
 def check(value: Any, schema: Any, what: str, error: type[TpuconvError]) -> Any:
-    """The value, if it fits the schema: a type (a `float` is any finite number), None, `Any`, a list `[T]`, an object
-    `{"key": T}`, one of several as a tuple or by `|`, or a marker of this module. Keys that an object does not list are
-    allowed in it.
+    """Returns the value if it matches the schema.
+
+    A schema is a type (`float` is any finite number), None, `Any`, a list `[T]`, an object `{"key": T}`, alternatives
+    as a tuple or with `|`, or a class of this module. An object may have keys that its schema does not list.
 
     Raises:
-        error: it does not fit. The message names the file `what`, the key (`arrays.norm.scale.shape[0]`), what is
-            expected and what is there.
+        error: the value does not match. The message names `what`, the key (`arrays.norm.scale.shape[0]`), the expected
+            and the actual value.
     """
     if fault := _fault(value, schema, ()):
-        path, expected, there = fault
+        path, expected, actual = fault
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
         key = key if key.isprintable() and len(key) <= 200 else short(key)
-        found = "and is absent" if there is _ABSENT else f"not {short(there)}"
+        found = "and is absent" if actual is _ABSENT else f"not {short(actual)}"
         raise error(f"{what}: {key + ' ' if key else ''}must be {expected}, {found}")
     return value
 
@@ -233,13 +241,13 @@ def check(value: Any, schema: Any, what: str, error: type[TpuconvError]) -> Any:
 _ABSENT = object()
 
 _Fault = tuple[tuple[str | int, ...], str, Any]
-"""Where a value does not fit, what is expected there, and what is there."""
+"""The path to a value that does not match, what is expected, and the actual value."""
 
 
 def _fault(value: Any, schema: Any, path: tuple[str | int, ...]) -> _Fault | None:
     match schema:
         case tuple() | UnionType():
-            faults = [_fault(value, arm, path) for arm in _arms(schema)]
+            faults = [_fault(value, alternative, path) for alternative in _alternatives(schema)]
             if None in faults:
                 return None
             deepest = max((fault for fault in faults if fault), key=lambda fault: len(fault[0]))
@@ -248,54 +256,54 @@ def _fault(value: Any, schema: Any, path: tuple[str | int, ...]) -> _Fault | Non
         case Optional():
             return _fault(value, schema.schema, path)
         case list():
-            own = schema[0]
-            inner: Any = ((i, item, own) for i, item in enumerate(value)) if isinstance(value, list) else None
+            element = schema[0]
+            inner: Any = ((i, item, element) for i, item in enumerate(value)) if isinstance(value, list) else None
         case Each():
             inner = ((key, item, schema.schema) for key, item in value.items()) if isinstance(value, dict) else None
         case dict() | Exactly():
             keys: Mapping[str, Any] = schema if isinstance(schema, dict) else schema.keys
             inner = _members(value, keys, isinstance(schema, Exactly)) if isinstance(value, dict) else None
         case _:
-            return None if _is(value, schema) else (path, _spelt(schema), value)
+            return None if _matches(value, schema) else (path, _description(schema), value)
     if inner is None:
-        return path, _spelt(schema), value
-    return next((fault for key, item, own in inner if (fault := _fault(item, own, (*path, key)))), None)
+        return path, _description(schema), value
+    return next((fault for key, item, schema in inner if (fault := _fault(item, schema, (*path, key)))), None)
 
 
 def _members(value: Mapping[str, Any], keys: Mapping[str, Any], exactly: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Each key with its value and its schema; of keys that are not known a schema that nothing fits."""
-    for key, own in keys.items():
-        if key in value or not isinstance(own, Optional):
-            yield key, value.get(key, _ABSENT), own
+    """Each key with its value and its schema. If `exactly`, unknown keys get a schema that nothing matches."""
+    for key, schema in keys.items():
+        if key in value or not isinstance(schema, Optional):
+            yield key, value.get(key, _ABSENT), schema
     if exactly:
         yield from ((key, value[key], OneOf()) for key in value if key not in keys)
 
 
-def _arms(schema: Any) -> tuple[Any, ...]:
+def _alternatives(schema: Any) -> tuple[Any, ...]:
     return schema if isinstance(schema, tuple) else get_args(schema)
 
 
-def _is(value: Any, schema: Any) -> bool:
+def _matches(value: Any, schema: Any) -> bool:
     if schema is Any:
         return value is not _ABSENT
     if isinstance(schema, OneOf):
-        return any(type(value) is type(own) and value == own for own in schema.values)
+        return any(type(value) is type(allowed) and value == allowed for allowed in schema.values)
     if isinstance(schema, Range):
         return type(value) is int and schema.least <= value <= schema.most
     if isinstance(schema, AtLeast):
-        is_number = _is(value, float) if schema.finite else type(value) in (int, float)
+        is_number = _matches(value, float) if schema.finite else type(value) in (int, float)
         return is_number and not value < schema.least
-    if isinstance(value, bool):  # which Python counts among integers
+    if isinstance(value, bool):  # a subclass of int in Python
         return schema is bool
     return isinstance(value, _TYPES[schema][0]) and (not isinstance(value, float) or -1e300 < value < 1e300)
 
 
-def _spelt(schema: Any) -> str:
+def _description(schema: Any) -> str:
     match schema:
         case tuple() | UnionType():
-            return " or ".join(map(_spelt, _arms(schema)))
+            return " or ".join(map(_description, _alternatives(schema)))
         case OneOf():
-            return " or ".join(map(repr, schema.values)) or "absent, as it is no known key"
+            return " or ".join(map(repr, schema.values)) or "absent: the key is unknown"
         case Range():
             return f"an integer from {schema.least} to {schema.most}"
         case AtLeast():

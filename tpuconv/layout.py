@@ -1,12 +1,12 @@
 """Layouts: how the axes of checkpoint tensors become the axes of parameters, written in letters.
 
     V D -> D V                              a transpose
-    (N H) D -> D N H                        a product of axes taken apart: q_proj becomes (D, heads, head)
+    (N H) D -> D N H                        a product of axes, split: q_proj becomes (D, heads, head dimension)
     (N (P + H)) C -> C N P, C N H           a concatenation split into two parameters
-    M D -> E D M                            with E an index in the tensor's name: experts stacked
-    E (M (1 + 1)) D -> E D M, E D M         every second row: two matrices interleaved
+    M D -> E D M                            experts stacked; E is an index in the tensor's name
+    E (M (1 + 1)) D -> E D M, E D M         two matrices with alternating rows
 
-A layout is an invertible rearrangement: swapping its sides is the inverse. A letter means one thing everywhere
+A layout is an invertible rearrangement: swapping its sides gives the inverse. A letter has the same meaning everywhere
 (`LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
 """
 
@@ -26,20 +26,20 @@ LETTERS = {
     "T": "time: positions of this call's tokens",
     "S": "source positions: the keys that attention looks at",
     "D": "model width (hidden size)",
-    "A": "model width too, of what goes into a square matrix",
+    "A": "model width, as the input axis of a square matrix",
     "N": "query heads",
     "K": "key-value heads",
     "G": "query heads per key-value head (N = K G)",
     "H": "head dimension",
-    "F": "feed-forward width",
+    "F": "MLP width",
     "V": "vocabulary",
     "L": "layers",
-    "I": "layers with one feed-forward network, in a model where others have experts",
-    "J": "layers with experts, in a model where others have one feed-forward network",
-    "U": "layers that predict further tokens (MTP), after the model's own",
+    "I": "layers with a dense MLP, in a model where others have experts",
+    "J": "layers with experts, in a model where others have a dense MLP",
+    "U": "layers for multi-token prediction (MTP), after the model's own",
     "E": "experts",
-    "M": "feed-forward width of one expert",
-    "W": "feed-forward width of all shared experts together",
+    "M": "MLP width of one expert",
+    "W": "MLP width of all shared experts together",
     "C": "latent width of keys and values (kv_lora_rank)",
     "Q": "latent width of queries (q_lora_rank)",
     "P": "head dimension without rotary position",
@@ -47,7 +47,7 @@ LETTERS = {
 }
 
 UNIT = "1"
-"""An axis of one element, which a tensor without it has too."""
+"""An axis of size 1, which may be left out."""
 
 Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
@@ -55,20 +55,22 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A letter (`op` is ""), a product `(N H)` (`op` is "*", outermost part first) or a concatenation `(P + R)`
-    ("+")."""
+    """An axis: a letter (`op` is ""), a product `(N H)` (`op` is "*", outermost part first) or a concatenation `(P +
+    R)` (`op` is "+")."""
 
     letter: str = ""
     op: str = ""
     parts: "tuple[Axis, ...]" = ()
 
     def size(self, sizes: Sizes) -> int:
+        """Returns the number of elements, given the size of each letter."""
         if not self.op:
             return 1 if self.letter == UNIT else sizes[self.letter]
         part_sizes = (part.size(sizes) for part in self.parts)
         return prod(part_sizes) if self.op == "*" else sum(part_sizes)
 
     def letters(self) -> Iterator[str]:
+        """Yields the letters of the axis in reading order."""
         if not self.op:
             yield self.letter
         for part in self.parts:
@@ -85,19 +87,27 @@ Axes = tuple[Axis, ...]
 
 
 def format_axes(tensor: Axes) -> str:
-    """The axes as a table writes them: "(N H) D"."""
+    """Returns the axes as text: "(N H) D"."""
     return " ".join(map(str, tensor))
 
 
 def parse_axes(text: str) -> Axes:
-    """The inverse of `format_axes`."""
+    """The inverse of `format_axes`.
+
+    Raises:
+        LayoutError: the text is malformed.
+    """
     (tensor,) = _parse_side(text, text)
     return tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One side's tensors and the other's, with the same letters in both."""
+    """The axes of the source tensors and of the target tensors, with the same letters on both sides.
+
+    Raises:
+        LayoutError: the sides have different letters.
+    """
 
     src: tuple[Axes, ...]
     dst: tuple[Axes, ...]
@@ -107,13 +117,17 @@ class Layout:
             sorted("".join(sorted(atom)) for t in side for atom in _atom_letters(t)) for side in (self.src, self.dst)
         ]
         if atoms[0] != atoms[1]:
-            raise LayoutError(f"the sides of '{self}' hold different pieces: {atoms[0]} and {atoms[1]}")
+            raise LayoutError(f"the sides of '{self}' have different letters: {atoms[0]} and {atoms[1]}")
 
     @classmethod
     @cache
     def parse(cls, text: str, stack: str = "") -> "Layout":
-        """Reads `src -> dst`, tensors separated by commas; without an arrow both sides are the same. The letters of
-        `stack` are prepended, outermost first, to every source tensor."""
+        """Returns the layout that `src -> dst` describes, tensors separated by commas. Without an arrow both sides are
+        the same. The letters of `stack` are prepended to each source tensor, outermost first.
+
+        Raises:
+            LayoutError: the text is malformed.
+        """
         left, arrow, right = text.partition("->")
         front = tuple(map(Axis, stack))
         src = tuple(front + tensor for tensor in _parse_side(left, text))
@@ -121,22 +135,29 @@ class Layout:
 
     @property
     def inverse(self) -> "Layout":
+        """The layout with its sides swapped."""
         return Layout(self.dst, self.src)
 
     def src_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
+        """Returns the shape of each source tensor."""
         return tuple(tuple(axis.size(sizes) for axis in t) for t in self.src)
 
     def dst_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
+        """Returns the shape of each target tensor."""
         return self.inverse.src_shapes(sizes)
 
     def __call__(self, tensors: Sequence[np.ndarray], sizes: Sizes) -> list[np.ndarray]:
-        """The target tensors. They are views of the sources wherever numpy can express them as such."""
+        """Returns the target tensors, as views of the source tensors if numpy can express them so.
+
+        Raises:
+            LayoutError: a source tensor has another shape.
+        """
         atoms: list[tuple[str, np.ndarray]] = []
         for array, axes, shape in zip(tensors, self.src, self.src_shapes(sizes), strict=True):
             if array.shape != shape:
-                raise LayoutError(f"a tensor of shape {array.shape} where '{format_axes(axes)}' needs {shape}")
+                raise LayoutError(f"a tensor has shape {array.shape}, '{format_axes(axes)}' needs {shape}")
             atoms += _split(array, axes, sizes)
-        # Several atoms may have the same letters, as in (F + F): they are taken in reading order.
+        # Several atoms may have the same letters, as in (F + F). `_join` takes them in reading order.
         return [_join(atoms, axes, sizes) for axes in self.dst]
 
     def __str__(self) -> str:
@@ -161,7 +182,7 @@ def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
             elif token in LETTERS or token == UNIT:
                 parts.append(Axis(token))
             else:
-                raise LayoutError(f"'{token}' in '{text}' is no letter of tpuconv.layout.LETTERS")
+                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.layout.LETTERS")
         if plus and plus != len(parts) - 1:
             raise LayoutError(f"'{text}' mixes a product and a concatenation in one bracket")
         return Axis(op="+" if plus else "*", parts=tuple(parts))
@@ -172,7 +193,7 @@ def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
             raise LayoutError(f"unbalanced brackets in '{text}'")
         tensors.append(axes())
     if any(t.op == "+" for t in tensors):
-        raise LayoutError(f"a concatenation in '{text}' stands outside brackets")
+        raise LayoutError(f"a concatenation in '{text}' is not in brackets")
     return tuple(t.parts for t in tensors)
 
 
@@ -181,7 +202,7 @@ def _first_composite(axes: Axes) -> int | None:
 
 
 def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
-    """The letters of each piece without products and concatenations that `_split` makes of a tensor."""
+    """The letters of each atom that `_split` makes of a tensor."""
     i = _first_composite(axes)
     if i is None:
         return [tuple(axis.letter for axis in axes if axis.letter != UNIT)]
@@ -191,7 +212,8 @@ def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
 
 
 def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
-    """Takes a tensor apart into atoms, its pieces whose axes are plain letters, in reading order. All are views."""
+    """Splits a tensor into atoms: views whose axes are letters, without products and concatenations. In reading order,
+    each with its letters."""
     i = _first_composite(axes)
     if i is None:
         units = tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT)
@@ -209,13 +231,13 @@ def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.nd
 
 
 def _join(atoms: list[tuple[str, np.ndarray]], axes: Axes, sizes: Sizes) -> np.ndarray:
-    """The inverse of `_split`: takes the atoms that `axes` needs out of the list and builds the tensor."""
+    """The inverse of `_split`: removes the atoms that `axes` needs from the list, and returns the tensor."""
     i = _first_composite(axes)
     if i is None:
         letters = [axis.letter for axis in axes if axis.letter != UNIT]
-        at = next(n for n, (have, _) in enumerate(atoms) if sorted(have) == sorted(letters))
-        have, array = atoms.pop(at)
-        array = array.transpose([have.index(letter) for letter in letters])
+        index = next(n for n, (atom, _) in enumerate(atoms) if sorted(atom) == sorted(letters))
+        atom, array = atoms.pop(index)
+        array = array.transpose([atom.index(letter) for letter in letters])
         return np.expand_dims(array, tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT))
     if axes[i].op == "*":
         array = _join(atoms, axes[:i] + axes[i].parts + axes[i + 1 :], sizes)
@@ -223,43 +245,45 @@ def _join(atoms: list[tuple[str, np.ndarray]], axes: Axes, sizes: Sizes) -> np.n
     return np.concatenate([_join(atoms, axes[:i] + (p,) + axes[i + 1 :], sizes) for p in axes[i].parts], axis=i)
 
 
-# -- slices: which source elements feed a range of one letter ---------------------------------------------------------
+# -- slices: the source elements that a range of one letter is made of ------------------------------------------------
 
 
 def lead(axis: Axis) -> str:
-    """The letter whose ranges cut an axis into contiguous ranges: itself or the outermost of a product ("" for a
-    concatenation, which has none)."""
+    """Returns the letter whose ranges are contiguous ranges of the axis: the axis' own letter, or the outermost one of
+    a product; "" for a concatenation, which has none."""
     while axis.op == "*":
         axis = axis.parts[0]
     return axis.letter
 
 
 def sliceable(layout: Layout, letter: str) -> bool:
-    """Whether a range of `letter` is a box of every target, fed by a part of every source."""
+    """Returns whether a range of `letter` is a contiguous range of one axis in each target tensor, and every part of
+    every source tensor has the letter."""
     once = all([*(name for axis in t for name in axis.letters())].count(letter) == 1 for t in layout.dst)
     everywhere = all(letter in atom for t in layout.src for atom in _atom_letters(t))
     return once and everywhere and all(letter in map(lead, t) for t in layout.dst)
 
 
 Ranges = Mapping[str, tuple[int, int]]
-"""[start, stop) for each letter that is cut."""
+"""The range [start, stop) of each letter that is sliced."""
 
 
 def cut_sizes(sizes: Sizes, ranges: Ranges) -> dict[str, int]:
-    """The sizes of what remains when every letter of `ranges` is cut to its range."""
+    """Returns the sizes after slicing each letter of `ranges` to its range."""
     return {**sizes, **{letter: stop - start for letter, (start, stop) in ranges.items()}}
 
 
 def runs(tensor: Axes, sizes: Sizes, ranges: Ranges) -> list[tuple[int, int]]:
-    """The [start, stop) of flat (row-major) element numbers of a tensor that lie in all `ranges`.
+    """Returns the ranges [start, stop) of flat (row-major) element numbers of a tensor that are in all `ranges`.
 
-    Read one after the other they are, row-major, the same tensor with `cut_sizes(sizes, ranges)`, so that the layout
-    applies to them as it stands.
+    Concatenated, these elements are the tensor with the sizes `cut_sizes(sizes, ranges)` in row-major order, so the
+    same layout applies to them.
     """
     return _axis_runs(Axis(op="*", parts=tensor), sizes, ranges)[1]
 
 
 def _axis_runs(axis: Axis, sizes: Sizes, ranges: Ranges) -> tuple[int, list[tuple[int, int]]]:
+    """The size of an axis, and the ranges of its elements that are in all `ranges`."""
     if not axis.op:
         size = axis.size(sizes)
         return size, [ranges.get(axis.letter, (0, size))]
@@ -267,19 +291,20 @@ def _axis_runs(axis: Axis, sizes: Sizes, ranges: Ranges) -> tuple[int, list[tupl
     if axis.op == "+":
         starts = accumulate((size for size, _ in parts), initial=0)
         return axis.size(sizes), _merged(
-            [(at + a, at + b) for at, (_, own) in zip(starts, parts, strict=False) for a, b in own]
+            [(at + a, at + b) for at, (_, part_runs) in zip(starts, parts, strict=False) for a, b in part_runs]
         )
     total, inner = 1, [(0, 1)]
-    for size, own in reversed(parts):
+    for size, part_runs in reversed(parts):
         if inner == [(0, total)]:
-            inner = [(a * total, b * total) for a, b in own]
+            inner = [(a * total, b * total) for a, b in part_runs]
         else:
-            inner = [(i * total + a, i * total + b) for lo, hi in own for i in range(lo, hi) for a, b in inner]
+            inner = [(i * total + a, i * total + b) for lo, hi in part_runs for i in range(lo, hi) for a, b in inner]
         total *= size
     return total, _merged(inner)
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges, adjacent ones joined."""
     out: list[tuple[int, int]] = []
     for a, b in ranges:
         if out and out[-1][1] == a:
@@ -289,16 +314,20 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-# -- block scales: what a layout does to the scales of a quantized tensor ---------------------------------------------
+# -- block scales: the layout of the scales of a quantized tensor -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the scales of a tensor go through its layout. `layout(refined scales, sizes)` gives each target's scales.
+    """How the block scales of tensors are rearranged when a layout rearranges the tensors. Nothing is requantized.
 
-    `refine` says, per source and axis, how often each scale is repeated first (1 where blocks and axes fit), so that no
-    block straddles two places of the target. Repeating is exact: nothing is requantized. `dst_blocks` are the block
-    sizes of each target's axes.
+    Attributes:
+        layout: the layout of tensors and scales.
+        sizes: size of each letter in a tensor of scales.
+        src_shapes: shape of the scales of each source tensor.
+        refine: for each axis of each source tensor, how often its scales are repeated before the layout is applied; 1
+            if its blocks remain blocks. Repeated scales describe smaller blocks with the same values.
+        dst_blocks: block size of each axis of each target tensor.
     """
 
     layout: Layout
@@ -308,11 +337,16 @@ class ScaleLayout:
     dst_blocks: tuple[Shape, ...]
 
     def __call__(self, scales: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the scales of the target tensors.
+
+        Raises:
+            LayoutError: scales have another shape than `src_shapes`.
+        """
         refined = []
         wanted = self.layout.src_shapes(self.sizes)
         for scale, shape, repeats, want in zip(scales, self.src_shapes, self.refine, wanted, strict=True):
             if scale.shape != shape:
-                raise LayoutError(f"scales of shape {scale.shape} where the blocks need {shape}")
+                raise LayoutError(f"scales have shape {scale.shape}, their blocks need {shape}")
             repeated = scale
             for axis, n in enumerate(repeats):
                 if n > 1:
@@ -322,16 +356,16 @@ class ScaleLayout:
 
 
 def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) -> ScaleLayout:
-    """The layout of block scales, given the block size of every axis of every source.
+    """Returns the layout of block scales, given the block size of each axis of each source tensor.
 
-    Scale i of an axis of n elements with block b covers elements [i b, min((i+1) b, n)). Where a block does not fit the
-    target's axes it is refined to the greatest common divisor of what it meets.
+    Scale i of an axis of n elements with blocks of b covers the elements [i b, min((i+1) b, n)). Blocks that would be
+    split by the layout are refined: to the greatest common divisor of all block borders that meet in an axis.
     """
     letter_blocks: dict[str, int] = {}
     changed = True
 
     def spread(axis: Axis, block: int) -> None:
-        """Lets a block of an axis constrain its letters, so that block borders are borders of its parts too."""
+        """Refines the blocks of an axis' letters so that they divide a block of the axis."""
         nonlocal changed
         size = axis.size(sizes)
         if not axis.op:
@@ -350,14 +384,14 @@ def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) 
             spread(inner, inner_size if covers else gcd(block, inner_size))
 
     def block_of(axis: Axis) -> int:
-        """The block that the blocks of an axis' letters amount to."""
+        """The block of an axis that results from the blocks of its letters."""
         if not axis.op:
             return letter_blocks.get(axis.letter) or axis.size(sizes)
         blocks = [block_of(part) for part in axis.parts]
         part_sizes = [part.size(sizes) for part in axis.parts]
         if axis.op == "+":
             block = gcd(*blocks[:-1], *part_sizes[:-1])
-            # The last part may be one short block: nothing follows that it could straddle.
+            # The last part may be one short block, since no part follows it.
             return block if blocks[-1] == part_sizes[-1] <= block else gcd(block, blocks[-1])
         block = inner = 1
         for part_block, part_size in zip(reversed(blocks), reversed(part_sizes), strict=True):
@@ -375,7 +409,7 @@ def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) 
             for axis in tensor:
                 spread(axis, block_of(axis))
 
-    # A letter may have no value at all, such as the experts' layers of a model without experts.
+    # A letter may have size 0, such as the layers with experts of a model without experts.
     letter_blocks = {letter: letter_blocks.get(letter) or sizes[letter] or 1 for letter in sizes}
     scale_sizes = {letter: -(-sizes[letter] // block) for letter, block in letter_blocks.items()}
     src_blocks = [[block_of(axis) for axis in tensor] for tensor in layout.src]

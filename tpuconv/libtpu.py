@@ -1,4 +1,4 @@
-"""Whether the TPU's library is used: on a host without a TPU jax would load it, and it reports that on stderr."""
+"""Hides libtpu from jax on hosts without a TPU, where loading it prints errors on stderr."""
 
 import os
 import sys
@@ -8,26 +8,26 @@ from pathlib import Path
 MODULE = "libtpu"
 
 DEVICES = ("dev/accel*", "dev/vfio/[0-9]*")
-"""Files of a TPU that a host or a container has, below the root folder."""
+"""Device files of TPUs, relative to the root folder."""
 
 GOOGLE = "0x1ae0"
-"""The PCI vendor of TPUs. Network cards and disks of Google Cloud have it too."""
+"""The PCI vendor of TPUs, and of network cards and disks of Google Cloud."""
 
 STORAGE_AND_NETWORK = ("0x01", "0x02")
-"""How the PCI classes of those begin."""
+"""Prefixes of the PCI classes of disks and network cards."""
 
 VARIABLES = ("JAX_FORCE_TPU_INIT", "TPU_LIBRARY_PATH", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME")
-"""Set by whoever provides a TPU, also where its device is not visible."""
+"""Environment variables of TPU hosts, which may be set although no device is visible."""
 
 
 def is_installed() -> bool:
-    """Whether libtpu is installed, hidden or not: `verify --topology` compiles with it in a child process."""
+    """Returns whether libtpu is installed, hidden or not: `tpuconv fit` compiles with it in a child process."""
     return PathFinder.find_spec(MODULE) is not None
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Whether anything points to a TPU: a device file, a PCI device or an environment variable. If in doubt, true: a
-    TPU that is not used is worse than a message."""
+    """Returns whether this host may have a TPU: it has a device file, a PCI device or an environment variable of one.
+    True in doubt, since an unused TPU is worse than a message on stderr."""
     if any(variable in os.environ for variable in VARIABLES) or any(any(root.glob(each)) for each in DEVICES):
         return True
     for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
@@ -35,13 +35,13 @@ def may_have_tpu(root: Path = Path("/")) -> bool:
             kind = vendor.with_name("class").read_text()
             if vendor.read_text().strip() == GOOGLE and not kind.startswith(STORAGE_AND_NETWORK):
                 return True
-        except OSError:  # a device that has just been removed, or that may not be read
+        except OSError:  # the device was removed, or is not readable
             continue
     return False
 
 
 def hide_without_tpu() -> None:
-    """Makes jax choose its devices as if libtpu were not installed, where there is no TPU. Call it before jax asks for
-    devices. It does nothing where JAX_PLATFORMS is set, and nothing to child processes."""
+    """On a host without a TPU, makes jax choose its devices as if libtpu were not installed. Must be called before jax
+    initializes its devices. Has no effect if JAX_PLATFORMS is set, and none on child processes."""
     if "JAX_PLATFORMS" not in os.environ and MODULE not in sys.modules and not may_have_tpu():
-        sys.modules[MODULE] = None  # type: ignore[assignment]  # Python's own way to make an import fail
+        sys.modules[MODULE] = None  # type: ignore[assignment]  # makes the import fail

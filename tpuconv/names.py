@@ -1,4 +1,5 @@
-"""Names of parameters: many as few patterns, `model.layers.{0...31}.mlp.up_proj.weight`; what encoded ones end in."""
+"""Names of files and parameters: collapsing of indexed names into patterns such as `layers.{0...31}.mlp.up.kernel`, and
+the suffixes of quantized parameters."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,17 +7,17 @@ from itertools import product
 from math import prod
 
 MANIFEST = "tpuconv.json"
-"""Of an output of ours; see `sealed`."""
+"""File name of the manifest; see `tpuconv.storage.sealed`."""
 
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
-"""What Qwix adds to the name of a parameter for the arrays that hold it quantized."""
+"""The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def collapse(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by pattern, in the order of their first name. A number between dots is an index: names that differ only
-    in indices share a pattern."""
+    """Returns the names of each pattern, patterns in the order of their first name. Names that differ only in indices
+    (numbers between dots) share a pattern."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("{}", name), []).append(name)
@@ -24,27 +25,27 @@ def collapse(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def expand(pattern: str, limit: int | None = None) -> Iterator[str]:
-    """The names of a pattern, with every combination of its indices.
+    """Yields the names of a pattern: every combination of its indices.
 
     Raises:
-        ValueError: the pattern is none, or stands for more than `limit` names; before one is listed.
+        ValueError: the pattern is malformed, or has more than `limit` names. Raised before the first name.
     """
     texts = re.split(r"\{([\d.,]+)\}", pattern)
     ranges = [_ranges_of(text) for text in texts[1::2]]
-    count = prod(sum(last - first + 1 for first, last in own) for own in ranges)
+    count = prod(sum(last - first + 1 for first, last in index_ranges) for index_ranges in ranges)
     if limit is not None and count > limit:
-        raise ValueError(f"{pattern[:200]!r} stands for {count:.3g} names" if count < 1e300 else "names without end")
-    numbers = [[n for first, last in own for n in range(first, last + 1)] for own in ranges]
+        raise ValueError(f"{pattern[:200]!r} has {count:.3g} names" if count < 1e300 else "too many names")
+    numbers = [[n for first, last in index_ranges for n in range(first, last + 1)] for index_ranges in ranges]
     for indices in product(*numbers):
         yield texts[0] + "".join(f"{index}{text}" for index, text in zip(indices, texts[2::2], strict=True))
 
 
 def _ranges_of(text: str) -> list[tuple[int, int]]:
-    """`3...5,9` as (3, 5), (9, 9)."""
+    """Parses `3...5,9` into [(3, 5), (9, 9)]."""
     parts = (part.partition("...") for part in text.split(","))
     ranges = [(int(first), int(last or first)) for first, _, last in parts]
     if any(first > last for first, last in ranges):
-        raise ValueError(f"{text[:80]!r} is no range")
+        raise ValueError(f"{text[:80]!r} is not a range")
     return ranges
 
 
@@ -56,7 +57,7 @@ def _fill(template: str, names: list[str]) -> str:
 
 
 def _ranges(values: list[int]) -> str:
-    """3,4,5,9 as `3...5,9`."""
+    """Formats [3, 4, 5, 9] as `3...5,9`."""
     spans: list[list[int]] = []
     for value in values:
         if spans and spans[-1][1] == value - 1:

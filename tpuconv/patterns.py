@@ -1,8 +1,8 @@
-"""Patterns that come from files are tried before they are used: Python's `re` backtracks, so that a pattern such as
-`(.*)*!` may take for ever, and within this process nothing could stop it.
+"""Tests regular expressions from files in a child process before they are used. Python's `re` backtracks: a pattern
+such as `(.*)*!` may take exponential time, and cannot be interrupted within this process.
 
-They are tried in a child that the system ends after `SECONDS` of its own processor time. What passed there is as fast
-here: the same patterns meet the same names.
+The child matches each pattern with each name, and is ended after `SECONDS` of processor time. A pattern that passes is
+as fast in this process, since it is matched with the same names.
 """
 
 import json
@@ -13,20 +13,22 @@ from collections.abc import Iterable, Sequence
 from tpuconv.errors import TpuconvError
 
 MAX_LENGTH = 4096
+"""The largest length of a pattern."""
 SECONDS = 0.7
+"""Processor time of the child."""
 SECONDS_A_MATCH = 5e-6
-"""Added for each pattern and name: a plain match takes a tenth of that. Models with experts have 100,000 names."""
+"""Added for each pattern and name. A simple match takes a tenth of that; models with experts have 100,000 names."""
 WALL_SECONDS = 60.0
-"""For a machine so loaded that the child does not get its processor time."""
+"""Wall time after which the child is ended, on a machine that is too loaded to give it its processor time."""
 
 _CHILD = """
 import json, re, signal, sys
-seconds, how, patterns, names = json.load(sys.stdin)
+seconds, method, patterns, names = json.load(sys.stdin)
 signal.setitimer(signal.ITIMER_PROF, seconds)
 for i, pattern in enumerate(patterns):
     print(i, flush=True)
     try:
-        match = getattr(re.compile(pattern), how)
+        match = getattr(re.compile(pattern), method)
     except Exception as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for name in names:
@@ -39,38 +41,43 @@ def check_patterns(
     names: Iterable[str],
     error: type[TpuconvError],
     *,
-    how: str = "fullmatch",
+    method: str = "fullmatch",
 ) -> None:
-    """Tries every pattern on every name by a method of `re.Pattern`. With each pattern comes where it stands, which
-    errors begin with.
+    """Tests every pattern with every name.
+
+    Args:
+        patterns: each as (place, pattern); messages begin with the place.
+        names: the names that the patterns will be matched with.
+        error: the class of errors.
+        method: the method of `re.Pattern` that is used.
 
     Raises:
-        error: a pattern is too long, is none, or takes for ever on one of the names.
+        error: a pattern is too long, is not a regular expression, or takes too long.
     """
     for where, pattern in patterns:
         if len(pattern) > MAX_LENGTH:
-            raise error(f"{where}: a pattern of {len(pattern)} letters, {MAX_LENGTH} at most are read")
-    tried, own = list(dict.fromkeys(pattern for _, pattern in patterns)), list(dict.fromkeys(names))
+            raise error(f"{where}: a pattern of {len(pattern)} characters, the limit is {MAX_LENGTH}")
+    tried, unique_names = list(dict.fromkeys(pattern for _, pattern in patterns)), list(dict.fromkeys(names))
     if not tried:
         return
-    seconds = SECONDS + SECONDS_A_MATCH * len(tried) * len(own)
-    # Isolated, so that neither the current folder nor the environment says which modules it imports.
+    seconds = SECONDS + SECONDS_A_MATCH * len(tried) * len(unique_names)
+    # -I: the child imports no modules from the current folder or the environment.
     command = [sys.executable, "-I", "-S", "-c", _CHILD]
-    question = json.dumps([seconds, how, tried, own]).encode()
+    request = json.dumps([seconds, method, tried, unique_names]).encode()
     why = ""
     try:
-        done = subprocess.run(command, input=question, capture_output=True, timeout=WALL_SECONDS, check=False)
+        done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, check=False)
         if done.returncode == 0:
             return
         out, why = done.stdout, done.stderr.decode(errors="replace").strip() if done.returncode > 0 else ""
     except subprocess.TimeoutExpired as e:
         out = e.stdout or b""
     pattern = tried[max(0, len(out.splitlines()) - 1)]
-    where = next(where for where, own in patterns if own == pattern)
+    where = next(place for place, candidate in patterns if candidate == pattern)
     shown = repr(pattern if len(pattern) <= 200 else f"{pattern[:200]}...")
     if why:
-        raise error(f"{where}: {shown} is no pattern: {why.splitlines()[-1][:200]}")
+        raise error(f"{where}: {shown} is not a regular expression: {why.splitlines()[-1][:200]}")
     raise error(
-        f"{where}: matching {shown} takes for ever",
-        hint="a repetition inside of a repetition, such as (.*)*, does that: write .* instead",
+        f"{where}: matching {shown} takes too long",
+        hint="avoid nested repetitions: write .* instead of (.*)*",
     )

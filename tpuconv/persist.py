@@ -1,4 +1,4 @@
-"""From a Flax NNX model back to a checkpoint."""
+"""Saves a Flax NNX model as a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from flax import nnx
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint, CheckpointReader, open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import Progress, run
+from tpuconv.convert.run import RunProgress, run
 from tpuconv.convert.sizing import Limits
 from tpuconv.errors import UsageError, shorten
 from tpuconv.models.registry import get_family
@@ -22,15 +22,16 @@ from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
 
 CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
+"""The entry `verified` in the manifest's description of the source."""
 
 
-def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
-    """Writes the parameters of a model as a checkpoint, yielding progress; see `tpuconv.api.save`.
+def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[RunProgress]:
+    """Writes the parameters of a model as a checkpoint, and yields progress. See `tpuconv.api.save`.
 
     Raises:
-        UsageError: the model is not that of `like`, is quantized, or `like` is.
+        UsageError: the model does not match the checkpoint `like`, or one of them is quantized.
         OutputError: `out` exists, is locked or belongs to another plan.
-        ResourceError: too little disk or memory.
+        ResourceError: there is too little disk space or memory.
     """
     source = _source(model, open_checkpoint(like))
     made = source.manifest
@@ -48,7 +49,7 @@ def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite:
 
 @dataclass(frozen=True)
 class _Model(Checkpoint):
-    """The checkpoint that a model was loaded from, with the model's arrays in place of its own."""
+    """The checkpoint that a model was loaded from, with the model's arrays instead of its own."""
 
     arrays: Mapping[str, jax.Array] = field(kw_only=True)
 
@@ -63,7 +64,7 @@ class _Model(Checkpoint):
 
 
 class _Reader(CheckpointReader):
-    """Reads the model's arrays; the checkpoint's for those that the model does not have."""
+    """Reads the model's arrays; those that the model does not have are read from the checkpoint."""
 
     def __init__(self, model: _Model, stored: CheckpointReader):
         super().__init__(model.manifest)
@@ -85,7 +86,7 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
             code = SAFETENSORS_DTYPES[array.dtype.name]
             size = prod(array.shape) * array.dtype.itemsize
             tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
-            # By its content, so that a rerun of the same save continues and one of other weights does not.
+            # A digest of the content: a rerun resumes only if the weights are the same.
             digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             shards.append(SourceShard(shard.name, size, digest=digest))
         else:
@@ -113,7 +114,7 @@ def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:
     faults += [f"{name}: not in the model" for name in stored if name not in arrays and not name.startswith("mtp.")]
     if faults:
         raise UsageError(
-            f"the model is not that of {like.folder}: {len(faults)} parameters differ",
+            f"the model does not match {like.folder}: {len(faults)} parameters differ",
             details=shorten(faults, 10),
-            hint="give as `like` the checkpoint that it was loaded from; a quantized model cannot be saved",
+            hint="`like` must be the checkpoint that the model was loaded from; quantized models cannot be saved",
         )

@@ -1,8 +1,8 @@
-"""All that tpuconv uses of other packages' private interfaces, in one table.
+"""The private interfaces of other packages that tpuconv uses, in one table.
 
-A private interface may change in any release, so the packages named here have an upper bound in pyproject.toml, and
-tests/test_private.py checks that every entry exists in the versions installed. Import an entry by its name, as in
-`from tpuconv.private import qarray`: its package is imported then, and not before.
+A private interface may change in any release. So pyproject.toml has an upper bound for each of these packages, and
+tests/test_private.py checks that every entry exists in the installed versions. An entry is imported by its name, as in
+`from tpuconv.private import qarray`; only then is its package imported.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Interface:
-    """A private object: `module`, or the `attribute` of it, and why it is used."""
+    """A private module, or an attribute of a module, and why it is used."""
 
     why: str
     module: str
@@ -21,11 +21,11 @@ class Interface:
 
     @property
     def name(self) -> str:
-        """The dotted name."""
+        """The full dotted name."""
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
 
     def load(self) -> Any:
-        """The object itself.
+        """Returns the module or the attribute.
 
         Raises:
             ImportError: the package is not installed, or has no such module.
@@ -44,71 +44,71 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "qwix": ("0.1.8",),
     "transformers": ("5.23.0",),
 }
-"""The versions of each package that the entries were tested with: those of constraints.txt."""
+"""The tested versions of each package: those of constraints.txt."""
 
 INTERFACES: Mapping[str, Interface] = {
-    # --- qwix: its public interface quantizes a whole model in memory, and does not say how
+    # --- qwix: its public interface quantizes a complete model in memory, and does not return the rule of a parameter
     "qarray": Interface(
-        "Qwix's quantized array: quantized slab by slab here, and by the rule's settings.", "qwix._src.core.qarray"
+        "Qwix's quantized array and its quantization, which is applied slab by slab.", "qwix._src.core.qarray"
     ),
-    "numerics": Interface("Rounding to Qwix's types, and their largest values.", "qwix._src.core.numerics"),
-    "ptq": Interface("What Qwix puts in the place of a weight, and quantized activations.", "qwix._src.providers.ptq"),
+    "numerics": Interface("Rounding to Qwix's dtypes, and their largest values.", "qwix._src.core.numerics"),
+    "ptq": Interface("The class that Qwix replaces a weight with; quantized activations.", "qwix._src.providers.ptq"),
     "flax_util": Interface(
-        "The module and the parameter that Qwix intercepts an operation of.", "qwix._src.utils.flax_util"
+        "The module and the parameter of an operation that Qwix intercepts.", "qwix._src.utils.flax_util"
     ),
     "qwix_einsum": Interface(
-        "The product that is replaced on TPU where scales have tiles.", "qwix._src.core.einsum", "einsum"
+        "The einsum that is replaced on TPU for scales of groups.", "qwix._src.core.einsum", "einsum"
     ),
     "qwix_ragged_dot": Interface(
-        "The grouped product of quantized experts and activations.", "qwix._src.core.ragged_dot", "ragged_dot"
+        "The grouped matrix product of quantized experts and activations.", "qwix._src.core.ragged_dot", "ragged_dot"
     ),
     "current_rule": Interface(
-        "Overridden by our `Provider`, to know which modules ask for a rule. It also reads `_rule_matches`"
-        " of an instance, and gives `_einsum_fn` to the constructor.",
+        "Overridden by our `Provider` to record which modules ask for a rule. `Provider` also reads the attribute"
+        " `_rule_matches`, and passes `_einsum_fn` to the constructor.",
         "qwix",
         "PtqProvider._get_current_rule_and_op_id",
     ),
-    # --- transformers: `--layerwise` fills one module at a time, and from_pretrained loads all
+    # --- transformers: `--layerwise` loads one module at a time, from_pretrained the complete model
     "get_model_conversion_mapping": Interface(
         "How transformers renames and stacks the tensors of a checkpoint.",
         "transformers.conversion_mapping",
         "get_model_conversion_mapping",
     ),
     "convert_and_load_state_dict_in_model": Interface(
-        "Loads some tensors of a checkpoint by that mapping.",
+        "Loads some tensors of a checkpoint with that mapping.",
         "transformers.core_model_loading",
         "convert_and_load_state_dict_in_model",
     ),
     "LoadStateDictConfig": Interface(
         "Its settings: the dtype and the mapping.", "transformers.modeling_utils", "LoadStateDictConfig"
     ),
-    # --- huggingface_hub: the client downloads a shard again from its beginning after an interruption
+    # --- huggingface_hub: after an interruption the client downloads a shard again from its beginning
     "repo_folder_name": Interface(
         "The folder of a repository in the cache.", "huggingface_hub.file_download", "repo_folder_name"
     ),
     "are_symlinks_supported": Interface(
-        "Whether the cache links a snapshot's files to its blobs.",
+        "Whether the cache uses symlinks from snapshots to blobs.",
         "huggingface_hub.file_download",
         "are_symlinks_supported",
     ),
     "http_stream_backoff": Interface(
-        "Streams a range of a file, and tries again as the client does.",
+        "Streams a range of a file, with the client's retries.",
         "huggingface_hub.utils",
         "http_stream_backoff",
     ),
     "validate_repo_id": Interface(
-        "Whether a text can be the id of a repository, without asking the Hub.",
+        "Whether a text is a valid repository id, without asking the Hub.",
         "huggingface_hub.utils",
         "validate_repo_id",
     ),
-    # --- numba: its first kernel imports scipy.linalg, 0.4 s, for products that no kernel here has
+    # --- numba: its first kernel imports scipy.linalg (0.4 s) for matrix products, which no kernel here has
     "numba_linalg": Interface(
-        "`ensure_blas`, which looks for scipy, is skipped during this import.", "numba.np.linalg"
+        "`ensure_blas`, which looks for scipy, is disabled during this import.", "numba.np.linalg"
     ),
-    "numba_arraymath": Interface("What numba imports with its first kernel.", "numba.np.arraymath"),
+    "numba_arraymath": Interface("The module that numba imports with its first kernel.", "numba.np.arraymath"),
     # --- orbax: the metadata of a checkpoint names the class that wrote it
     "StandardCheckpointHandler": Interface(
-        "Its dotted name stands in _CHECKPOINT_METADATA: Orbax restores with the handler of that name.",
+        "Its dotted name is written to _CHECKPOINT_METADATA: Orbax restores with the handler of that name.",
         "orbax.checkpoint._src.handlers.standard_checkpoint_handler",
         "StandardCheckpointHandler",
     ),

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Flax NNX model with its weights, quantized or not."""
+"""Loads a checkpoint as a Flax NNX model."""
 
 import warnings
 from collections.abc import Mapping
@@ -26,27 +26,29 @@ from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 
 
 def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> nnx.Module:
-    """The model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`; `model(ids_BT)` gives its logits
-    [B, T, V] in float32. A quantized one is the model as Qwix quantizes it, its parameters QArrays.
+    """Loads the model of a checkpoint made by `tpuconv convert` or `tpuconv quantize`.
 
-    What is loaded is what the manifest means: config.json and the arrays are compared with it, by their hashes and by
-    the crc32c of each chunk, which Orbax checks as it reads; of a checkpoint of format 1, whose manifest has no such
-    hashes, a warning says that only Orbax's check was made.
-
-    The layers that predict further tokens (`convert --include-mtp`) are no part of it: a warning names their arrays,
-    which Orbax restores.
+    Config.json and the arrays are checked against the manifest: by hash, and by the crc32c of each chunk, which Orbax
+    checks while it reads. The manifest of a checkpoint of format 1 has no hashes; then a warning says that only Orbax's
+    check was made. Layers for multi-token prediction (`convert --include-mtp`) are not part of the model; a warning
+    lists their arrays, which Orbax restores.
 
     Args:
-        ckpt: the folder that holds the checkpoint.
-        dtype: of parameters and activations; the checkpoint's own where None. Quantized values stay as they are.
-        mesh: devices with axes of the names in `tpuconv.sharding.AXES`, over which the parameters are divided:
-            each device reads its part only. One device holds all where None. Arrays lie as `layouts.json` has it for
-            devices and mesh, where `fit --write-layouts` wrote that.
+        ckpt: the folder of the checkpoint.
+        dtype: of parameters and activations; None for the checkpoint's. Quantized values keep their dtype.
+        mesh: devices to shard the parameters over, with axes of the names in `tpuconv.sharding.AXES`. Each device reads
+            its own shards only. None for one device. The device layouts are those of `layouts.json` for this kind of
+            device and mesh, if `fit --write-layouts` wrote them.
+
+    Returns:
+        The model. `model(ids_BT)` returns logits [B, T, V] in float32. The parameters of a quantized model are Qwix's
+        QArrays.
 
     Raises:
-        UsageError: the folder is no such checkpoint, or only a part of a model; no axis of the mesh has such a name.
-        CorruptOutput: its arrays are not those of the manifest or of the model, a checksum does not hold, config.json
-            was changed, or `layouts.json` is no such file.
+        UsageError: the folder has no checkpoint of tpuconv, or one with a part of the layers; or no axis of the mesh is
+            in `AXES`.
+        CorruptOutput: the arrays do not match the manifest or the model, a checksum is wrong, config.json was changed,
+            or `layouts.json` is malformed.
         SourceError: the checkpoint was replaced while it was read.
     """
     manifest = read_manifest(Path(ckpt))
@@ -54,10 +56,10 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     if mesh is not None:
         if not set(AXES) & set(mesh.axis_names):
             raise UsageError(
-                f"a mesh with the axes {', '.join(mesh.axis_names)} would divide nothing",
-                hint=f"those that divide are {', '.join(AXES)}",
+                f"nothing is sharded over a mesh with the axes {', '.join(mesh.axis_names)}",
+                hint=f"use one or more of the axes {', '.join(AXES)}",
             )
-        # One of `jax.make_mesh` is explicit: every product would have to say where its result lies.
+        # The axes of `jax.make_mesh` are explicit: every product would have to state the sharding of its result.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     graphdef, state = nnx.split(abstract_model(manifest, dtype))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
@@ -66,30 +68,30 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     targets = {}
     for name, value in flat.items():
         stored = jnp.dtype(manifest.arrays[name].dtype)
-        # Codes of a type that has no place in a checkpoint (uint4) are stored in one that has, and cast below.
-        dtype, where = (stored, formats[name].sharding) if stored == jnp.uint8 else (value.dtype, formats[name])
-        targets[name] = jax.ShapeDtypeStruct(value.shape, dtype, sharding=where)  # type: ignore[no-untyped-call]
+        # Quantized values of a dtype that checkpoints do not have (uint4) are stored as uint8, and cast below.
+        dtype, place = (stored, formats[name].sharding) if stored == jnp.uint8 else (value.dtype, formats[name])
+        targets[name] = jax.ShapeDtypeStruct(value.shape, dtype, sharding=place)  # type: ignore[no-untyped-call]
     if unused := manifest.arrays.keys() - flat.keys():
         patterns = ", ".join(collapse(sorted(unused)))
-        warnings.warn(f"{ckpt}: the model does not use, and does not load, {patterns}", stacklevel=2)
+        warnings.warn(f"{ckpt}: not loaded, since the model does not use them: {patterns}", stacklevel=2)
     if not manifest.sealed.is_sealed:
         warnings.warn(
-            f"{ckpt} was made by an older tpuconv: whether its arrays are those that were converted is not checked "
-            f"(`tpuconv verify {ckpt}` does)",
+            f"{ckpt} was made by an older tpuconv: its arrays are not checked against the manifest "
+            f"(`tpuconv verify {ckpt}` checks them)",
             stacklevel=2,
         )
     check_contents(manifest, flat.keys())
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = unflatten_dict(targets, sep=".")  # type: ignore[no-untyped-call]
-            how = ocp.checkpoint_utils.construct_restore_args(tree, support_layout=True)
-            wanted = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
-            restored = checkpointer.restore(manifest.params.absolute(), wanted)
-    except Exception as e:  # Orbax raises a bare Exception for an array that does not hold its checksum
+            restore_args = ocp.checkpoint_utils.construct_restore_args(tree, support_layout=True)
+            args = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
+            restored = checkpointer.restore(manifest.params.absolute(), args)
+    except Exception as e:  # Orbax raises a plain Exception for a wrong checksum
         manifest.check_current()
         raise CorruptOutput(
             f"{ckpt} cannot be restored: {root_cause(e)}",
-            hint=f"`tpuconv verify {ckpt}` names the damaged arrays",
+            hint=f"`tpuconv verify {ckpt}` lists the damaged arrays",
         ) from e
     manifest.check_current()
     arrays = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
@@ -102,30 +104,31 @@ def load(ckpt: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
 
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None) -> Any:
-    """The model with shapes instead of arrays, in the dtypes that these have once they are loaded."""
+    """Returns the model of a checkpoint with shapes instead of arrays, in the dtypes that `load` gives them."""
     family, config = get_family(manifest.family), _model_config(manifest)
-    own = jnp.dtype(manifest.dtype if dtype is None else dtype)
+    model_dtype = jnp.dtype(manifest.dtype if dtype is None else dtype)
 
     if manifest.quantization is None:
-        return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=own))
+        return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=model_dtype))
     from tpuconv.quantize.rules import abstract_quantized_model
 
     model = abstract_quantized_model(
-        lambda: family.model_class(config, dtype=own), manifest.quantization, stacked=manifest.scan_layers
+        lambda: family.model_class(config, dtype=model_dtype), manifest.quantization, stacked=manifest.scan_layers
     )
     graphdef, state = nnx.split(model)
     leaves = []
     for path, value in nnx.to_flat_state(state):
-        dtype = _loaded_as(value.dtype, manifest.arrays.get(_name(path)))
+        dtype = _loaded_dtype(value.dtype, manifest.arrays.get(_name(path)))
         leaves.append((path, value.replace(jax.ShapeDtypeStruct(value.shape, dtype))))  # type: ignore[no-untyped-call]
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
 def default_mesh(ckpt: str | Path) -> Mesh | None:
-    """All devices here as the mesh over which the model decodes with the fewest collectives; None where there is one.
+    """Returns a mesh of all devices of this process, with which the model decodes with the fewest collectives; None if
+    there is only one device.
 
     Raises:
-        UsageError: the folder is no such checkpoint.
+        UsageError: the folder has no checkpoint of tpuconv.
     """
     devices = jax.devices()
     if len(devices) == 1:
@@ -138,8 +141,9 @@ def _model_config(manifest: Manifest) -> Any:
     return get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
 
 
-def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
-    """The dtype of an array in the model: that of its place, but scales are never rounded, and codes never cast."""
+def _loaded_dtype(wanted: Any, stored: StoredArray | None) -> Any:
+    """The dtype of an array in the model: `wanted`, except that scales are not rounded and quantized values not
+    cast."""
     if stored is None or stored.dtype == "uint8":
         return wanted
     if stored.name.endswith(SCALE):
@@ -148,22 +152,22 @@ def _loaded_as(wanted: Any, stored: StoredArray | None) -> Any:
 
 
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
-    """Where every array lies, and where layouts were written for the devices how."""
+    """The sharding of each array, and its device layout if `layouts.json` has one for this kind of device and mesh."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if (manifest.folder / LAYOUTS).exists():
-        manifest.read_file(LAYOUTS)  # the one that the manifest means
+        manifest.read_file(LAYOUTS)  # checks its hash
     layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
     out = {}
     for name, dtype in dtypes.items():
         array, known = manifest.arrays[name], layouts.get(name)
-        where = SingleDeviceSharding(device) if mesh is None else sharding(array.axes, array.shape, mesh, MESH_AXES)
+        place = SingleDeviceSharding(device) if mesh is None else sharding(array.axes, array.shape, mesh, MESH_AXES)
         if known and sorted(known.major_to_minor) != list(range(len(array.shape))):
             raise CorruptOutput(
                 f"{manifest.folder / LAYOUTS} has the axes {known.major_to_minor} for {name}, which is {array.shape}",
-                hint="delete the file, and let `tpuconv fit --write-layouts` write it",
+                hint="delete the file; `tpuconv fit --write-layouts` writes a new one",
             )
         layout = Layout(known.major_to_minor, known.tiling) if known and known.dtype == dtype else None
-        out[name] = Format(layout, where)
+        out[name] = Format(layout, place)
     return out
 
 
@@ -177,24 +181,26 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
     ]
     if faults:
         raise CorruptOutput(
-            f"the arrays of {manifest.folder} are not those of a {manifest.family} model",
+            f"the arrays of {manifest.folder} do not match a {manifest.family} model",
             details=faults[:10],
             hint="it was made by another version of tpuconv: convert it again",
         )
 
 
 def _mtp_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The arrays of layers that predict further tokens, which are no part of the model, and their shapes; none where
-    these were left out."""
+    """The shapes of the arrays of layers for multi-token prediction, which are not part of the model; empty if they
+    were not converted."""
     table, config = get_family(manifest.family).table, _model_config(manifest)
-    every, own = ({n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False))
+    with_mtp, model_only = (
+        {n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False)
+    )
     out = {}
-    for name in every.keys() - own.keys():
+    for name in with_mtp.keys() - model_only.keys():
         if facts := manifest.passthrough.get(name):
-            out[name + QVALUE] = every[name]
-            out[name + SCALE] = tuple(n // tile for n, tile in zip(every[name], facts["tiles"], strict=True))
+            out[name + QVALUE] = with_mtp[name]
+            out[name + SCALE] = tuple(n // size for n, size in zip(with_mtp[name], facts["tiles"], strict=True))
         else:
-            out[name] = every[name]
+            out[name] = with_mtp[name]
     return out if out.keys() & manifest.arrays.keys() else {}
 
 

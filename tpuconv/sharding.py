@@ -1,8 +1,8 @@
-"""From letters to mesh axes: how an array is laid over devices follows from the letters of its axes.
+"""Sharding by letters: the letters of an array's axes determine the mesh axes that it is sharded over.
 
-A mesh has up to four axes. `tensor` divides heads and feed-forward widths, `expert` the experts, `data` batch and model
-width. `group` is there where a model has fewer key-value heads than chips: it divides what `tensor` cannot. What has no
-experts is divided by `expert` as well, as if it were a second `tensor`.
+A mesh has up to four axes. Heads and MLP widths are sharded over `tensor`, experts over `expert`, batch and model width
+over `data`. `group` is for models with fewer key-value heads than chips: it shards what `tensor` cannot. Arrays without
+an expert axis are sharded over `expert` as if it were a second `tensor`.
 """
 
 import re
@@ -15,14 +15,14 @@ from tpuconv.jsonfile import short
 from tpuconv.layout import Shape, lead, parse_axes
 
 Rules = Mapping[str, tuple[str, ...]]
-"""For each letter the mesh axes that may divide it, together. Letters come in the order in which they choose."""
+"""For each letter the mesh axes that it may be sharded over, together. Earlier letters take mesh axes first."""
 
 AxisSharding = str | tuple[str, ...] | None
-"""What divides one axis of an array: the entry of a `PartitionSpec`."""
+"""The mesh axes that one axis of an array is sharded over: an entry of a `PartitionSpec`."""
 
 WIDTH_AXES = ("tensor", "group", "expert")
 AXES = ("data", *WIDTH_AXES)
-"""The names that an axis of a mesh may have."""
+"""The names of mesh axes."""
 
 MESH_AXES: Rules = {
     "E": ("expert",),
@@ -34,15 +34,16 @@ MESH_AXES: Rules = {
     "W": WIDTH_AXES,
     "D": ("data",),
 }
-"""Heads and feed-forward as in Megatron-LM (arXiv:1909.08053), the model width fully sharded as in ZeRO
-(arXiv:1910.02054): two all-reduces for a layer, whatever the mesh."""
+"""For parameters. Heads and MLPs are sharded as in Megatron-LM (arXiv:1909.08053), the model width as in ZeRO
+(arXiv:1910.02054). A layer needs two all-reduces on any mesh."""
 
 ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WIDTH_AXES}
-"""Between the layers: every chip has all tokens of its part of the batch, whole; of heads and logits its own."""
+"""For activations between layers. The batch is sharded over `data`, the model width is replicated; heads and logits are
+sharded."""
 
 BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
-"""Inside of attention and in the cache, while that is small: by heads alone. Where chips are more than key-value heads,
-several hold the same keys, each for queries of its own, and nothing is exchanged."""
+"""For attention with a small cache: sharded over heads only. If there are more chips than key-value heads, several
+chips hold the same keys and values, each for other query heads, and no data is exchanged."""
 
 BY_BATCH: Rules = {
     "K": ("tensor",),
@@ -50,29 +51,30 @@ BY_BATCH: Rules = {
     "G": ("group", "expert"),
     "N": WIDTH_AXES,
 }
-"""The same for a larger cache: key-value heads first. The chips that are left divide the batch, so that no two hold the
-same keys, or where it is too small the queries of a key-value head. Queries are exchanged, and what becomes of them."""
+"""For attention with a large cache: sharded over key-value heads first, then over the batch, so that no two chips hold
+the same keys. If the batch is too small, the query heads of a key-value head are sharded. Queries and outputs of
+attention are exchanged between chips."""
 
 SMALL_CACHE = 6 << 20
-"""Bytes of a layer's cache on a chip up to which `BY_HEAD` divides it. An exchange takes about as long as reading 4 MB,
-and each layer would have two (benchmarks/README.md)."""
+"""The largest bytes of a layer's cache on one chip for which `BY_HEAD` is used. `BY_BATCH` needs two exchanges in each
+layer, each of which takes about as long as reading 4 MB (benchmarks/README.md)."""
 
 LANES = 128
-"""Of a TPU's vector registers: a width that is no multiple of it is padded."""
+"""Lanes of a TPU's vector registers. A width that is not a multiple of it is padded."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes by axis of a mesh such as `tensor=8,expert=2`.
+    """Returns the size of each axis of a mesh such as `tensor=8,expert=2`.
 
     Raises:
-        UsageError: an axis has no such name, no size, or is named twice.
+        UsageError: an axis has an unknown name or no size, or is named twice.
     """
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES or name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
             raise UsageError(
-                f"{short(part)} of the mesh {short(text)} is no axis with a size",
+                f"{short(part)} in the mesh {short(text)} is not an axis with a size",
                 hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
             )
         mesh[name] = int(size)
@@ -85,10 +87,15 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[AxisSharding, ...]:
-    """For every axis of an array the mesh axes that divide it, or None.
+    """Returns, for each axis of an array, the mesh axes that it is sharded over, or None.
 
-    `axes` is the array's letters ("D N H"), `mesh` the size of each mesh axis. A mesh axis divides at most one axis of
-    an array, and only where the size is a multiple.
+    At most one axis of an array is sharded over each mesh axis, and only if its size is a multiple.
+
+    Args:
+        axes: the array's letters ("D N H").
+        shape: its shape.
+        mesh: size of each mesh axis.
+        rules: the mesh axes that each letter may be sharded over.
     """
     letters = [lead(letters) for letters in parse_axes(axes)]
     parts: list[AxisSharding] = [None] * len(letters)
@@ -107,7 +114,8 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
 
 
 def undivided(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> dict[str, int]:
-    """The axes of an array that a mesh could divide if their sizes were multiples of it: size by letter."""
+    """Returns the axes of an array that are not sharded because their size is not a multiple of a mesh axis: the size
+    of each letter."""
     letters = [lead(letters) for letters in parse_axes(axes)]
     multiples = tuple(size * prod(mesh.values()) for size in shape)
     now, then = partition(axes, shape, mesh, rules), partition(axes, multiples, mesh, rules)
@@ -116,27 +124,35 @@ def undivided(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
 
 
 def shard_shape(shape: Shape, parts: tuple[AxisSharding, ...], mesh: Mapping[str, int]) -> Shape:
-    """The shape of one device's part."""
+    """Returns the shape of one device's shard, given what `partition` returned."""
     names = [(part,) if isinstance(part, str) else part or () for part in parts]
-    return tuple(size // prod(mesh[name] for name in own) for size, own in zip(shape, names, strict=True))
+    return tuple(size // prod(mesh[name] for name in axes) for size, axes in zip(shape, names, strict=True))
 
 
 def attention_rules(axes: str, shape: Shape, nbytes: int, mesh: Mapping[str, int]) -> Rules:
-    """How attention with a layer's cache is divided: `axes` and `shape` are those of its first array, `nbytes` the
-    bytes of all of them together."""
+    """Returns the rules for attention with a layer's cache: `BY_HEAD` or `BY_BATCH`.
+
+    Args:
+        axes, shape: letters and shape of the first array of the cache.
+        nbytes: bytes of all its arrays.
+        mesh: size of each mesh axis.
+    """
     by_head = shard_shape(shape, partition(axes, shape, mesh, BY_HEAD), mesh)
     return BY_HEAD if nbytes * prod(by_head) <= SMALL_CACHE * prod(shape) else BY_BATCH
 
 
 def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
-    """The mesh over which a model decodes with the fewest collectives, two all-reduces for a layer. `sizes` are those
-    of the config's letters.
+    """Returns the mesh with which a model decodes with the fewest collectives: two all-reduces in a layer.
 
-    A dense model has as much `tensor` as it has key-value heads for, and `group` for the rest. One with experts divides
-    each by `tensor` down to two registers' width and deals them out over the rest: with one expert whole on a chip, the
-    step would wait for the chip whose experts are asked for most.
+    A dense model gets the largest `tensor` that divides its key-value heads, and `group` for the rest. In a model with
+    experts, each expert is sharded over `tensor` down to a width of 2 x `LANES`, and the experts are sharded over the
+    rest. Otherwise, with complete experts on each chip, a step would wait for the chip with the most chosen experts.
+
+    Args:
+        sizes: the size of each letter, as `DecoderConfig.axes`.
+        devices: number of devices.
     """
-    heads = devices if "C" in sizes else sizes["K"]  # latent attention caches no heads
+    heads = devices if "C" in sizes else sizes["K"]  # the cache of latent attention has no heads
     tensor = _largest_divisor(devices, lambda n: heads % n == 0)
     if "E" not in sizes:
         return _without_ones({"tensor": tensor, "group": devices // tensor})
@@ -146,7 +162,7 @@ def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
 
 
 def _largest_divisor(number: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor that fits, 1 if none does."""
+    """The largest divisor for which `fits` holds; 1 if there is none."""
     return next((n for n in range(number, 1, -1) if number % n == 0 and fits(n)), 1)
 
 

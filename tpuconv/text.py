@@ -1,6 +1,6 @@
-"""Foreign text made safe to show. Names, configs, paths and arguments come from others: they may hold control codes of
-terminals, characters that reverse the order of those after them, bytes that are not UTF-8, and markup. Every function
-returns text that shows such characters as escapes and can be encoded as UTF-8.
+"""Escapes untrusted text for display. Names, configs, paths and arguments may contain terminal control codes,
+bidirectional controls, bytes that are not UTF-8, and markup. Each function returns text that shows such characters as
+escapes and can be encoded as UTF-8.
 """
 
 import json as jsonlib
@@ -12,8 +12,8 @@ _UNSAFE = re.compile(
     "["
     "\x00-\x1f\x7f-\x9f"  # control codes
     "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f"
-    # ^ not seen, or changing the order of what is: bidirectional controls, separators of lines, tags
-    "\ud800-\udfff"  # lone surrogates: bytes of a name that are not UTF-8, or a half of a pair in JSON
+    # ^ invisible characters, and those that reorder text: bidirectional controls, line separators, tags
+    "\ud800-\udfff"  # lone surrogates: bytes of a name that are not UTF-8, or half a pair in JSON
     "]"
 )
 
@@ -21,13 +21,13 @@ _MARKDOWN = re.compile(r"[\\`*_{}\[\]<>()#|!&~$]|:(?=//)")
 
 
 def plain(text: str, keep: str = "") -> str:
-    r"""The text with unsafe characters as escapes (`\x1b`, `\u202e`, `\udc80`), for a terminal or a log. A newline and
-    a tab are escaped too, unless `keep` holds them. Plain text stays as it is."""
+    r"""Returns the text with unsafe characters as escapes (`\x1b`, `\u202e`, `\udc80`), for a terminal or a log.
+    Newline and tab are escaped too; `keep` lists characters that are not."""
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
 def has_surrogates(text: str) -> bool:
-    """Whether bytes that the locale's encoding does not have, or halves of pairs, stand in the text."""
+    """Returns whether the text has lone surrogates: undecodable bytes, or half a pair. Such text has no UTF-8."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -36,28 +36,28 @@ def _escaped(character: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """The text within a line of Markdown, where nothing of it is markup or HTML."""
+    """Returns the text escaped for a line of Markdown: nothing in it is markup or HTML."""
     return _MARKDOWN.sub(lambda match: f"\\{match[0]}", plain(text))
 
 
 def code(text: str) -> str:
-    """The text as a code span of Markdown. Backticks in it are enclosed by more of them."""
+    """Returns the text as a code span of Markdown, enclosed in more backticks than it has in a row."""
     text = plain(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    # A space at either end is stripped by the reader of a span: where both ends have one, or a backtick, one is added.
+    # Markdown strips a space from both ends of a span. Add one if the text begins or ends with a space or a backtick.
     pad = " " if not text or text[0] in "` " or text[-1] in "` " else ""
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def html(text: str) -> str:
-    """The text within an element or a quoted attribute of HTML."""
+    """Returns the text escaped for an element or a quoted attribute of HTML."""
     return escape(plain(text))
 
 
 def json(value: Any, *, ascii_only: bool = False) -> str:
-    """JSON (RFC 8259) over several lines. Unsafe characters, and others than ASCII where `ascii_only`, are written as
-    `\\uXXXX`; NaN and infinity, which JSON does not have, as null."""
+    """Returns a value as indented JSON (RFC 8259). Unsafe characters, and with `ascii_only` all that are not ASCII, are
+    written as `\\uXXXX`. NaN and infinity are written as null, since JSON does not have them."""
     value = jsonlib.loads(jsonlib.dumps(value), parse_constant=lambda _: None)
     text = jsonlib.dumps(value, indent=1, ensure_ascii=ascii_only)
-    # Within strings `dumps` has escaped what is below a space: a newline here is one between values.
+    # In strings `dumps` has escaped control characters: a newline here is one between values.
     return _UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else jsonlib.dumps(match[0])[1:-1], text)

@@ -1,5 +1,5 @@
-"""Whatever happens to a file of an output, `verify` finds it and names the file or the array, and nobody takes what is
-left for the weights that were written."""
+"""Damaged outputs: `verify` detects any change of a file and names the file or the array, and no command uses damaged
+weights."""
 
 import random
 import shutil

@@ -274,7 +274,7 @@ def _sized(plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jo
     from tpuconv.convert import sizing
 
     count = sizing.jobs(plan, sizing.Limits.of_this_machine(jobs, max_memory))
-    return ConversionPlan(plan, count, sizing.peak_memory(plan, count), rules)
+    return ConversionPlan(plan, count, sizing.planned_memory(plan, count), rules)
 
 
 @contextmanager

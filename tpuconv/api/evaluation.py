@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.verify.checksums import Checked
     from tpuconv.verify.layerwise import LayerError
-    from tpuconv.verify.logits import Comparison as Statistics
+    from tpuconv.verify.logits import LogitStatistics
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def verify(ckpt: str | Path, *, update: bool = False, progress: Listener = ignor
         total = sum(facts["bytes"] for facts in sealed.files.values())
     else:
         manifest = read_manifest(folder)
-        checks, arrays, total = checksums.check(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
+        checks, arrays, total = checksums.check_checkpoint(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
     checked, done = [], 0
     for each in checks:
         checked.append(each)
@@ -119,7 +119,7 @@ class Comparison:
     checkpoint: Path
     source: str
     source_changed: Sequence[str] | None
-    statistics: "Statistics"
+    statistics: "LogitStatistics"
     rounded: bool
     mesh: Mapping[str, int] | None
     layers: Sequence["LayerError"]
@@ -128,7 +128,7 @@ class Comparison:
     @property
     def first_diverging(self) -> str | None:
         """The first layer whose error is above its gate."""
-        return next((layer.name for layer in self.layers if layer.departs), None)
+        return next((layer.name for layer in self.layers if layer.diverges), None)
 
     @property
     def failures(self) -> list[str]:
@@ -228,7 +228,7 @@ def compare(
     gates = logits.DTYPE_GATES[compute]
     if manifest.is_rounded and manifest.quantization:
         gates = manifest.quantization["gates"]
-    statistics = logits.compare(ids, reference, ours, compute, gates)
+    statistics = logits.compare_logits(ids, reference, ours, compute, gates)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["name"]),

@@ -83,7 +83,7 @@ def benchmark(
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
-    shapes = measuring.shapes(batch, prompt_length, new_tokens)
+    shapes = measuring.workloads(batch, prompt_length, new_tokens)
     manifest = read_manifest(Path(ckpt))
     compute = manifest.dtype if dtype == "auto" else dtype
     with plain_path(manifest.folder) as path:
@@ -227,7 +227,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.common.config import without_keys
     from tpuconv.sources.hub import fetch_config
-    from tpuconv.verify.topology.request import as_released
+    from tpuconv.verify.topology.request import source_passthrough
 
     rules = find_rules(quantize, encoding)
     quantization: Mapping[str, Any] | None = rules.to_json() if rules else None
@@ -256,6 +256,6 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
         )
     config = without_keys(fetch_config(src), allowed)
     if encoding == "keep":
-        quantization = as_released(src, config)
+        quantization = source_passthrough(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}
     return facts | {"dtype": stored if dtype == "auto" else dtype}

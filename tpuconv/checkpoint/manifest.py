@@ -36,7 +36,7 @@ PARAMS = "params"
 AS_RELEASED = "as released"
 """The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
-PLAIN = {dtype.name for dtype in DTYPES.values()}
+PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
 """Dtypes that a source may have."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
@@ -359,7 +359,7 @@ def _rank(axes: str) -> int | None:
 
 def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str | None:
     """What is impossible in the manifest's description of an array; None if nothing."""
-    if array.dtype not in PLAIN and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
+    if array.dtype not in PLAIN_DTYPES and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
         return f"has the dtype {array.dtype}, which only quantized values have"
     if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):
         return "has a name that cannot be a folder"

@@ -15,14 +15,14 @@ from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_size
 
 COLUMNS: dict[str, Callable[[Any], str]] = {
-    "batch": lambda t: f"{t.shape.batch}",
-    "prompt": lambda t: f"{t.shape.prompt_length}",
-    "new": lambda t: f"{t.shape.new_tokens}",
+    "batch": lambda t: f"{t.workload.batch}",
+    "prompt": lambda t: f"{t.workload.prompt_length}",
+    "new": lambda t: f"{t.workload.new_tokens}",
     "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
     "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
     "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
-    "tokens/s each": lambda t: f"{t.per_sequence:.4g}",
-    "tokens/s in all": lambda t: f"{t.in_all:.4g}",
+    "tokens/s each": lambda t: f"{t.tokens_per_second_per_sequence:.4g}",
+    "tokens/s in all": lambda t: f"{t.tokens_per_second:.4g}",
     "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
     "memory": lambda t: format_size(t.peak_memory_bytes or t.memory_bytes),
     "compiled in": lambda t: f"{t.compile_seconds:.1f} s",

@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 import click
 
-from tpuconv.commands.params import File, Name, Numbers, Size
+from tpuconv.commands.params import ByteSize, File, Name, Numbers
 from tpuconv.errors import UsageError
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Decorator = Callable[[Function], Function]
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+Decorator = Callable[[Callback], Callback]
 
 
 class Group(click.Group):
@@ -45,10 +45,10 @@ class Command(click.Command):
                 formatter.write_text(example)
 
 
-def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Function], Function]:
+def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]:
     """The decorators as one; in the help they stand in this order."""
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callback) -> Callback:
         for decorator in reversed(decorators):
             function = decorator(function)
         return function
@@ -81,7 +81,7 @@ writes_output = stacked(
 )
 
 limits = stacked(
-    click.option("--max-memory", type=Size(), help="Memory budget, such as 8GB.  [default: 60% of the machine's]"),
+    click.option("--max-memory", type=ByteSize(), help="Memory budget, such as 8GB.  [default: 60% of the machine's]"),
     click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]"),
 )
 

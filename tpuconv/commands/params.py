@@ -12,7 +12,7 @@ import click
 from tpuconv.text import has_surrogates
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """Bytes: 8GB, 500MB, 16GiB."""
 
     name = "size"

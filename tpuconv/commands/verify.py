@@ -152,9 +152,9 @@ def _show_source(changed: Sequence[str] | None) -> None:
 
 def _show_layer(layer: "LayerError") -> None:
     verdict: list[tuple[str, str] | str] = []
-    if layer.departs:
+    if layer.diverges:
         verdict = [("diverges", "red"), f": the gate is {layer.gate:g}"]
-    show(f"{layer.name:>10}  alone {layer.own:8.2g}  accumulated {layer.error:8.2g}  ", *verdict)
+    show(f"{layer.name:>10}  alone {layer.own_error:8.2g}  accumulated {layer.error:8.2g}  ", *verdict)
 
 
 def _comparison_table(found: api.Comparison) -> Table:

@@ -24,7 +24,7 @@ from tpuconv.checkpoint.reader import (
     read_box,
     read_checkpoint_config,
 )
-from tpuconv.convert.run import Progress
+from tpuconv.convert.run import RunProgress
 from tpuconv.convert.strided import copy_strided
 from tpuconv.encodings.passthrough import pack, unrefine
 from tpuconv.encodings.scheme import Scheme
@@ -81,7 +81,7 @@ def _source_config(manifest: Manifest) -> dict[str, Any]:
 
 def export(
     manifest: Manifest, table: MappingTable, config: HasAxes, out: Path, *, overwrite: bool = False
-) -> Iterator[Progress]:
+) -> Iterator[RunProgress]:
     """Writes the checkpoint to the folder `out`, and yields progress.
 
     `out` appears complete or not at all, and an old one stays until it does.
@@ -114,7 +114,7 @@ def export(
         state = journal.begin()
         if state is State.PUBLISHED:
             _check_exported(journal.out)
-            yield Progress(total, total, total, "published")
+            yield RunProgress(total, total, total, "published")
             return
         if state is not State.COMPLETE:
             companions = sum(facts["bytes"] for facts in companions_of(manifest).values())
@@ -133,7 +133,7 @@ def export(
             }
             disk.write_file(journal.staging / MANIFEST, seal(manifest_facts))
         journal.publish()
-    yield Progress(total, total, 0, "published")
+    yield RunProgress(total, total, 0, "published")
 
 
 def _check_exported(out: Path) -> None:
@@ -250,7 +250,7 @@ def _write(
     folder: Path,
     total: int,
     files: dict[str, Any],
-) -> Iterator[Progress]:
+) -> Iterator[RunProgress]:
     """Writes the shards in the order of the rows, and adds them to `files`."""
     produced, done = _produce(manifest, rows), 0
     for name, shard in zip(file_names(len(shards)), shards, strict=True):
@@ -259,7 +259,7 @@ def _write(
             for tensor, values in islice(produced, len(shard)):
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
                 done += tensor.nbytes
-                yield Progress(done, total, 0, "export")
+                yield RunProgress(done, total, 0, "export")
         files[name] = file.facts()
 
 

@@ -31,7 +31,7 @@ in a second."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a conversion is, in bytes of the source. `resumed` are those of an earlier run."""
 
     done: int
@@ -62,7 +62,7 @@ def read_ahead(plan: Plan) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[Progress]:
+def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[RunProgress]:
     """Converts, and yields progress. If it is killed at any moment and run again, it resumes.
 
     Args:
@@ -88,16 +88,16 @@ def run(plan: Plan, out: Path, limits: Limits, *, overwrite: bool = False) -> It
         state = journal.begin()
         if state is State.PUBLISHED:
             yield from _check_published(plan, journal.out)
-            yield Progress(plan.source_bytes, plan.source_bytes, plan.source_bytes, "published")
+            yield RunProgress(plan.source_bytes, plan.source_bytes, plan.source_bytes, "published")
             return
         if _forget_changed(plan, journal) or state is not State.COMPLETE:
             yield from _work(plan, journal, job_count)
-        yield Progress(plan.source_bytes, plan.source_bytes, 0, "publish")
+        yield RunProgress(plan.source_bytes, plan.source_bytes, 0, "publish")
         journal.publish()
-    yield Progress(plan.source_bytes, plan.source_bytes, 0, "published")
+    yield RunProgress(plan.source_bytes, plan.source_bytes, 0, "published")
 
 
-def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
+def _check_published(plan: Plan, out: Path) -> Iterator[RunProgress]:
     """Checks that an output of this plan has all its files, in their sizes, and was made from the files of the source
     as they are now.
 
@@ -114,7 +114,7 @@ def _check_published(plan: Plan, out: Path) -> Iterator[Progress]:
         for shard in plan.source.shards:
             facts = known.get(shard.name, {})
             if shard.sha256 is None and facts.get("stamp") != shard.stamp:  # another file, perhaps of the same content
-                yield Progress(0, plan.source_bytes, 0, "compare")
+                yield RunProgress(0, plan.source_bytes, 0, "compare")
                 if facts.get("sha256") is None or reader.sha256(shard.name) != facts["sha256"]:
                     raise OutputError(
                         f"{out} exists already, and was not made from {plan.source.folder / shard.name} as it is now",
@@ -145,16 +145,16 @@ def _forget_changed(plan: Plan, journal: Journal) -> bool:
     return bool(changed)
 
 
-def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[Progress]:
+def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[RunProgress]:
     store = Store(journal.staging / manifest.PARAMS, plan.arrays)
     todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT_ENTRY) is None]
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.out.parent, todo)
-    yield Progress(resumed, plan.source_bytes, resumed, "convert")
+    yield RunProgress(resumed, plan.source_bytes, resumed, "convert")
     store.make_folders()
     for done in Workers(plan, journal, store, jobs).run(todo):
-        yield Progress(resumed + done, plan.source_bytes, resumed, "convert")
-    yield Progress(plan.source_bytes, plan.source_bytes, resumed, "merge")
+        yield RunProgress(resumed + done, plan.source_bytes, resumed, "convert")
+    yield RunProgress(plan.source_bytes, plan.source_bytes, resumed, "merge")
     files = {f"{manifest.PARAMS}/{name}": hash_bytes(content) for name, content in store.finish().items()}
     _write_rest(plan, journal, files)
 

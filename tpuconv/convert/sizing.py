@@ -74,6 +74,6 @@ def jobs(plan: Plan, limits: Limits) -> int:
     return max(1, min(limits.jobs, fitting, len(plan.units)))
 
 
-def peak_memory(plan: Plan, job_count: int) -> int:
+def planned_memory(plan: Plan, job_count: int) -> int:
     """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
     return BASE_MEMORY + job_count * buffers(plan).nbytes

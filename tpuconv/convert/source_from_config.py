@@ -21,7 +21,7 @@ from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
 
-PLAIN, BUFFER = "BF16", "F32"
+WEIGHT_DTYPE, BUFFER_DTYPE = "BF16", "F32"
 """Dtypes of parameters, and of buffers, that are not encoded."""
 
 SHARD = "model.safetensors"
@@ -65,13 +65,13 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Ite
         list(dict.fromkeys(pattern for group in known for pattern in group.patterns)),
         (outer for module in modules for outer in within(module)),
         ConfigError,
-        how="match",
+        method="match",
     )
     for binding in bindings:
         own = known if _is_multiplied(binding) else ()
         for name, shape in binding.src_shapes().items():
             scheme = _scheme(own, name, shape)
-            plain = {name: (BUFFER if binding.row.buffer else PLAIN, shape)}
+            plain = {name: (BUFFER_DTYPE if binding.row.buffer else WEIGHT_DTYPE, shape)}
             stored = scheme.stored(name, shape) if scheme else plain
             yield from ((part, dtype, own_shape) for part, (dtype, own_shape) in stored.items())
 

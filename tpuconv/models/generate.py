@@ -1,7 +1,7 @@
-"""Token ids from a model: the prompts in chunks (prefill), then one call for each token (decode), the cache in place.
+"""Generation of token ids: prefill of the prompts in chunks, then one decode step per token, with a cache that is
+updated in place.
 
-`Generator` compiles both programs. `tpuconv generate`, the benchmark and the ahead-of-time compilation for a slice of
-TPUs use it, so that what is judged ahead of time is what runs.
+`Generator` compiles both programs. `tpuconv generate`, `benchmark` and `fit` use it: they judge the programs that run.
 """
 
 import functools
@@ -24,49 +24,59 @@ from jax.typing import DTypeLike
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.models.common.cache import Cache, cache_shardings
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import HIDDEN
+from tpuconv.models.common.layers import MASKED_SCORE
 
 CACHE_SHARE = 0.6
-"""Of the memory of a machine without other devices, the part that a cache may take beside the weights."""
+"""The largest share of a CPU machine's memory that a cache may use."""
 
 PREFILL_TOKENS = 2048
-"""Tokens of all sequences in one call of prefill: the attention scores of longer prompts would not fit in memory."""
+"""The most tokens of all sequences in one prefill step. With more, attention scores would not fit in memory."""
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it the most likely token is taken: logits divided by less are infinite in float32."""
+"""Below this temperature the most likely token is taken, since scaled logits would overflow float32."""
 
 ENDED = -1
-"""Stands where a sequence has no token any more."""
+"""The id that is yielded for a sequence that has ended."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. A temperature of 0 takes the most likely one. `top_k` leaves the k most likely, `top_p`
-    the fewest that have this probability together (arXiv:1904.09751)."""
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens only; None for all.
+        top_p: sample from the fewest tokens that together have this probability (arXiv:1904.09751).
+
+    Raises:
+        UsageError: a value is out of range.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        possible = 0 <= self.temperature < inf and 0 < self.top_p <= 1  # which NaN is not
-        if not possible or (self.top_k is not None and self.top_k < 1):
-            raise UsageError(f"{self} cannot be: a finite temperature >= 0, top_k >= 1 and 0 < top_p <= 1 are needed")
+        in_range = 0 <= self.temperature < inf and 0 < self.top_p <= 1  # false for NaN
+        if not in_range or (self.top_k is not None and self.top_k < 1):
+            raise UsageError(
+                f"{self} is invalid: temperature >= 0 and finite, top_k >= 1 and 0 < top_p <= 1 are needed"
+            )
 
     def __call__(self, logits_BV: jax.Array, key: jax.Array) -> jax.Array:
-        """One token id [B] for each row of logits."""
+        """Returns a token id [B] for each row of logits."""
         if self.temperature < LEAST_TEMPERATURE:
             return jnp.argmax(logits_BV, axis=-1)
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
             least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[-1]))[0][:, -1:]
-            logits_BV = jnp.where(logits_BV < least_B1, HIDDEN, logits_BV)
+            logits_BV = jnp.where(logits_BV < least_B1, MASKED_SCORE, logits_BV)
         if self.top_p < 1:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-            chances_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            likelier_BV = jnp.cumsum(chances_BV, axis=-1) - chances_BV
-            least_B1 = jnp.where(likelier_BV < self.top_p, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
-            logits_BV = jnp.where(logits_BV < least_B1, HIDDEN, logits_BV)
+            probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+            before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of all more likely tokens
+            least_B1 = jnp.where(before_BV < self.top_p, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV < least_B1, MASKED_SCORE, logits_BV)
         return jax.random.categorical(key, logits_BV)
 
 
@@ -74,37 +84,40 @@ TPU_OPTIONS: Mapping[str, str] = {
     "xla_tpu_msa_inefficient_use_to_copy_ratio": "0.6",
     "xla_tpu_enable_dot_strength_reduction": "false",
 }
-"""Without the first the compiler fetches a layer's whole cache into fast memory, updates one token there and writes all
-of it back; so it prefetches only what is used more than moved. Without the second it computes the products of one token
-element by element, where the matrix unit takes a third of the time or less."""
+"""XLA options for TPU. Without the first, the compiler copies a layer's complete cache to VMEM, updates one token
+there, and writes all of it back; with it, the compiler prefetches only arrays that are read more often than moved.
+Without the second, it computes the products of a single token element by element; the matrix unit needs a third of that
+time or less."""
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
-    """What every step of a model is compiled with for devices of a platform ("tpu", "cpu")."""
+    """Returns the XLA options that prefill and decode are compiled with on a platform ("tpu", "cpu")."""
     return dict(TPU_OPTIONS) if platform == "tpu" else {}
 
 
 def prefill_chunk(batch: int, tokens: int) -> int:
-    """Tokens of each sequence in one call of prefill, for `batch` prompts of `tokens` tokens."""
+    """Returns the tokens of each sequence in one prefill step, for `batch` prompts of `tokens` tokens."""
     return max(1, min(tokens, PREFILL_TOKENS // batch))
 
 
 class Generator:
-    """A model with its prefill and decode steps, compiled once for each shape, for the devices that hold its weights.
+    """A model with its compiled prefill and decode steps, for the devices that hold its weights. A step is compiled
+    once for each shape.
 
-    - `decode(batch, length)` is compiled from (weights, ids [B], cache, key) to (next ids [B], cache).
-    - `prefill(batch, tokens, length)` is compiled from (weights, ids [B, T], mask [B, T], cache, key) to the same.
-    - `empty_cache(batch, length)` makes the cache of `length` slots that both take.
+    - `decode(batch, length)` returns the compiled (weights, ids [B], cache, key) -> (next ids [B], cache).
+    - `prefill(batch, tokens, length)` returns the compiled (weights, ids [B, T], mask [B, T], cache, key) -> the same.
+    - `empty_cache(batch, length)` returns the cache of `length` slots that both take.
 
-    Both steps donate the cache, whose memory layout is the one that the compiler chooses for decoding. Weights keep
-    their layouts; with `free_layouts` the compiler chooses those too, and `decode(...).input_formats` has its choice.
-    The model may hold shapes with shardings (`jax.ShapeDtypeStruct`) instead of arrays: then it only compiles.
+    Both steps donate the cache. The compiler chooses the cache's device layout for decoding; the weights keep their
+    layouts. With `free_layouts` the compiler chooses the weights' layouts too, which are in
+    `decode(...).input_formats`. The model may have shapes with shardings (`jax.ShapeDtypeStruct`) instead of arrays:
+    then it can be compiled only.
 
     Args:
-        model: from `tpuconv.load`.
-        sampling: how a token is chosen from its logits.
-        cache_dtype: of keys and values; the model's dtype where None.
-        free_layouts: for the ahead-of-time compilation.
+        model: a model from `tpuconv.load`.
+        sampling: how the next token is chosen.
+        cache_dtype: of keys and values; None for the model's dtype.
+        free_layouts: let the compiler choose the layouts of the weights.
     """
 
     def __init__(
@@ -117,11 +130,12 @@ class Generator:
     ):
         self.model, self.sampling, self.cache_dtype, self.free_layouts = model, sampling, cache_dtype, free_layouts
         self.graph, state = nnx.split(model)
-        self.weights, self.form = jax.tree.flatten(state)  # a plain list: a step of a small model is as short as a call
-        where = self.weights[0].sharding
-        self.mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
-        self.whole = where if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-        self.platform = next(iter(where.device_set)).platform
+        # A flat list, since flattening the state takes as long as a step of a small model.
+        self.weights, self.form = jax.tree.flatten(state)
+        placement = self.weights[0].sharding
+        self.mesh: Any = placement.mesh if isinstance(placement, NamedSharding) else None
+        self.replicated = placement if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        self.platform = next(iter(placement.device_set)).platform
         self.options = compiler_options(self.platform)
         self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
         self._empty_cache = functools.cache(self._empty)
@@ -132,13 +146,13 @@ class Generator:
 
         cache = self.cache_shapes(batch, length)
         self._check_memory(cache)
-        formats = jax.tree.map(lambda own: Format(Layout.AUTO, own), self._cache_shardings(cache))
+        formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), self._cache_shardings(cache))
         weights = [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
         jitted = jax.jit(
             decode,
             donate_argnums=2,
-            in_shardings=(weights, self.whole, formats, self.whole),
-            out_shardings=(self.whole, formats),
+            in_shardings=(weights, self.replicated, formats, self.replicated),
+            out_shardings=(self.replicated, formats),
         )
         return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), cache)  # type: ignore[no-untyped-call]
 
@@ -152,14 +166,15 @@ class Generator:
         jitted = jax.jit(
             prefill,
             donate_argnums=3,
-            in_shardings=(weights, self.whole, self.whole, cache, self.whole),
-            out_shardings=(self.whole, cache),
+            in_shardings=(weights, self.replicated, self.replicated, cache, self.replicated),
+            out_shardings=(self.replicated, cache),
         )
         ids, mask = (jax.ShapeDtypeStruct((batch, tokens), dtype) for dtype in (jnp.int32, bool))  # type: ignore[no-untyped-call]
         return self._compile(jitted, ids, mask, self.cache_shapes(batch, length))
 
     def _step(self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
-        """The next token [B] of each sequence after ids_BT, and the cache with these tokens: what both programs do."""
+        """The body of both programs: the next token [B] of each sequence after `ids_BT`, and the cache with these
+        tokens."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
         logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
         return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
@@ -175,15 +190,17 @@ class Generator:
         return nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh)
 
     def cache_shapes(self, batch: int, length: int) -> Cache:
-        """The cache with shapes instead of arrays."""
+        """Returns a cache with shapes instead of arrays."""
         shapes: Cache = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
         return shapes
 
     def _cache_shardings(self, cache: Cache) -> Any:
-        return jax.tree.map(lambda _: self.whole, cache) if self.mesh is None else cache_shardings(cache, self.mesh)
+        return (
+            jax.tree.map(lambda _: self.replicated, cache) if self.mesh is None else cache_shardings(cache, self.mesh)
+        )
 
     def empty_cache(self, batch: int, length: int) -> Cache:
-        """A cache of `length` slots, none of them used."""
+        """Returns a cache of `length` slots, none of them in use."""
         cache: Cache = self._empty_cache(batch, length)()
         return cache
 
@@ -194,36 +211,41 @@ class Generator:
             return make.lower().compile(self.options)
 
     def _check_memory(self, cache: Cache) -> None:
-        """Raises ResourceError where the cache takes more than a part of this machine's memory. Other devices refuse it
-        by themselves; a CPU gives addresses, and the process is killed when they are written."""
+        """Raises ResourceError if the cache needs more than `CACHE_SHARE` of a CPU machine's memory. Other devices
+        refuse such an allocation. A CPU grants it, and the process is killed when it writes to the memory."""
         need = sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.platform == "cpu" and need > CACHE_SHARE * memory:
             raise ResourceError(
-                f"the cache of keys and values needs {need / 1e9:.3g} GB, and may have {CACHE_SHARE:.0%} of this "
+                f"the cache of keys and values needs {need / 1e9:.3g} GB, the limit is {CACHE_SHARE:.0%} of this "
                 f"machine's {memory / 1e9:.3g} GB",
-                hint="ask for fewer tokens or sequences",
+                hint="use fewer tokens or sequences",
             )
 
     def read(self, ids_BT: np.ndarray, mask_BT: np.ndarray, new_tokens: int, key: jax.Array) -> tuple[Any, Cache]:
-        """Runs the prompts ids_BT, padded on the left, through `prefill`, in chunks of `prefill_chunk` tokens.
+        """Runs `prefill` on prompts that are padded on the left, in chunks of `prefill_chunk` tokens.
+
+        Args:
+            ids_BT, mask_BT: token ids, and where they are not padding.
+            new_tokens: slots of the cache after the prompts.
+            key: random key for sampling.
 
         Returns:
-            The next token [B] of each prompt, and the cache, which has room for `new_tokens` more.
+            The next token [B] of each prompt, and the cache.
         """
         batch, tokens = ids_BT.shape
         chunk = prefill_chunk(batch, tokens)
-        more = -tokens % chunk  # all chunks have one shape: the first is filled up on the left
+        more = -tokens % chunk  # pads the first chunk on the left, so that all chunks have one shape
         ids_BT, mask_BT = (np.pad(array, ((0, 0), (more, 0))) for array in (ids_BT, mask_BT))
         length = self.slots(batch, tokens, new_tokens)
         prefill, cache = self.prefill(batch, chunk, length), self.empty_cache(batch, length)
-        for at in range(0, tokens + more, chunk):
-            now = slice(at, at + chunk)
-            ids_B, cache = prefill(self.weights, ids_BT[:, now], mask_BT[:, now], cache, key)
+        for start in range(0, tokens + more, chunk):
+            columns = slice(start, start + chunk)
+            ids_B, cache = prefill(self.weights, ids_BT[:, columns], mask_BT[:, columns], cache, key)
         return ids_B, cache
 
     def slots(self, batch: int, tokens: int, new_tokens: int) -> int:
-        """The `length` of the cache for prompts of so many tokens and `new_tokens` after them."""
+        """Returns the `length` of the cache for prompts of `tokens` tokens and `new_tokens` after them."""
         return tokens + -tokens % prefill_chunk(batch, tokens) + new_tokens
 
     def __call__(
@@ -234,14 +256,20 @@ class Generator:
         eos: Collection[int] = (),
         seed: int = 0,
     ) -> Iterator[np.ndarray]:
-        """Yields the next token id of every prompt [B], step by step; `ENDED` after a token of `eos`. It stops when all
-        have ended.
+        """Generates tokens. Yields the next token id [B] of each prompt; `ENDED` after a token of `eos`.
+
+        Args:
+            prompts: token ids of each prompt.
+            max_new_tokens: stop after this number of tokens.
+            eos: ids that end a sequence. Generation stops when all sequences have ended.
+            seed: of the random key for sampling.
 
         Raises:
-            UsageError: a prompt without tokens, or no token asked for.
+            UsageError: a prompt has no tokens, or `max_new_tokens` is less than 1.
+            ResourceError: the cache needs too much memory.
         """
         if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise UsageError("every prompt needs a token at least, and max_new_tokens is 1 or more")
+            raise UsageError("every prompt must have a token, and max_new_tokens must be at least 1")
         ids_BT, mask_BT = left_padded(prompts)
         key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)
@@ -250,7 +278,7 @@ class Generator:
         ids_B, cache = self.read(ids_BT, mask_BT, max_new_tokens, key)
         for step in range(max_new_tokens):
             chosen_B = ids_B
-            if step + 1 < max_new_tokens:  # the device computes the next token while this one is looked at
+            if step + 1 < max_new_tokens:  # the device computes the next token while the caller processes this one
                 ids_B, cache = decode(self.weights, ids_B, cache, key)
             out_B = np.where(ended_B, ENDED, np.asarray(chosen_B))
             yield out_B
@@ -260,8 +288,8 @@ class Generator:
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [B, T] whose last tokens stand in one column, and the mask [B, T] of those that are real."""
+    """Returns prompts as a batch of ids [B, T] that is padded on the left, and its mask [B, T], True for tokens."""
     width = max(map(len, prompts))
-    ids_BT = np.array([[0] * (width - len(own)) + list(own) for own in prompts], np.int32)
-    mask_BT = np.arange(width) >= np.array([[width - len(own)] for own in prompts])
+    ids_BT = np.array([[0] * (width - len(ids)) + list(ids) for ids in prompts], np.int32)
+    mask_BT = np.arange(width) >= np.array([[width - len(ids)] for ids in prompts])
     return ids_BT, mask_BT

@@ -1,4 +1,4 @@
-"""Logits of a model on prompts, and how far two models' logits are from each other."""
+"""Logits of a model on prompts, and the divergence of two models' logits."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,8 +8,14 @@ import numpy as np
 
 
 def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
-    """What gives, with the weights that the model has when it is called, its logits [T, V] in float32 of each prompt.
-    Prompts are padded to one length on the right: one compilation."""
+    """Returns a function that computes the model's logits [T, V] in float32 for each prompt, with the weights that the
+    model has when the function is called. Prompts are padded on the right to one length, so that it compiles once.
+
+    Args:
+        model: a Flax NNX model.
+        prompts: token ids of each prompt.
+        dtype: of the model's parameters.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -17,13 +23,13 @@ def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callabl
     length = max(map(len, prompts))
     graph = nnx.graphdef(model)
 
-    @jax.jit  # nnx.jit would give the weights back, a second time in memory
+    @jax.jit  # nnx.jit would return the weights too, which doubles their memory
     def logits(state: Any, ids_BT: Any, mask_BT: Any) -> Any:
         return nnx.merge(graph, state)(ids_BT, mask_BT)
 
     def run() -> list[np.ndarray]:
         state, out = nnx.state(model), []
-        # A TPU multiplies float32 in bfloat16 unless told otherwise.
+        # By default a TPU multiplies float32 as bfloat16.
         with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
             for ids in prompts:
                 ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
@@ -35,12 +41,13 @@ def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callabl
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Of logits [..., V], in float64: in float32 it would be wrong by as much as a small divergence."""
+    """Returns the log-probabilities [..., V] of logits [..., V] in float64. In float32 the error would be as large as a
+    small divergence."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
     return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
 
 
 def divergences(logp: Sequence[np.ndarray], logq: Sequence[np.ndarray]) -> np.ndarray:
-    """KL(p || q) in nats of every token of all prompts, from the logarithms [T, V] of each prompt."""
+    """Returns KL(p || q) in nats for each token of all prompts, given the log-probabilities [T, V] of each prompt."""
     return np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)])

@@ -1,4 +1,6 @@
-"""Which family reads a config.json. Families are imported when they are asked for, and import no jax to be planned."""
+"""The table of model families, and the choice of the family for a config.json. A family is imported when it is first
+needed. Its config and table do not import jax.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -26,15 +28,24 @@ FAMILIES: Mapping[str, str] = {
     "llama4": "tpuconv.models.llama4.family:FAMILY",
     "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
 }
-"""The families of this package. Those of others register by an entry point, name to `Family`, in `GROUP`."""
+"""The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
 GROUP = "tpuconv.families"
+"""The group of entry points for families."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What `tpuconv families` shows (`summary`), reads (`config`), maps (`table`) and loads (`model`, "module:Class").
-    `architectures` maps the architectures of config.json to the model_type of each."""
+    """A model family.
+
+    Attributes:
+        name: its name.
+        summary: the models that it supports, for `tpuconv families`.
+        config: the class that reads config.json.
+        table: the mapping of the tensors.
+        model: the class of the Flax NNX model, as "module:Class".
+        architectures: the model_type of each architecture in config.json.
+    """
 
     name: str
     summary: str
@@ -45,25 +56,29 @@ class Family:
 
     @property
     def model_class(self) -> Any:
-        """The class of the Flax NNX model, to call with (config, scan_layers=, dtype=, rngs=). Imports jax."""
+        """The class of the Flax NNX model; its arguments are those of `Decoder`. Imports jax."""
         return _resolve(self.model)
 
     def read_config(self, raw: Mapping[str, Any], allow: Collection[str] = ()) -> DecoderConfig:
-        """The config that a parsed config.json describes without its keys `allow`; raises as `config.from_hf`."""
+        """Returns the config that a parsed config.json describes without its keys `allow`.
+
+        Raises:
+            UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
+        """
         return self.config.from_hf(without_keys(raw, allow))
 
     def check_config(
         self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
     ) -> ConfigReport:
-        """The config that a parsed config.json describes, and what is not read of it.
+        """Returns the config that a parsed config.json describes, and its keys that are not read.
 
         Args:
             raw: the parsed config.json.
-            allow: keys that the user lets through, which are read as if they were not there.
-            tensors: names of the checkpoint's tensors, which may show what an ignored key says.
+            allow: keys that the user lets through; they are treated as absent.
+            tensors: names of the checkpoint's tensors, which may show the value of an ignored key.
 
         Raises:
-            UsageError: a key of `allow` is not there, or is read.
+            UsageError: a key of `allow` is not in config.json, or the conversion reads it.
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
         """
         given_keys(raw, allow)
@@ -81,12 +96,16 @@ def _plugins() -> dict[str, EntryPoint]:
 
 
 def family_names() -> list[str]:
-    """All families, those of this package first."""
+    """Returns the names of all families, those of this package first."""
     return [*FAMILIES, *_plugins()]
 
 
 def get_family(name: str) -> Family:
-    """The family of that name."""
+    """Returns the family of this name.
+
+    Raises:
+        UsageError: there is no such family, or its package cannot be imported.
+    """
     if name in FAMILIES:
         family: Family = _resolve(FAMILIES[name])
         return family
@@ -98,17 +117,22 @@ def get_family(name: str) -> Family:
     except Exception as error:
         raise UsageError(f"the family '{name}' cannot be imported from {point.value}: {error!r}") from error
     if not isinstance(plugin, Family):
-        raise UsageError(f"the family '{name}', {point.value}, is no tpuconv.models.registry.Family")
+        raise UsageError(f"the family '{name}', {point.value}, is not a tpuconv.models.registry.Family")
     return plugin
 
 
 def all_families() -> list[Family]:
-    """Every family, imported."""
+    """Returns all families. Imports them."""
     return [get_family(name) for name in family_names()]
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:
-    """The family that reads a parsed config.json: the one of its model_type, if it has all of its architectures too."""
+    """Returns the family that supports the model_type and all architectures of a parsed config.json.
+
+    Raises:
+        ConfigError: the model_type or the architectures are malformed.
+        UnsupportedConfig: no family supports them.
+    """
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
     names = [model_type, *architectures] if isinstance(architectures, list) else [None]
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
@@ -116,7 +140,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
         )
     known: set[str] = set()
-    for family in map(get_family, family_names()):  # ours first: for what they read, no plugin is imported
+    for family in map(get_family, family_names()):  # ours first, so that plugins are imported only if needed
         known.update(family.architectures.values())
         if model_type in family.architectures.values():
             other = [name for name in architectures if family.architectures.get(name) != model_type]
@@ -134,5 +158,5 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.8)  # a typing mistake, not a relative
+    near = get_close_matches(name, known, n=1, cutoff=0.8)  # similar enough to be a typing error
     return f"known are {', '.join(known)}" + (f"; the nearest is {near[0]}" if near else "")

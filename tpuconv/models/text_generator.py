@@ -1,4 +1,4 @@
-"""Text in, text out: a model with its tokenizer."""
+"""Text generation: a model with its tokenizer."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,19 @@ from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.generate import ENDED, Generator, Sampling
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to, as long as the others are missing."""
+"""The character that a tokenizer decodes an incomplete UTF-8 sequence to."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after one prompt: `text`, and the token `ids` of it, the one that ended it included. `stopped`
-    says why it ended: "eos" (a token that ends a text), "stop" (a stop string, which is not part of `text`) or
-    "length" (`max_new_tokens`)."""
+    """The completion of one prompt.
+
+    Attributes:
+        prompt: the prompt.
+        text: the generated text, without the stop string.
+        ids: the generated token ids, the last one included.
+        stopped: why it ended: "eos" (an end token), "stop" (a stop string) or "length" (`max_new_tokens`).
+    """
 
     prompt: str
     text: str
@@ -27,11 +32,12 @@ class Completion:
     stopped: str
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         return {"prompt": self.prompt, "text": self.text, "ids": list(self.ids), "stopped": self.stopped}
 
 
 class TextGenerator:
-    """A model that continues texts, several at once.
+    """Generates text with a model, for several prompts at once.
 
         model = tpuconv.load("Qwen3-8B-orbax")
         tokenizer = load_tokenizer(Path("Qwen3-8B-orbax"))
@@ -39,11 +45,11 @@ class TextGenerator:
         write(["What is a TPU?"], max_new_tokens=64, chat=True)[0].text
 
     Args:
-        model: from `tpuconv.load`.
-        tokenizer: from `tpuconv.models.tokenizer.load_tokenizer`.
-        ends: token ids that end a text, as `tpuconv.models.tokenizer.end_tokens` reads them.
-        sampling: how a token is chosen; the most likely one by default.
-        cache_dtype: of keys and values; the model's dtype where None.
+        model: a model from `tpuconv.load`.
+        tokenizer: a tokenizer from `tpuconv.models.tokenizer.load_tokenizer`.
+        ends: ids of the tokens that end a text, from `tpuconv.models.tokenizer.end_tokens`.
+        sampling: how the next token is chosen; by default the most likely one.
+        cache_dtype: of keys and values; None for the model's dtype.
     """
 
     def __init__(
@@ -60,33 +66,36 @@ class TextGenerator:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer knows how a conversation is written."""
+        """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
-        """The token ids of each prompt. With `chat` each is what a user says in a conversation of its own, which the
-        tokenizer's chat template writes out; `system` is what the conversation begins with.
+        """Returns the token ids of each prompt.
+
+        Args:
+            prompts: texts.
+            chat: format each prompt as the user's message of a conversation, with the tokenizer's chat template.
+            system: with `chat`, the system message of each conversation.
 
         Raises:
-            UsageError: the tokenizer has no chat template, or the template refuses the conversation; `system` without
-                `chat`.
+            UsageError: the tokenizer has no chat template, the template fails, or `system` is given without `chat`.
         """
         if not chat:
             if system is not None:
-                raise UsageError("a system prompt needs a chat template", hint="give --chat too")
+                raise UsageError("a system prompt needs a chat template", hint="add --chat")
             return [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self.has_chat_template:
-            raise UsageError("the tokenizer has no chat template", hint="leave --chat out, or give another checkpoint")
+            raise UsageError("the tokenizer has no chat template", hint="leave --chat out")
         begin = [] if system is None else [{"role": "system", "content": system}]
         texts = []
         for prompt in prompts:
             messages = [*begin, {"role": "user", "content": prompt}]
             try:
                 texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            except Exception as e:  # the template is a program of the model's authors, and may raise what it likes
+            except Exception as e:  # the template is a program, and may raise any exception
                 raise UsageError(
                     f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
-                    hint="leave --system out, if it refuses that" if system is not None else "leave --chat out",
+                    hint="leave --system out: some templates refuse it" if system is not None else "leave --chat out",
                 ) from e
         return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
@@ -100,12 +109,18 @@ class TextGenerator:
         stop: Collection[str] = (),
         seed: int = 0,
     ) -> Iterator[tuple[list[str], list[Completion]]]:
-        """Yields after every token, for each prompt, the text that is new and all of it so far. Text that may become a
-        stop string, or of which bytes are missing, comes later. The last completions are the results.
+        """Generates text. Yields, after each token, the new text of each prompt and all completions so far. Text that
+        may be the beginning of a stop string, or that ends in an incomplete character, is held back. The completions
+        that are yielded last are the results.
+
+        Args:
+            prompts, chat, system: see `encode`.
+            max_new_tokens: stop after this number of tokens.
+            stop: strings that end a text.
+            seed: for sampling.
 
         Raises:
-            UsageError: see `encode`; or a prompt has no tokens, or more with `max_new_tokens` than the model has
-                positions.
+            UsageError: see `encode`; or a prompt has no tokens, or prompt and new tokens exceed the model's context.
         """
         ids = self.encode(prompts, chat=chat, system=system)
         longest = max(map(len, ids), default=0)
@@ -115,7 +130,7 @@ class TextGenerator:
                 f"model has {self.context} positions",
                 hint="ask for fewer new tokens, or give a shorter prompt",
             )
-        texts = [_Text(self.tokenizer, own, self.ends, stop) for own in ids]
+        texts = [_Text(self.tokenizer, prompt_ids, self.ends, stop) for prompt_ids in ids]
         for step, ids_B in enumerate(self.generator(ids, max_new_tokens, eos=self.ends, seed=seed)):
             is_last = step + 1 == max_new_tokens
             new = [text.add(int(token), is_last) for text, token in zip(texts, ids_B, strict=True)]
@@ -124,7 +139,7 @@ class TextGenerator:
                 return
 
     def __call__(self, prompts: Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[Completion]:
-        """The completions of all prompts, in one batch; arguments and errors are those of `stream`."""
+        """Returns the completions of all prompts. Arguments and errors are those of `stream`."""
         out: list[Completion] = []
         for _, completions in self.stream(prompts, max_new_tokens, **options):
             out = completions
@@ -132,7 +147,7 @@ class TextGenerator:
 
 
 class _Text:
-    """What follows one prompt."""
+    """The text that is generated for one prompt."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Collection[str]):
         self.tokenizer, self.prompt, self.ends, self.stop = (
@@ -142,12 +157,12 @@ class _Text:
             [text for text in stop if text],
         )
         self.ids: list[int] = []
-        # The text of the new ids alone may lack its first space: it is what the text of all has more.
+        # Decoding the new ids alone may lose a leading space. So all ids are decoded, and the prompt's text is removed.
         self.before = len(self._decoded(self.prompt))
         self.text, self.shown, self.stopped = "", 0, ""
 
     def add(self, token: int, is_last: bool) -> str:
-        """The text that is new."""
+        """Adds a token. Returns the text that can be shown now."""
         if self.stopped or token == ENDED:
             return ""
         self.ids.append(token)
@@ -158,13 +173,14 @@ class _Text:
             self.stopped = "eos"
         elif is_last:
             self.stopped = "length"
-        ready = self.text if self.stopped else self.text[: len(self.text) - self._held()]
+        ready = self.text if self.stopped else self.text[: len(self.text) - self._held_back()]
         new = ready[self.shown :]
         self.shown = max(self.shown, len(ready))
         return new
 
-    def _held(self) -> int:
-        """Characters at the end that may not stay: of an incomplete one, or the beginning of a stop string."""
+    def _held_back(self) -> int:
+        """The number of characters at the end that may change: an incomplete character, or the beginning of a stop
+        string."""
         if self.text.endswith(INCOMPLETE):
             return len(self.text) - self.shown
         ends = (n for text in self.stop for n in range(len(text) - 1, 0, -1) if self.text.endswith(text[:n]))
@@ -174,4 +190,5 @@ class _Text:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def completion(self, prompt: str) -> Completion:
+        """Returns the completion so far."""
         return Completion(prompt, self.text, tuple(self.ids), self.stopped or "length")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import SourceError
-from tpuconv.jsonfile import opened, stand_in
+from tpuconv.jsonfile import opened, placeholder
 from tpuconv.storage.hashes import hash_file
 
 PATTERNS = (
@@ -97,7 +97,7 @@ def _facts(path: Path) -> dict[str, Any]:
         facts = hash_file(path)
     # A template or a vocabulary may begin with a tag, and a licence or a card be a page.
     is_page = path.suffix == ".json" or (path.suffix in COMPANION_SUFFIXES and _PAGE.match(start))
-    if (what := stand_in(start)) and (is_page or start.startswith(b"version https://git-lfs")):
+    if (what := placeholder(start)) and (is_page or start.startswith(b"version https://git-lfs")):
         raise SourceError(f"{path} is {what}")
     return facts
 

@@ -23,7 +23,7 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: i
 
     Raises:
         error: it is missing, or holds no such object.
-        SourceError: it cannot be read, is larger than `limit` bytes, or is no regular file.
+        SourceError: it cannot be read, is larger than `limit` bytes, or is not a regular file.
     """
     if not os.path.lexists(path):
         raise error(f"{path} is missing", hint="give a folder that holds all files of the model, or its Hub id")
@@ -38,7 +38,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: config.json is missing, or one of the files holds no JSON object.
-        SourceError: one of them cannot be read, or is no regular file.
+        SourceError: one of them cannot be read, or is not a regular file.
     """
     raw, beside = read_json(path, ConfigError), path.with_name(ENCODING_FILE)
     return with_encoding(raw, beside) if path.name == CONFIG_FILE and os.path.lexists(beside) else raw

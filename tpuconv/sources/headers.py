@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.errors import SourceError, shorten
-from tpuconv.jsonfile import Each, check, opened, parse, stand_in
+from tpuconv.jsonfile import Each, check, opened, parse, placeholder
 from tpuconv.layout import Shape
 from tpuconv.sources.files import MAX_HEADER_BYTES
 
@@ -71,7 +71,7 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
         start = os.pread(fd, 64, 0)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or 8 + length > status.st_size:
-            if other := stand_in(start):
+            if other := placeholder(start):
                 raise SourceError(f"{path} is {other}")
             raise SourceError(f"{path} is truncated: {status.st_size} bytes do not hold its header")
         if length > MAX_HEADER_BYTES:

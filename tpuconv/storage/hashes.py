@@ -30,12 +30,12 @@ def open_regular(path: Path) -> FileIO:
     """Opens a regular file to be read. Other kinds, such as pipes, may block for ever or never end.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is not a regular file, or cannot be read.
     """
     file = FileIO(path, "r", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
@@ -43,7 +43,7 @@ def blocks(path: Path) -> Iterator[bytes]:
     """Yields the bytes of a regular file in blocks.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is not a regular file, or cannot be read.
     """
     with open_regular(path) as file:
         while block := file.read(BLOCK):

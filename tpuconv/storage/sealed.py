@@ -202,7 +202,7 @@ def size_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, s
             yield name, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
             continue
         if not stat.S_ISREG(status.st_mode):
-            yield name, "is no regular file"
+            yield name, "is not a regular file"
         elif status.st_size != size:
             yield name, f"has {status.st_size} bytes instead of {size}"
 

@@ -1,1 +1,1 @@
-"""Does a checkpoint hold what its manifest says, and does the model compute what Hugging Face's does?"""
+"""Checks of a checkpoint: checksums, logits against transformers, speed, and fit on TPU slices."""

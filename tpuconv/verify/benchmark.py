@@ -1,8 +1,8 @@
-"""How fast does a model read prompts (prefill) and write (decode) on the devices here, and how near to their limits?
+"""Times prefill and decoding on the devices of this process, and compares the times with the hardware limits.
 
-A decode step must read every weight that it uses and the cache once: its time against the memory bandwidth is the
-share that was reached. A prefill must multiply every weight with every token: against the peak of the matrix units. The
-limits are those of the chip (`tpuconv.verify.topology.chips.CHIPS`), or measured here in the same run.
+A decode step reads every weight that it uses, and the cache, at least once: its limit is the memory bandwidth. A
+prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are those of the chip
+(`tpuconv.verify.topology.chips.CHIPS`) if it is listed there, and are measured in the same run otherwise.
 """
 
 import statistics
@@ -23,7 +23,13 @@ PROMPT = "Once upon a time, there was a little"
 
 @dataclass(frozen=True)
 class HardwareLimits:
-    """Of all devices together: bytes/s and FLOP/s, and whether they were measured here or are the chip's."""
+    """The limits of all devices together.
+
+    Attributes:
+        bandwidth: memory bandwidth in bytes/s.
+        peak: peak of the matrix units in FLOP/s.
+        measured: whether both were measured in this run; if false, they are the chip's specification.
+    """
 
     bandwidth: float
     peak: float
@@ -32,7 +38,7 @@ class HardwareLimits:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ran: the devices, their limits, and the versions."""
+    """The hardware and software of a benchmark: kind and number of devices, their limits, versions of packages."""
 
     device: str
     devices: int
@@ -40,12 +46,13 @@ class Machine:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One measurement: prompts of a length in a batch, and how many tokens each gets."""
+    """What is timed: the number of prompts in a batch, their length in tokens, and the new tokens of each."""
 
     batch: int
     prompt_length: int
@@ -54,11 +61,22 @@ class Workload:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians over the repeats, in seconds. `memory_bytes` is what a decode step holds on one device, weights
-    included; `peak_memory_bytes` the most that the device counted so far, None where it does not count. `new_ids`
-    follow the spoken prompt."""
+    """The timing of one workload. Times are medians over the repeats.
 
-    shape: Workload
+    Attributes:
+        workload: what was timed.
+        compile_seconds: time to compile prefill and decoding.
+        first_token_seconds: time of a prefill.
+        step_seconds: time of a decode step.
+        step_bytes: bytes that a decode step must read.
+        prefill_flops: FLOPs that a prefill must compute.
+        memory_bytes: memory of a decode step on one device, weights included.
+        peak_memory_bytes: peak memory of the first device so far; None if the device does not report it.
+        new_ids: token ids that the warm-up generated.
+        limits: limits of the hardware.
+    """
+
+    workload: Workload
     compile_seconds: float
     first_token_seconds: float
     step_seconds: float
@@ -70,68 +88,71 @@ class Timing:
     limits: HardwareLimits
 
     @property
-    def per_sequence(self) -> float:
-        """Tokens per second."""
+    def tokens_per_second_per_sequence(self) -> float:
+        """Decoding speed of one sequence."""
         return 1 / self.step_seconds
 
     @property
-    def in_all(self) -> float:
-        """Tokens per second."""
-        return self.shape.batch / self.step_seconds
+    def tokens_per_second(self) -> float:
+        """Decoding speed of all sequences together."""
+        return self.workload.batch / self.step_seconds
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the memory bandwidth, in decoding."""
+        """The share of the memory bandwidth that decoding reaches."""
         return self.step_bytes / self.step_seconds / self.limits.bandwidth
 
     @property
     def peak_share(self) -> float:
-        """Of the peak FLOP/s, in prefill."""
+        """The share of the peak FLOP/s that prefill reaches."""
         return self.prefill_flops / self.first_token_seconds / self.limits.peak
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         facts = asdict(self)
         del facts["limits"], facts["new_ids"]
         return {
-            **facts.pop("shape"),
+            **facts.pop("workload"),
             **facts,
-            "tokens_per_second_per_sequence": self.per_sequence,
-            "tokens_per_second": self.in_all,
+            "tokens_per_second_per_sequence": self.tokens_per_second_per_sequence,
+            "tokens_per_second": self.tokens_per_second,
             "bandwidth_share": self.bandwidth_share,
             "peak_share": self.peak_share,
         }
 
 
-def shapes(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Workload]:
-    """Every combination, the last changing fastest.
+def workloads(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Workload]:
+    """Returns a workload for each combination; `new_tokens` changes fastest.
 
     Raises:
-        UsageError: fewer than two new tokens, of which the first is the prefill's.
+        UsageError: a number of new tokens is less than 2. Prefill gives the first, so nothing would be decoded.
     """
     if min(new_tokens) < 2:
-        raise UsageError("--new-tokens is 2 or more: the first comes from the prefill")
-    return [Workload(*each) for each in product(batches, prompt_lengths, new_tokens)]
+        raise UsageError("--new-tokens must be at least 2: the first token comes from the prefill")
+    return [Workload(*sizes) for sizes in product(batches, prompt_lengths, new_tokens)]
 
 
 def machine() -> Machine:
-    """The devices of this process. Takes some seconds where their limits must be measured."""
+    """Returns the devices of this process with their limits. Takes some seconds if the limits must be measured."""
     import jax
 
     devices = jax.devices()
     kind = devices[0].device_kind
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip:
-        # The two cores of a v4 are two devices to the compiler and one to a host: chips are counted, by their places.
-        parts = chip.devices * len({tuple(device.coords) for device in devices})
-        limits = HardwareLimits(chip.bandwidth * parts, chip.peak * parts, measured=False)
+        # The compiler sees the two cores of a v4 chip as two devices, a host sees one. Chips are counted by
+        # coordinates.
+        count = chip.devices * len({tuple(device.coords) for device in devices})
+        limits = HardwareLimits(chip.bandwidth * count, chip.peak * count, measured=False)
     else:
-        limits = _measured(len(devices) if devices[0].platform != "cpu" else 1)  # devices of a CPU share its memory
+        limits = _measure_limits(len(devices) if devices[0].platform != "cpu" else 1)  # CPU devices share one memory
     libraries = ("tpuconv", "jax", "jaxlib", "flax")
     return Machine(kind, len(devices), limits, {name: version(name) for name in libraries})
 
 
-def _measured(devices: int) -> HardwareLimits:
-    """The best of several products: a large matrix and a vector for the bandwidth, two matrices for the peak."""
+def _measure_limits(devices: int) -> HardwareLimits:
+    """Measures one device: matrix times vector for the bandwidth, matrix times matrix for the peak; the best of several
+    runs. Returns the limits of `devices` such devices."""
     import jax
     import jax.numpy as jnp
 
@@ -146,7 +167,7 @@ def _measured(devices: int) -> HardwareLimits:
 
 
 def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """Seconds, the least of several calls after one that compiles."""
+    """The shortest time of several calls in seconds, after one that compiles."""
     function(*args).block_until_ready()
     times = []
     for _ in range(repeats):
@@ -157,7 +178,7 @@ def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
 
 
 class Roofline:
-    """What a step of a model must do at least, by its weights."""
+    """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute."""
 
     def __init__(self, model: Any):
         import jax
@@ -166,13 +187,13 @@ class Roofline:
         from tpuconv.models.common.moe import Expert
 
         def total(part: Any) -> np.ndarray:
-            """Bytes and elements."""
+            """The bytes and the elements of a module's arrays, as an array of two."""
             leaves = jax.tree.leaves(nnx.state(part))
             return np.array([sum(x.nbytes for x in leaves), sum(x.size for x in leaves)])
 
         self.vocab_size = model.config.vocab_size
         self.head = model.config.vocab_size * model.config.hidden_size
-        self.row = 0  # bytes; of an embedding that is not the head too, a row for each token is all that is read
+        self.row = 0  # bytes of one row of the embedding; 0 if it is tied, since the head reads all of it
         self.dense = total(model)
         if model.lm_head is not None:
             self.dense -= total(model.embed)
@@ -185,14 +206,14 @@ class Roofline:
         self.expert = routed_total // self.experts
 
     def step_bytes(self, batch: int, cache_bytes: float) -> int:
-        """Bytes that a decode step reads at least: weights, of experts those that are chosen (other ones by each token,
-        as long as there are others), rows of the embedding, and the cache."""
+        """The bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the cache. It is
+        assumed that no two tokens choose the same expert while there are enough experts."""
         experts = min(self.experts, batch * self.chosen)
         return int(self.dense[0] + experts * self.expert[0] + batch * self.row + cache_bytes)
 
     def prefill_flops(self, batch: int, length: int) -> int:
-        """Multiplications and additions with the weights, the head's for the last token alone; attention's are left
-        out."""
+        """The FLOPs of a prefill's products with weights: 2 per weight and token. The head counts for the last token
+        only; attention scores are not counted."""
         token = self.dense[1] - self.head + self.chosen * self.expert[1]
         return int(2 * batch * (length * token + self.head))
 
@@ -202,14 +223,21 @@ def measure(
     wanted: Sequence[Workload],
     repeats: int,
     limits: HardwareLimits,
-    spoken: Sequence[int] = (),
+    warmup_ids: Sequence[int] = (),
     cache_dtype: str | None = None,
 ) -> Iterator[Timing]:
-    """Times every shape with random prompts, after a run with the prompt `spoken` to warm up. The cache is in the
-    model's dtype where it is not in `cache_dtype`.
+    """Times each workload with random prompts, and yields its timing.
+
+    Args:
+        model: a model from `tpuconv.load`.
+        wanted: the workloads.
+        repeats: number of timed runs.
+        limits: limits of the hardware.
+        warmup_ids: prompt of the warm-up run; random ids if empty.
+        cache_dtype: dtype of the cache; None for the model's.
 
     Raises:
-        ResourceError: the device has too little memory for a shape.
+        ResourceError: a workload needs more memory than the device has.
     """
     import jax
 
@@ -217,26 +245,31 @@ def measure(
 
     generator = Generator(model, cache_dtype=cache_dtype)
     roofline = Roofline(model)
-    for shape in wanted:
+    for workload in wanted:
         try:
-            yield _measure_workload(generator, roofline, shape, repeats, limits, spoken)
+            yield _measure_workload(generator, roofline, workload, repeats, limits, warmup_ids)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
             raise ResourceError(
-                f"{shape} does not fit the device: {str(e).partition(chr(10))[0][:200]}",
+                f"{workload} does not fit the device: {str(e).partition(chr(10))[0][:200]}",
                 hint="try a smaller batch, shorter prompts or fewer new tokens",
             ) from e
 
 
 def _measure_workload(
-    generator: Any, roofline: Roofline, shape: Workload, repeats: int, limits: HardwareLimits, spoken: Sequence[int]
+    generator: Any,
+    roofline: Roofline,
+    workload: Workload,
+    repeats: int,
+    limits: HardwareLimits,
+    warmup_ids: Sequence[int],
 ) -> Timing:
     import jax
 
     from tpuconv.models.generate import prefill_chunk
 
-    B, T, new = shape.batch, shape.prompt_length, shape.new_tokens
+    B, T, new = workload.batch, workload.prompt_length, workload.new_tokens
     length = generator.slots(B, T, new)
     ids_BT = np.random.default_rng(0).integers(0, roofline.vocab_size, (B, T), np.int32)
     mask_BT = np.ones(ids_BT.shape, bool)
@@ -246,8 +279,8 @@ def _measure_workload(
     decode, _ = generator.decode(B, length), generator.prefill(B, prefill_chunk(B, T), length)
     compile_seconds = time.perf_counter() - began
 
-    own = list(spoken)[-T:] or list(map(int, ids_BT[0]))
-    ids_B, cache = generator.read(*_in_shape(own, ids_BT.shape), new, key)
+    prompt = list(warmup_ids)[-T:] or list(map(int, ids_BT[0]))
+    ids_B, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
     new_ids = [int(ids_B[0])]
     for _ in range(new - 1):
         ids_B, cache = decode(weights, ids_B, cache, key)
@@ -265,12 +298,12 @@ def _measure_workload(
         firsts.append(first - began)
         steps.append((time.perf_counter() - first) / (new - 1))
 
-    slots_taken = (T + new / 2) / length  # on average over the steps
-    cache_bytes = slots_taken * sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    used_share = (T + new / 2) / length  # of the cache's slots, on average over the steps
+    cache_bytes = used_share * sum(x.nbytes for x in jax.tree.leaves(cache.layers))
     memory = decode.memory_analysis()
     parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     return Timing(
-        shape=shape,
+        workload=workload,
         compile_seconds=compile_seconds,
         first_token_seconds=statistics.median(firsts),
         step_seconds=statistics.median(steps),
@@ -283,8 +316,8 @@ def _measure_workload(
     )
 
 
-def _in_shape(prompt: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt in every row, padded on the left: ids and mask."""
+def _batched(prompt: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids [B, T] and mask [B, T] of a batch that has the prompt in each row, padded on the left."""
     ids_BT, mask_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     ids_BT[:, -len(prompt) :], mask_BT[:, -len(prompt) :] = prompt, True
     return ids_BT, mask_BT

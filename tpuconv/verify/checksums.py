@@ -1,8 +1,8 @@
-"""Does a checkpoint hold what its manifest says? Every byte of every file is read once, past the page cache, in bounded
-memory, and nothing may be there that the manifest does not know.
+"""Checks a checkpoint against its manifest. Reads every byte of every file once, with direct I/O and in bounded memory.
+A file that the manifest does not list is a fault.
 
-Shard files are read by the package's own reader, which checks the crc32c of each chunk as TensorStore does for Orbax;
-what tells Orbax how to read them, zarr.json and the metadata, is compared byte for byte with what was written.
+Shard files are read by `tpuconv.checkpoint.reader`, which checks the crc32c of each chunk as TensorStore does for
+Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by hash.
 """
 
 import os
@@ -27,34 +27,35 @@ from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.sealed import Sealed, check_current, extra_entries, reseal
 
 MEANINGS = {
-    CONFIG_FILE: "the model that it describes may be another",
-    CARD: "it only describes the checkpoint",
-    SOURCE_CARD: "it only describes the original",
-    REPORT: "it only reports",
-    LAYOUTS: "weights may be laid out in another way, which changes no value",
-    "generation_config.json": "texts may end or be drawn in another way",
-    **{f"{PARAMS}/{name}": "Orbax may not restore the arrays, or other ones" for name in ORBAX_FILES},
+    CONFIG_FILE: "it may describe a different model",
+    CARD: "no effect on the weights (model card)",
+    SOURCE_CARD: "no effect on the weights (model card of the source)",
+    REPORT: "no effect on the weights (report)",
+    LAYOUTS: "device layouts may differ; values do not",
+    "generation_config.json": "sampling and end tokens may differ",
+    **{f"{PARAMS}/{name}": "Orbax may fail to restore, or restore different arrays" for name in ORBAX_FILES},
 }
-"""What it means where a file is not what it was."""
+"""The consequence of a change, by file."""
 
 UPDATABLE = (LAYOUTS, CARD, REPORT)
-"""Files beside the arrays, with the companions, whose change may be meant."""
+"""Files that `update` accepts when they were changed on purpose, besides the companions."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One array or file: `fault` says what is wrong with it, None if it is as it was written."""
+    """The result for one array or file: its name, its size in bytes, and what is wrong with it (None if nothing is)."""
 
     name: str
     nbytes: int
     fault: str | None
 
 
-def check(manifest: Manifest) -> Iterator[Checked]:
-    """Checks every file and every array, in the manifest's order, and names what should not be there.
+def check_checkpoint(manifest: Manifest) -> Iterator[Checked]:
+    """Checks every file and every array. Yields unexpected files, then the listed files, then the arrays, each in the
+    manifest's order.
 
     Raises:
-        SourceError: the checkpoint was replaced meanwhile, so that nothing can be said of it.
+        SourceError: the checkpoint was replaced during the check.
     """
     faulty = False
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
@@ -72,10 +73,10 @@ def check(manifest: Manifest) -> Iterator[Checked]:
 
 
 def check_export(folder: Path, sealed: Sealed) -> Iterator[Checked]:
-    """Checks every file that `export` wrote.
+    """Checks every file of an export against its manifest. Yields unexpected files, then the listed ones.
 
     Raises:
-        SourceError: the folder was replaced meanwhile.
+        SourceError: the folder was replaced during the check.
     """
     for name in _entries(folder, {*sealed.files, MANIFEST}):
         yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
@@ -85,7 +86,7 @@ def check_export(folder: Path, sealed: Sealed) -> Iterator[Checked]:
 
 
 def _files(manifest: Manifest) -> list[str]:
-    """All files but the shards and the manifest; where it lists none, those that Orbax asks for."""
+    """All files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax needs."""
     return list(manifest.sealed.files) or [f"{PARAMS}/{name}" for name in ORBAX_FILES]
 
 
@@ -105,30 +106,31 @@ def _compare_file(folder: Path, name: str, known: Mapping[str, Any] | None) -> C
 
 def _meaning(name: str) -> str:
     if name.startswith("tokenizer") or name.startswith("vocab"):
-        return "texts may be cut into other tokens"
-    return MEANINGS.get(name, "Orbax may not restore the array" if name.startswith(f"{PARAMS}/") else "it was copied")
+        return "tokenization may differ"
+    default = "Orbax may fail to restore the array" if name.startswith(f"{PARAMS}/") else "copied from the source"
+    return MEANINGS.get(name, default)
 
 
 def _extra(manifest: Manifest) -> Iterator[Checked]:
-    """What lies in the folder and is not in the manifest."""
+    """Files and folders that the manifest does not list."""
     top = {name.partition("/")[0] for name in manifest.sealed.files} | {PARAMS, MANIFEST}
     inside = {*manifest.arrays, *ORBAX_FILES}
     if manifest.sealed.is_sealed:
         for name in _entries(manifest.folder, top):
             yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
     for name in _entries(manifest.params, inside):
-        yield Checked(f"{PARAMS}/{name}", 0, "is not in the manifest: Orbax may take it for an array")
+        yield Checked(f"{PARAMS}/{name}", 0, "is not in the manifest: Orbax may read it as an array")
     if manifest.sealed.is_sealed:
         for array in manifest.arrays.values():
             for name in _entries(manifest.params / array.name, {"zarr.json", *array.spec.shard_sizes()}):
-                yield Checked(f"{PARAMS}/{array.name}/{name}", 0, "is not in the manifest: it is no part of the array")
+                yield Checked(f"{PARAMS}/{array.name}/{name}", 0, "is not in the manifest: not part of the array")
 
 
 def _entries(folder: Path, known: set[str]) -> list[str]:
     try:
         return extra_entries(folder, known)
     except OSError:
-        return []  # it is named as missing
+        return []  # `_check_file` or `_check_array` reports the folder as missing
 
 
 def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
@@ -141,12 +143,12 @@ def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
 
 
 def update(manifest: Manifest) -> list[str]:
-    """Seals the checkpoint again with the files beside the arrays as they are now, after they were changed on purpose:
-    config.json, tokenizer, cards. Gives the names of those that changed, were added or are gone.
+    """Accepts intended changes of the files beside the arrays, such as config.json, tokenizer and cards: writes their
+    current hashes into the manifest. Returns the names of files that were changed, added or removed.
 
     Raises:
         UsageError: the manifest is of format 1.
-        CorruptOutput: an array, or what Orbax needs to read it, is damaged: that is no change on purpose.
+        CorruptOutput: an array or a file that Orbax needs is damaged.
         SourceError: the checkpoint was replaced meanwhile.
     """
     if not manifest.sealed.is_sealed:
@@ -154,18 +156,18 @@ def update(manifest: Manifest) -> list[str]:
             f"{manifest.folder} was made by an older tpuconv, whose manifests hold no hashes of files",
             hint="convert it again to have them checked",
         )
-    kept = {name: facts for name, facts in manifest.sealed.files.items() if name.startswith(f"{PARAMS}/")}
-    for name, known in kept.items():
+    params = {name: facts for name, facts in manifest.sealed.files.items() if name.startswith(f"{PARAMS}/")}
+    for name, known in params.items():
         if (checked := _check_file(manifest, name)).fault and known:
             manifest.check_current()
             raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
-    before = {name: facts for name, facts in manifest.sealed.files.items() if name not in kept}
+    before = {name: facts for name, facts in manifest.sealed.files.items() if name not in params}
     names = sorted(entry.name for entry in manifest.folder.iterdir() if entry.is_file() and _may_change(entry.name))
     now = {name: hash_file(manifest.folder / name) for name in names}
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     manifest.check_current()
     if changed:
-        reseal(manifest.folder, manifest.sealed, kept | now)
+        reseal(manifest.folder, manifest.sealed, params | now)
     return changed
 
 

@@ -1,9 +1,9 @@
-"""The comparison with the original, a layer at a time: neither model is ever in memory whole.
+"""Compares a checkpoint with transformers layer by layer. Neither model is in memory as a whole.
 
-Transformers' own modules are made without memory, on torch's meta device; one decoder layer after the other gets its
-weights from the source, runs, and is emptied again. What its forward pass hands to each layer besides the hidden states
-(masks, rotary positions) is recorded beforehand by running it with layers that do nothing. Ours are the blocks of the
-model, filled from the checkpoint one at a time.
+The modules of transformers are created on torch's meta device, without memory. Each decoder layer is loaded from the
+source, run, and moved back to the meta device. The other inputs of a layer (masks, rotary positions) are recorded
+beforehand, by a forward pass whose layers are replaced by the identity. Our blocks are loaded from the checkpoint one
+at a time.
 """
 
 import ctypes
@@ -26,29 +26,38 @@ from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import empty_weights, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
-"""Largest error of a part by itself. Rounding makes about 1e-6 and 1e-2; a wrong layer makes 0.1 and more."""
+"""The largest error of a layer on the reference's input, by dtype. Rounding gives about 1e-6 in float32 and 1e-2 in the
+others; a wrong layer gives 0.1 or more."""
 
 M_MMAP_THRESHOLD = -3
-"""Of mallopt(3): blocks from this size on are mapped each for itself."""
+"""The parameter of mallopt(3) for the size from which each block is mapped separately."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """One part of the model, and the error of what comes out of it: the norm of the difference by that of the
-    reference, over all tokens. `own` is that of our part on the reference's input, `error` that on our own input: all
-    that has gathered up to here."""
+    """The error of one layer's output, or of the embedding's: |ours - reference| / |reference|, Euclidean norms over
+    all tokens.
+
+    Attributes:
+        name: "embedding" or "layer 0".
+        own_error: error of our layer on the reference's input.
+        error: error of our layer on the output of our layers before it: the accumulated error.
+        gate: largest `own_error` of a layer that does not diverge.
+    """
 
     name: str
-    own: float
+    own_error: float
     error: float
     gate: float
 
     @property
-    def departs(self) -> bool:
-        return not self.own <= self.gate  # a NaN departs too
+    def diverges(self) -> bool:
+        """Whether `own_error` is above the gate, or NaN."""
+        return not self.own_error <= self.gate
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "own_error": self.own, "error": self.error, "departs": self.departs}
+        """The keys that docs/json.md lists."""
+        return {"name": self.name, "own_error": self.own_error, "error": self.error, "departs": self.diverges}
 
 
 def compare_layers(
@@ -56,41 +65,50 @@ def compare_layers(
     source: Path,
     prompts: Sequence[Sequence[int]],
     dtype: str,
-    show: Callable[[LayerError], None] = lambda part: None,
+    show: Callable[[LayerError], None] = lambda layer: None,
 ) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
-    """The embedding and every layer, each shown as it is compared, and the logits [T, V] in float32 of transformers'
-    model and of ours, a prompt each: those that the models have in one piece.
+    """Compares the embedding and every layer with transformers.
+
+    Args:
+        manifest: the checkpoint.
+        source: the folder of its source.
+        prompts: token ids.
+        dtype: of parameters and activations.
+        show: called with each layer's error as soon as it is known.
+
+    Returns:
+        The errors; then transformers' logits and ours, [T, V] in float32 for each prompt. They equal those of the
+        complete models.
 
     Raises:
-        UsageError: the checkpoint is quantized, or holds a part of the layers only.
-        SourceError: the source lacks a tensor that transformers' model needs.
+        UsageError: the checkpoint is quantized, or has only a part of the layers.
+        SourceError: the source lacks a tensor that transformers needs.
     """
     manifest.check_complete()
     if manifest.quantization is not None:
-        raise UsageError(f"{manifest.folder} is quantized: every layer departs a little", hint="leave --layerwise out")
+        raise UsageError(f"{manifest.folder} is quantized: every layer diverges", hint="leave --layerwise out")
     _return_freed_memory()
     theirs, ours = _Reference(source, manifest, prompts, dtype), _Ours(manifest, prompts, dtype)
-    parts: list[LayerError] = []
+    errors: list[LayerError] = []
 
-    def compared(name: str, reference: Sequence[np.ndarray], own: Any, gathered: Any) -> None:
-        parts.append(
-            LayerError(name, _relative_error(reference, own), _relative_error(reference, gathered), LAYER_GATES[dtype])
-        )
-        show(parts[-1])
+    def add(name: str, reference: Sequence[np.ndarray], on_reference: Any, accumulated: Any) -> None:
+        own_error, error = (_relative_error(reference, states) for states in (on_reference, accumulated))
+        errors.append(LayerError(name, own_error, error, LAYER_GATES[dtype]))
+        show(errors[-1])
 
     with closing(theirs):
-        before, own = theirs.embed(), ours.embed()
-        compared("embedding", before, own, own)
+        before, embedded = theirs.embed(), ours.embed()
+        add("embedding", before, embedded, embedded)
         for i in range(len(theirs.layers)):
             after = theirs.layer(i)
-            compared(f"layer {i}", after, *ours.layer(i, before))
+            add(f"layer {i}", after, *ours.layer(i, before))
             before = after
-        return parts, theirs.logits(), ours.logits()
+        return errors, theirs.logits(), ours.logits()
 
 
 def _return_freed_memory() -> None:
-    """Large arrays go back to the system when they are freed. Left to itself, glibc learns from the first ones to keep
-    those of up to 32 MB, and the holes between them add up to several layers."""
+    """Makes glibc return freed arrays of 1 MB or more to the system. By default its threshold grows to 32 MB, and the
+    memory that it does not return adds up to several layers."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
@@ -103,7 +121,7 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
 
 
 class _Reference:
-    """Transformers' model. `hidden` are the states [1, T, D] of every prompt after the last part that ran."""
+    """Transformers' model. `hidden` are the hidden states [1, T, D] of each prompt after the last layer that ran."""
 
     def __init__(self, source: Path, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
         import torch
@@ -126,14 +144,15 @@ class _Reference:
         self.conversions = get_model_conversion_mapping(self.model)
         self.decoder = self.model.model
         self.layers = list(self.decoder.layers)
-        # Its buffers are computed, not stored: they are made again, off the meta device.
+        # Its buffers are computed, not stored: create them outside the meta device.
         self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=self.decoder.config)
         self.prompts = [torch.tensor([list(ids)]) for ids in prompts]
         self.hidden: list[Any] = []
         self.given: list[list[tuple[Any, Any]]] = []
 
     def embed(self) -> list[np.ndarray]:
-        """Runs the embedding, and records what the layers are given besides."""
+        """Runs the embedding and records the other inputs of each layer. Returns the hidden states [T, D] of each
+        prompt."""
         torch = self.torch
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(embedding, "embed.")
@@ -141,8 +160,8 @@ class _Reference:
 
         with ExitStack() as stack:
             for layer in self.layers:
-                stack.enter_context(_instead(layer, self._record))
-            stack.enter_context(_instead(head, lambda x: x[..., :1]))
+                stack.enter_context(_replace_forward(layer, self._record))
+            stack.enter_context(_replace_forward(head, lambda x: x[..., :1]))
             for ids in self.prompts:
                 self.given.append([])
                 with torch.no_grad():
@@ -156,6 +175,7 @@ class _Reference:
         return x
 
     def layer(self, number: int) -> list[np.ndarray]:
+        """Runs the next layer. Returns the hidden states [T, D] of each prompt."""
         layer = self.layers[number]
         self._fill(layer, f"layers.{number}.")
         with self.torch.no_grad():
@@ -167,35 +187,37 @@ class _Reference:
         return self._states()
 
     def logits(self) -> list[np.ndarray]:
-        """By transformers' forward pass, whose last layer gives the hidden states that are there."""
+        """The logits [T, V] of each prompt: transformers' forward pass, in which the embedding returns `hidden` and the
+        layers are the identity."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
         out = []
         for ids, hidden in zip(self.prompts, self.hidden, strict=True):
             with ExitStack() as stack:
-                stack.enter_context(_instead(embedding, lambda ids, x=hidden: x))
+                stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
                 for layer in self.layers:
-                    stack.enter_context(_instead(layer, lambda x, *args, **kwargs: x))
+                    stack.enter_context(_replace_forward(layer, lambda x, *args, **kwargs: x))
                 with self.torch.no_grad():
                     out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
         self._empty(head)
         return out
 
     def close(self) -> None:
+        """Closes the files of the source."""
         self.reader.close()
 
     def _states(self) -> list[np.ndarray]:
         return [x[0].float().numpy() for x in self.hidden]
 
     def _fill(self, module: Any, target: str) -> None:
-        """Gives a module its weights, by transformers' own loading: it renames, and stacks experts."""
+        """Loads a module's weights with transformers' own loader, which renames tensors and stacks experts."""
         from tpuconv.private import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
-        names = {name for own, names in self.sources.items() if own.startswith(target) for name in names}
+        names = {name for parameter, names in self.sources.items() if parameter.startswith(target) for name in names}
         if absent := names - self.tensors.keys():
             raise SourceError(
                 f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
-                hint="is it the source of this checkpoint? name the right one with --source",
+                hint="if it is not the source of this checkpoint, name the right one with --source",
             )
         state = {name: self._read(self.tensors[name]) for name in sorted(names)}
         convert_and_load_state_dict_in_model(
@@ -204,26 +226,26 @@ class _Reference:
         if module is self.model.get_output_embeddings() and "lm_head.kernel" not in self.sources:
             module.weight = self.model.get_input_embeddings().weight
         lacking = {name: value for name, value in module.state_dict().items() if value.is_meta}
-        # No shared experts are matrices without elements, which releases leave out.
+        # A model without shared experts has matrices without elements for them, which its checkpoint lacks.
         empty = {name: self.torch.empty_like(x, device="cpu") for name, x in lacking.items() if not x.numel()}
         module.load_state_dict(empty, strict=False, assign=True)
         missing = [name for name in lacking if name not in empty]
         if missing:
             raise SourceError(
-                f"{self.folder} gives transformers no {', '.join(missing[:5])} of {target[:-1]}",
-                hint="compare without --layerwise to see what transformers says",
+                f"{self.folder} has no tensors for {', '.join(missing[:5])} of transformers' {target[:-1]}",
+                hint="compare without --layerwise to see transformers' own error",
             )
 
     def _read(self, tensor: Tensor) -> Any:
-        """The values of a tensor, decoded, as transformers' module wants them."""
+        """The decoded values of a tensor, with the axes that transformers' module has."""
         out = np.empty(tensor.size, tensor.dtype)
         tensor.read(self.reader, 0, np.empty(tensor.values.nbytes, np.uint8), out)
         values = self._as_torch(tensor, out)
-        # Experts in MXFP4 are stored with rows for outputs; the module has columns, and its loader turns them.
+        # Experts in MXFP4 are stored (out, in). The module has (in, out), and its own loader would transpose them.
         return values.transpose(1, 2) if tensor.scheme is MXFP4 else values
 
     def _as_torch(self, tensor: Tensor, out: np.ndarray) -> Any:
-        """Bfloat16, which numpy and torch do not share, goes by way of its bits."""
+        """A torch tensor of the values. Numpy and torch do not share bfloat16, so its bits are reinterpreted."""
         if tensor.dtype.name == "bfloat16":
             return self.torch.from_numpy(out.view(np.int16)).view(self.torch.bfloat16).reshape(tensor.shape)
         return self.torch.from_numpy(out).reshape(tensor.shape)
@@ -234,7 +256,7 @@ class _Reference:
 
 
 def sources_by_target(table: MappingTable, config: Any) -> dict[str, list[str]]:
-    """The tensors of the source that each parameter is made of, layer by layer."""
+    """Returns, for each parameter of the unstacked model, the names of the source tensors that it is made of."""
     return {
         target: [name for stack in binding.src for name in stack.names]
         for binding in table.bind(config)
@@ -243,32 +265,32 @@ def sources_by_target(table: MappingTable, config: Any) -> dict[str, list[str]]:
 
 
 @contextmanager
-def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Calls of the module call `forward`."""
+def _replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a module's forward function within the context."""
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward  # the class's shows again
+        del module.forward  # so that the one of the class is used again
 
 
 class _Ours:
-    """Our model, abstract. `hidden` are our states [1, T, D] after the last part that ran, all prompts padded on the
-    right to one length: one compilation for each kind of block."""
+    """Our model, without arrays. `hidden` are its hidden states [1, T, D] after the last layer that ran. All prompts
+    are padded on the right to one length, so that each kind of block is compiled once."""
 
     def __init__(self, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
         import jax
         import jax.numpy as jnp
         from flax import nnx
 
-        from tpuconv.models.common.decoder import EVERYTHING, Step
+        from tpuconv.models.common.decoder import NO_WINDOW, Step
         from tpuconv.models.common.layers import rope_cos_sin
         from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx
         self.model = abstract_model(manifest, dtype)
         config = self.model.config
-        self.windows = [min(window or EVERYTHING, EVERYTHING) for window in config.windows]
+        self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
         self.lengths = list(map(len, prompts))
         width = max(self.lengths)
         self.ids = [jnp.array([[*ids, *[0] * (width - len(ids))]]) for ids in prompts]
@@ -277,7 +299,7 @@ class _Ours:
             pos_BT = jnp.where(jnp.arange(width) < length, jnp.arange(width), -1)[None]
             self.steps.append(Step(pos_BT, pos_BT, 0, rope_cos_sin(config.rope, config.rope_dim, pos_BT)))
         self.hidden: list[Any] = []
-        # A TPU multiplies float32 in bfloat16 unless told otherwise.
+        # By default a TPU multiplies float32 as bfloat16.
         self.precision = "highest" if dtype == "float32" else None
         self.run_embed = nnx.jit(lambda part, ids_BT: part(ids_BT))
         self.run_block = nnx.jit(
@@ -290,12 +312,14 @@ class _Ours:
         )
 
     def embed(self) -> list[np.ndarray]:
+        """Runs the embedding. Returns the hidden states [T, D] of each prompt."""
         part = self._filled(self.model.embed, "embed")
         self.hidden = [self.run_embed(part, ids_BT) for ids_BT in self.ids]
         return self._states(self.hidden)
 
     def layer(self, number: int, reference: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """What comes out of the layer on the reference's states and on our own."""
+        """Runs the next layer on the reference's hidden states and on our own. Returns both outputs, [T, D] for each
+        prompt."""
         if self.model.scan_layers:
             block = self._filled(self.model.layers, "layers", number)
         else:
@@ -313,6 +337,7 @@ class _Ours:
         return self._states(both[0]), self._states(both[1])
 
     def logits(self) -> list[np.ndarray]:
+        """The logits [T, V] of each prompt."""
         norm = self._filled(self.model.norm, "norm")
         if self.model.lm_head is None:
             head = self._filled(self.model.embed, "embed")
@@ -331,7 +356,7 @@ class _Ours:
         return [np.asarray(x[0, :n], np.float32) for x, n in zip(padded, self.lengths, strict=True)]
 
     def _filled(self, part: Any, prefix: str, layer: int | None = None) -> Any:
-        """A part of the model with its arrays; of stacked ones those of one layer."""
+        """A module with its arrays; `layer` selects one layer of stacked arrays."""
         graph, state = self.nnx.split(part)
         flat = []
         for path, value in self.nnx.to_flat_state(state):
@@ -341,7 +366,7 @@ class _Ours:
 
 
 def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:
-    """An array of a checkpoint, or what one layer has of it."""
+    """Returns an array of a checkpoint, or the slice of one layer if its first axis is L."""
     stored = manifest.arrays[name]
     out = np.empty(stored.shape if layer is None else stored.shape[1:], stored.dtype)
     read_box(manifest, name, () if layer is None else (layer,), out)

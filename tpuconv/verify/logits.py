@@ -1,7 +1,7 @@
-"""Does the converted model compute what the original does? Logits of both on the same tokens, side by side.
+"""Compares the logits of the converted model with those of transformers on the same tokens.
 
 The reference is transformers on the source checkpoint, without remote code. Divergences are KL(reference || ours) in
-nats, per predicted token.
+nats per predicted token.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ PROMPTS = (
     "机器学习是人工智能的一个分支，它使计算机能够从数据中学习。",
     '{"name": "tpuconv", "inputs": ["model-00001-of-00002.safetensors"], "layers": 32, "tied": false, "next":',
 )
-"""What is compared where the user gives no prompts: prose, code, dialogue, numbers, other languages."""
+"""The default prompts: prose, code, dialogue, numbers, other languages."""
 
 ID_PROMPTS, ID_LENGTH = 8, 128
-"""Of random token ids. A model is less sure of what follows them than of text: of a right one in bfloat16 one token in
-300 or so differs that is not a tie, so that of few tokens too many would now and then."""
+"""Number and length of the prompts of random token ids. After random tokens a model's predictions are less certain than
+after text: with a correct model in bfloat16 about one token in 300 differs without a tie. Fewer tokens would sometimes
+fail the gate by chance."""
 
 TIE = 2
-"""Of two logits that differ by no more spacings of their type neither is the larger one: each is rounded, and made of
-what was rounded before."""
+"""Two logits are tied if they differ by at most this number of spacings of their dtype: both are rounded, and are
+computed from rounded values."""
 
 Gates = Mapping[str, float]
 DTYPE_GATES: Mapping[str, Gates] = {
@@ -50,14 +51,29 @@ DTYPE_GATES: Mapping[str, Gates] = {
     "bfloat16": {"mean_kl": 1e-3, "top1": 0.99},
     "float16": {"mean_kl": 1e-3, "top1": 0.99},
 }
-"""Largest difference by the largest logit, largest mean divergence, least agreement of the most likely token where the
-reference has one. Float32 compares the mathematics; in the shorter types both sides round, and differently."""
+"""Gates by dtype: the largest `relative_difference`, the largest `mean_kl`, the least `top1_decided`. Float32 compares
+the mathematics. In the 16-bit types both models round, and not alike."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Figures over all predicted tokens of all prompts. `decided` counts those for which the reference has one most
-    likely, and no tie of two: the share of these that agrees, `top1_decided`, is what the gate "top1" is for."""
+class LogitStatistics:
+    """Statistics over all predicted tokens of all prompts.
+
+    Attributes:
+        dtype: that both models computed in.
+        prompts, tokens: how many were compared.
+        max_abs_difference: largest absolute difference of two logits.
+        mean_abs_difference: mean absolute difference of two logits.
+        max_abs_logit: largest absolute logit of the reference.
+        mean_kl, p999_kl: mean and 99.9th percentile of the divergence, in nats.
+        top1: share of tokens with the same most likely next token.
+        decided: number of tokens for which the reference has no tie (see `TIE`).
+        top1_decided: the share `top1` of those tokens; the gate "top1" applies to it.
+        perplexity_hf, perplexity_jax: perplexity of the prompts, by the reference and by ours.
+        worst_prompt: number of the prompt with the largest mean divergence, from 1.
+        worst_prompt_kl: its mean divergence in nats.
+        gates: bounds by the name of a statistic.
+    """
 
     dtype: str
     prompts: int
@@ -78,10 +94,11 @@ class Comparison:
 
     @property
     def relative_difference(self) -> float:
+        """The largest difference of two logits, divided by the largest logit."""
         return self.max_abs_difference / self.max_abs_logit
 
     def failures(self) -> list[str]:
-        """The gates that do not hold, in words."""
+        """The gates that failed, one sentence each."""
         out = []
         for name, gate in self.gates.items():
             value = float(self.top1_decided if name == "top1" else getattr(self, name))
@@ -91,42 +108,45 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None where there are no gates."""
+        """Whether every gate holds; None if there are no gates."""
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         facts = asdict(self)
         facts["perplexity"] = {"hf": facts.pop("perplexity_hf"), "jax": facts.pop("perplexity_jax")}
         return {"passed": self.passed, **facts, "failures": self.failures()}
 
 
 def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list[int]]:
-    """Token ids of the prompts, or fixed pseudo-random ids where the source has no tokenizer and no prompts are given.
+    """Returns the token ids of the prompts, `PROMPTS` by default. Prompts of fewer than two tokens are left out. If the
+    source has no tokenizer and no prompts are given, the ids are pseudo-random, the same in every run.
 
     Raises:
-        UsageError: prompts without a tokenizer, or prompts that are too short to predict anything.
+        UsageError: the source has no tokenizer for the prompts, or every prompt is shorter than two tokens.
     """
     if not has_tokenizer(source):
         if prompts:
             raise UsageError(
-                f"{source} has no tokenizer for the prompts", hint="leave --prompts away to compare on token ids"
+                f"{source} has no tokenizer for the prompts", hint="leave --prompts out to compare on random token ids"
             )
         rng = np.random.default_rng(0)
         return [list(map(int, row)) for row in rng.integers(0, vocab_size, (ID_PROMPTS, ID_LENGTH))]
     tokenizer = load_tokenizer(source)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts or PROMPTS]
-    ids = [own for own in ids if len(own) > 1]
+    ids = [prompt_ids for prompt_ids in ids if len(prompt_ids) > 1]
     if not ids:
-        raise UsageError("the prompts are shorter than two tokens", hint="give longer ones")
+        raise UsageError("the prompts are shorter than two tokens", hint="give longer prompts")
     return ids
 
 
 READ_AS = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers reads as another, which has the same mathematics: it would ask for remote code."""
+"""Model types for which transformers has no class of its own (it would need remote code), and the model type with the
+same mathematics that is used instead."""
 
 
 def reference_config(source: Path) -> Any:
-    """Transformers' config of the source."""
+    """Returns transformers' config object of the source."""
     from transformers import AutoConfig
 
     raw = read_json(source / CONFIG_FILE, ConfigError)
@@ -137,27 +157,27 @@ def reference_config(source: Path) -> Any:
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """Where transformers makes a model that may have weights without elements, of no shared experts: torch warns."""
+    """Suppresses torch's warning about weights without elements, which a model without shared experts has."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         yield
 
 
 def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-    """Transformers' logits [T, V] in float32 of each prompt.
+    """Returns transformers' logits [T, V] in float32 for each prompt.
 
     Raises:
-        UsageError: it would take codes for weights.
+        UsageError: transformers would read quantized values as weights.
     """
     path = source / CONFIG_FILE
     if read_config(path) != read_json(path, ConfigError):
         raise UsageError(
-            f"transformers takes the codes of {source} for weights: {ENCODING_FILE} says how they are encoded, "
-            "which it does not read",
-            hint="--layerwise compares with transformers on the weights as tpuconv reads them",
+            f"transformers would read the quantized values of {source} as weights: the encoding is described in "
+            f"{ENCODING_FILE}, which transformers does not read",
+            hint="use --layerwise, which gives transformers the decoded weights",
         )
     if (source / INDEX_FILE).exists():
-        open_source(source)  # transformers follows `../` in an index
+        open_source(source)  # refuses an index with `../` in a file name, which transformers would follow
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -180,24 +200,23 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
 
 
 def device_mesh(sizes: Mapping[str, int]) -> Any:
-    """The first devices here, as a mesh with axes of these sizes.
+    """Returns a mesh of the first devices of this process, with axes of these sizes.
 
     Raises:
-        UsageError: there are fewer.
+        UsageError: there are too few devices.
     """
     import jax
 
     devices, count = jax.devices(), prod(sizes.values())
     if count > len(devices):
-        hint = (
-            "name a smaller one; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of one"
-        )
-        raise UsageError(f"the mesh {format_mesh(sizes)} has {count} devices, here are {len(devices)}", hint=hint)
+        hint = "use a smaller mesh; XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU eight devices"
+        raise UsageError(f"the mesh {format_mesh(sizes)} needs {count} devices, there are {len(devices)}", hint=hint)
     return jax.sharding.Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None) -> list[np.ndarray]:
-    """Our logits [T, V] in float32 of each prompt, computed on one device or on those of a mesh."""
+    """Returns our model's logits [T, V] in float32 for each prompt, computed on one device or on a mesh. Raises as
+    `tpuconv.load`."""
     import jax
 
     from tpuconv.restore import load
@@ -206,10 +225,18 @@ def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh:
         return forward(load(ckpt, dtype, mesh), prompts, dtype)()
 
 
-def compare(
+def compare_logits(
     prompts: Sequence[Sequence[int]], hf: Sequence[np.ndarray], ours: Sequence[np.ndarray], dtype: str, gates: Gates
-) -> Comparison:
-    """The figures of two models' logits [T, V] on the same prompts."""
+) -> LogitStatistics:
+    """Returns the statistics of two models' logits.
+
+    Args:
+        prompts: token ids of each prompt, T of them.
+        hf: the reference's logits [T, V] in float32 for each prompt.
+        ours: our logits, of the same shapes.
+        dtype: that both models computed in; it says which logits are tied.
+        gates: bounds by the name of a statistic.
+    """
     difference = np.concatenate([np.abs(a - b).max(-1) for a, b in zip(hf, ours, strict=True)])
     mean = float(np.mean([np.abs(a - b).mean() for a, b in zip(hf, ours, strict=True)]))
     logp, logq = ([log_softmax(x) for x in side] for side in (hf, ours))
@@ -217,7 +244,7 @@ def compare(
     means = [divergences([p], [q]).mean() for p, q in zip(logp, logq, strict=True)]
     agree = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in zip(logp, logq, strict=True)])
     decided = np.concatenate([~are_tied(x, dtype) for x in hf])
-    return Comparison(
+    return LogitStatistics(
         dtype=dtype,
         prompts=len(prompts),
         tokens=len(kl),
@@ -238,7 +265,8 @@ def compare(
 
 
 def are_tied(logits: np.ndarray, dtype: str) -> np.ndarray:
-    """Of every token of [T, V] whether the two largest logits are one to the precision of `dtype`, which they had."""
+    """Returns [T] bool: whether the two largest of the logits [T, V] are tied (see `TIE`). `dtype` is the dtype that
+    they were computed in."""
     second, first = np.partition(logits, -2, axis=-1)[:, -2:].T
     exponent = np.frexp(np.abs(first))[1] - 1
     spacing = float(ml_dtypes.finfo(dtype).eps) * np.exp2(exponent)  # type: ignore[no-untyped-call]
@@ -246,6 +274,6 @@ def are_tied(logits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _perplexity(prompts: Sequence[Sequence[int]], logp: Sequence[np.ndarray]) -> float:
-    """exp of the mean negative log-likelihood of every token after the first."""
+    """exp of the mean negative log-likelihood of all tokens except each prompt's first."""
     nll = [-p[np.arange(len(ids) - 1), list(ids)[1:]] for ids, p in zip(prompts, logp, strict=True)]
     return float(np.exp(np.concatenate(nll).mean()))

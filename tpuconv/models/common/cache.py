@@ -1,10 +1,10 @@
-"""The KV cache: keys and values of earlier tokens, so that a step computes those of its own tokens alone.
+"""The KV cache: keys and values of earlier tokens.
 
-Every slot has the position of its token; -1 marks a slot that is empty or holds padding. So one rule
-(`layers.is_visible`) covers left padding, right padding, prefill and decode.
+Each slot has the position of its token; -1 marks an empty slot or padding. So one rule (`layers.is_visible`) is enough
+for left padding, right padding, prefill and decode.
 
-An int8 cache holds for each vector int8 values and one scale. Attention multiplies scores and weights by the scales, so
-that the cache is never dequantized.
+An int8 cache has int8 values and one scale for each vector. Attention multiplies its scores and weights by the scales;
+the cache is not dequantized.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from tpuconv.models.common.placement import placed, rules_for, sharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KV:
-    """One layer's keys and values; with a leading axis L those of all layers. `axes` are the letters of each. Scales
-    are there where keys and values are int8."""
+    """The keys and values of one layer, or with a leading axis L of all layers. An int8 cache has scales. `axes` are
+    the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H", "B S K", "B S K")
 
@@ -35,21 +35,21 @@ class KV:
 
     @classmethod
     def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Zeros; `shape` is [B, S], or [L, B, S]."""
-        keys = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
-        values = zeros((*shape, config.axes["K"], config.axes["H"]), dtype)
+        """Returns a cache of zeros; `shape` is [B, S] or [L, B, S]."""
+        keys = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
+        values = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         return cls(keys[0], values[0], keys[1], values[1])
 
     def scores(self, q_BTKGH: jax.Array) -> jax.Array:
-        """Products of queries and keys [B, K, G, T, S], in float32: softmax needs them so, and rounding them would cost
-        more than any other rounding of attention."""
+        """Returns the products of queries and keys [B, K, G, T, S]. They are in float32, since rounding them would
+        cause the largest error in attention."""
         k_BSKH = to_compute_dtype(self.k_BSKH, q_BTKGH.dtype)
         scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
         return scores_BKGTS if self.k_scale_BSK is None else scores_BKGTS * _by_key(self.k_scale_BSK)
 
-    def mixed(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """The sum of the values [B, T, K, G, H], weighted by `weights_BKGTS`, which is in float32 and is rounded to
-        `dtype`."""
+    def weighted_values(self, weights_BKGTS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns the weighted sum of the values [B, T, K, G, H] in `dtype`. The weights are float32, rounded to
+        `dtype` for the product."""
         if self.v_scale_BSK is not None:
             weights_BKGTS = weights_BKGTS * _by_key(self.v_scale_BSK)
         return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), to_compute_dtype(self.v_BSKH, dtype))
@@ -58,8 +58,13 @@ class KV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """A pytree: pass it through `jax.jit` and donate it, then each step writes in place. `used` slots are taken.
-    `layers` has an entry for each layer, or one for all: `KV`, or what the family has instead."""
+    """The cache of a model. A pytree: if it is donated to a jitted function, a step updates it in place.
+
+    Attributes:
+        layers: `KV`, or the family's own class, for each layer; or one with a leading axis L for all layers.
+        positions_BS: position of the token in each slot, -1 for none.
+        used: number of slots in use.
+    """
 
     layers: Any
     positions_BS: jax.Array
@@ -67,82 +72,87 @@ class Cache:
 
     @classmethod
     def empty(cls, layers: Any, batch: int, length: int) -> Self:
-        """With no slot taken of `length`."""
+        """Returns a cache of `length` slots, none of them in use."""
         return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
     def take(self, pos_BT: jax.Array) -> "Cache":
-        """The cache whose next slots are those of tokens at these positions. Their keys and values are to come."""
+        """Returns the cache with slots reserved for tokens at these positions. Their keys and values are not yet
+        written.
+
+        Raises:
+            UsageError: there are too few slots. Only if `used` is not traced.
+        """
         slots, tokens = self.positions_BS.shape[1], pos_BT.shape[1]
         known_used = 0 if isinstance(self.used, jax.core.Tracer) else int(self.used)
         if known_used + tokens > slots:
-            raise UsageError(f"the cache has {slots} slots, of which {known_used} are used: {tokens} tokens do not fit")
+            raise UsageError(f"the cache has {slots} slots, {known_used} of them in use: {tokens} tokens do not fit")
         positions_BS = jax.lax.dynamic_update_slice(self.positions_BS, pos_BT, (0, self.used))
         return Cache(self.layers, positions_BS, self.used + tokens)
 
 
-def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Empty vectors, the last axis theirs, and their scales."""
+def empty_vectors(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Returns zeros of this shape, whose last axis is that of the vectors, and for int8 their scales, else None."""
     scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
     return jnp.zeros(shape, dtype), scales
 
 
 def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Vectors as int8 and the scale of each, by its largest element."""
+    """Returns the vectors (last axis) of `x` as int8, and their scales in float32: scale = max|x| / 127."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None]).astype(jnp.int8), scale
 
 
 def to_compute_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Casts an int8 array of a cache to the dtype of the product; XLA fuses the cast, so that int8 is read. An array of
-    another dtype is returned as it is."""
+    """Returns an int8 array of a cache in the dtype of the product; XLA fuses the cast into the product. An array of
+    another dtype is returned unchanged."""
     return x.astype(dtype) if x.dtype == jnp.int8 else x
 
 
-def written(old: Any, new: Any, slot: jax.Array | int) -> Any:
-    """A layer's cache with the vectors of new tokens written at `slot`; they are quantized where the cache holds int8,
-    and the scales then follow all vectors, in the same order."""
+def write_slots(old: Any, new: Any, slot: jax.Array | int) -> Any:
+    """Returns a layer's cache `old` with the vectors of `new` written at `slot`. If the cache is int8, they are
+    quantized first."""
 
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+    def update(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
 
-    leaves, form = jax.tree.flatten(old)
+    leaves, treedef = jax.tree.flatten(old)
     vectors = jax.tree.leaves(new)
-    if leaves[0].dtype == jnp.int8:
-        vectors = [part for parts in zip(*map(quantize_vectors, vectors), strict=True) for part in parts]
-    return jax.tree.unflatten(form, map(one, leaves, vectors))
+    if leaves[0].dtype == jnp.int8:  # its leaves are all values, then all scales
+        vectors = [array for arrays in zip(*map(quantize_vectors, vectors), strict=True) for array in arrays]
+    return jax.tree.unflatten(treedef, map(update, leaves, vectors))
 
 
 def _by_key(scale_BSK: jax.Array) -> jax.Array:
-    """[B, K, 1, 1, S]: beside scores."""
+    """[B, K, 1, 1, S], to multiply scores with."""
     return jnp.transpose(scale_BSK, (0, 2, 1))[:, :, None, None]
 
 
 def append_kv(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> KV:
-    """Appends the keys and values of this step's tokens to a layer's cache, at `slot`. Without a cache (`kv` is None)
-    returns these alone."""
+    """Returns a layer's cache with the keys and values of this step's tokens written at `slot`. Without a cache (`kv`
+    is None) returns these keys and values."""
     k_BTKH, v_BTKH = (placed(new, "B T K H") for new in (k_BTKH, v_BTKH))
     rules = rules_for(KV(k_BTKH, v_BTKH) if kv is None else kv)
     k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
-    out: KV = written(kv, KV(k_BTKH, v_BTKH), slot)
+    out: KV = write_slots(kv, KV(k_BTKH, v_BTKH), slot)
     return out
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
-    """Where each array of a cache lies on a mesh, in its place: positions everywhere, keys and values as attention
-    divides them. Shapes are enough of the cache."""
+    """Returns the sharding of each array of a cache, as a `Cache`: keys and values are sharded by the rules of
+    attention, `positions_BS` and `used` are replicated. The cache may hold shapes instead of arrays."""
 
     def entry(layer: Any) -> Any:
-        leaves, form = jax.tree.flatten(layer)
+        leaves, treedef = jax.tree.flatten(layer)
         stacked = leaves[0].ndim - len(type(layer).axes[0].split())
-        bare = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
-        rules = rules_for(jax.tree.unflatten(form, bare), mesh)
-        axes = (" ".join([*["L"] * stacked, own]) for own in type(layer).axes)
-        places = [sharding(own, x.shape, mesh, rules) for own, x in zip(axes, leaves, strict=False)]
-        return jax.tree.unflatten(form, places)
+        unstacked = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+        rules = rules_for(jax.tree.unflatten(treedef, unstacked), mesh)
+        axes = (" ".join([*["L"] * stacked, letters]) for letters in type(layer).axes)
+        shardings = [sharding(letters, x.shape, mesh, rules) for letters, x in zip(axes, leaves, strict=False)]
+        return jax.tree.unflatten(treedef, shardings)
 
-    everywhere: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    replicated: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     layers = tuple(map(entry, cache.layers)) if isinstance(cache.layers, tuple) else entry(cache.layers)
-    return Cache(layers, everywhere, everywhere)
+    return Cache(layers, replicated, replicated)

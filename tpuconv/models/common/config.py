@@ -1,8 +1,8 @@
-"""config.json read strictly: a key is a field of the family's Config, known to be without effect, or one that the
-reference (transformers) does not read, which is reported as ignored. Every other key is refused.
+"""Strict reading of config.json. A key is a field of the family's Config, or has no effect on logits, or is not read by
+the reference (transformers) and is reported as ignored. Every other key is an error.
 
-A key that is skipped in silence may be one that changes the mathematics: the conversion would succeed and the model be
-wrong.
+If unknown keys were skipped, one of them might change the mathematics: the conversion would succeed, and the model
+would be wrong.
 """
 
 import json
@@ -20,18 +20,18 @@ from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
 
 NO_EFFECT = frozenset(
     {
-        # what the file describes, and who wrote it
+        # description and origin
         *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
         "auto_map",
-        # how weights are stored, which tpuconv.encodings.decode reads
+        # storage of weights, read by tpuconv.encodings.decode
         *("quantization_config", "compression_config"),
         # training
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
-        # generation, and how a forward pass is run
+        # generation, and options of the forward pass
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
         *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
         *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
@@ -56,7 +56,7 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
-"""Keys of which these values alone are implemented, in every family; without the key all is well."""
+"""Keys for which only these values are implemented, in every family. The key may be absent."""
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "qkv_bias": ("q_proj.bias", "q.bias"),
@@ -66,29 +66,32 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "add_qkv_bias": ("q_proj.bias", "q.bias"),
     "shared_expert_intermediate_size": ("shared_expert",),
 }
-"""Keys that the reference may not read, as the tensors say it all, and parts of the names of these tensors."""
+"""Keys that the reference may not read because the tensors show their value, and parts of the names of such tensors."""
 
 LARGEST_VALUES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group"), 1 << 16),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 1 << 16),
 }
-"""The largest values of integers, which models are made by: checked before anything is counted out or allocated."""
+"""The largest values of integers. Checked before anything of that size is enumerated or allocated."""
 
 MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
-"""Those of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others."""
+"""The largest values of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others."""
 
 MOST_IN_A_LIST = 4096
-"""Entries; lists have one for each layer."""
+"""The largest length of a list. Lists have one entry for each layer."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the configs of all decoders have in common. Fields bear the names of config.json; a family states them again
-    with its defaults, which are those of transformers.
+    """The keys of config.json that all decoders have. A family's Config defines the fields again, with the defaults of
+    transformers.
 
-    `only` adds to `SUPPORTED_VALUES`, `most` to `LARGEST_VALUES`; `least` holds the smallest values of integers that
-    may be less than 1.
+    Class attributes: `only` adds to `SUPPORTED_VALUES`, `most` to `LARGEST_VALUES`; `least` has the smallest values of
+    integers that may be less than 1.
+
+    Raises:
+        ConfigError: a value is too small or too large, or contradicts another.
     """
 
     model_type: ClassVar[str]
@@ -96,9 +99,9 @@ class DecoderConfig:
     least: ClassVar[Mapping[str, int]] = {}
     most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
-    """Fields that are made of other keys, and are no keys of config.json themselves."""
+    """Fields that are computed from keys of config.json with other names."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
-    """`rope_parameters` of a config.json without any; its `rope_theta` holds where that alone is absent, too."""
+    """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
     vocab_size: int
     hidden_size: int
@@ -114,18 +117,20 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """The config that a parsed config.json describes.
+        """Returns the config that a parsed config.json describes.
 
         Raises:
-            UnsupportedConfig: a key or a value that is not implemented.
-            ConfigError: a value of another type, too small or too large, or that contradicts another.
+            UnsupportedConfig: a key or a value is not implemented.
+            ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
         check_rope_keys(raw)
         hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
         wrong = [
-            f"{k}={short(raw[k])} is no {_type_name(hint)}" for k, hint in given.items() if not _has_type(raw[k], hint)
+            f"{k}={short(raw[k])} is not of type {_type_name(hint)}"
+            for k, hint in given.items()
+            if not _has_type(raw[k], hint)
         ]
         wrong += [
             f"{k} has {len(raw[k])} entries, more than {MOST_IN_A_LIST}"
@@ -141,17 +146,17 @@ class DecoderConfig:
 
     @classmethod
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a config.json that are not read, as the reference does not read them either, with their values.
+        """Returns the keys of a parsed config.json, with their values, that neither this family nor the reference
+        reads.
 
         Raises:
-            UnsupportedConfig: a key that the reference reads and this family does not, or a value that is not
-                implemented.
+            UnsupportedConfig: the reference reads a key that this family does not, or a value is not implemented.
         """
         return cls._ignored(raw)
 
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """`ignored_keys` of what `DecoderConfig.from_hf` reads, a part of config.json where a family overrides it."""
+        """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
         known = [field.name for field in fields(cls) if field.name not in cls.derived]
         return ignored_keys(raw, known, {**SUPPORTED_VALUES, **cls.only}, cls.model_type)
 
@@ -165,7 +170,7 @@ class DecoderConfig:
                 faults.append(f"{field.name}={value} is less than {least}")
             elif value > (most := self._most(field.name)):
                 faults.append(f"{field.name}={value} is more than {most}")
-        if faults := faults or list(self.contradictions()):  # these divide by what was checked first
+        if faults := faults or list(self.contradictions()):  # `contradictions` divides by values checked above
             raise ConfigError("config.json contradicts itself", details=faults)
 
     @classmethod
@@ -174,22 +179,22 @@ class DecoderConfig:
         return cls.most.get(key, LARGEST_VALUES.get(key, default))
 
     def contradictions(self) -> Iterator[str]:
-        """What cannot be true at once, in words."""
+        """Yields a sentence for each contradiction between values."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if heads % kv_heads:
-            yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         if self.head_dim is None and self.hidden_size % heads:
-            yield f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}, without a head_dim"
+            yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, without a head_dim"
         elif self.rope_dim % 2:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
-            yield f"hidden_size={self.hidden_size} makes heads of more than {self._most('head_dim')}"
+            yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The size of every letter (`tpuconv.layout.LETTERS`); of I and J the numbers of the layers."""
+        """The size of each letter (`tpuconv.layout.LETTERS`); for I, J and U the indices of the layers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         return {
             "D": self.hidden_size,
@@ -204,29 +209,29 @@ class DecoderConfig:
 
     @property
     def rope_dim(self) -> int:
-        """How many dimensions of a head have a rotary position."""
+        """The number of dimensions of a head that have rotary positions."""
         return int(self.axes["H"])
 
     @property
     def unscannable(self) -> str:
-        """Why the layers cannot share one loop, as blocks that differ by more than the window cannot; mostly empty."""
+        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows only."""
         return ""
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether the logits have a matrix of their own; otherwise the embedding is used."""
+        """Whether there is a matrix for the logits. If not, the embedding is used (tied embeddings)."""
         return not self.tie_word_embeddings
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For every layer, how many of the newest tokens a token sees, itself included; None where it sees all."""
+        """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
 
 
 @dataclass(frozen=True)
 class WindowedConfig(DecoderConfig):
-    """A decoder of which some layers look through a sliding window: those that `layer_types` names, or without it those
-    from `max_window_layers` on."""
+    """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
+    absent, the layers from `max_window_layers` on."""
 
     least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
 
@@ -271,8 +276,12 @@ def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Ma
 def ignored_keys(
     raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]], model_type: str
 ) -> dict[str, Any]:
-    """The keys that nobody reads; see `DecoderConfig.ignored_keys`. Of a model type of which it is not
-    known what the reference reads, as one of a family outside this package, every unknown key is refused."""
+    """Returns the keys of a parsed config.json, with their values, that are neither `known` nor in `only` nor read by
+    the reference. If the reference's keys are not known for a model type, every unknown key is an error.
+
+    Raises:
+        UnsupportedConfig: see `DecoderConfig.ignored_keys`.
+    """
     read = keys_of_reference(model_type)
     faults: list[str] = []
     ignored: dict[str, Any] = {}
@@ -281,36 +290,36 @@ def ignored_keys(
             if value not in only[key]:
                 allowed = " or ".join(map(repr, only[key]))
                 faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
-        # A null is an absent key; a False may well mean something.
+        # A null means that the key is absent; a False may have an effect.
         elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
             if read is not None and key not in read and len(key) <= LONGEST_KEY and len(ignored) < MOST_IGNORED:
                 ignored[key] = value
-            else:  # to look for those that are near takes time
+            else:  # finding a similar key takes time
                 near = _near(key, known, only) if len(faults) < MOST_HINTS else ""
                 faults.append(f"{key[:100]}={short(value)}{near}")
     if faults:
         names = " ".join(f"--allow-config {fault.partition('=')[0]}" for fault in faults[:3])
         raise UnsupportedConfig(
-            f"config.json asks for what {model_type} does not know",
+            f"config.json has keys or values that {model_type} does not support",
             details=shorten(faults),
-            hint=f"to convert as if they were not there, where you know that they do not matter: {names}",
+            hint=f"if you know that they do not change the model, convert without them: {names}",
         )
     return ignored
 
 
 @cache
 def keys_of_reference(model_type: str) -> frozenset[str] | None:
-    """The keys of config.json that transformers reads for a model type; None where that is not known. The table is
-    written by tools/reference_keys.py."""
+    """Returns the keys of config.json that transformers reads for a model type; None if they are not known. The table
+    is generated by tools/reference_keys.py."""
     table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
     return frozenset(table["shared"] + table[model_type]) if model_type in table else None
 
 
 MOST_IGNORED, LONGEST_KEY = 200, 200
-"""Keys that are ignored, and characters of one: a config.json with more is none, and listing them would take long."""
+"""The largest number of ignored keys, and the largest length of one. A config.json with more is an error."""
 
 MOST_HINTS = 20
-"""Keys for which one that is near is looked for."""
+"""The number of unknown keys for which a similar known key is suggested."""
 
 
 def _near(key: str, *known: Collection[str]) -> str:
@@ -320,8 +329,7 @@ def _near(key: str, *known: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class IgnoredKey:
-    """A key of config.json that is not read. `reason` says why; `warning`, where it is not empty, why it may matter
-    all the same."""
+    """A key of config.json that is not read: `reason` says why; `warning` says why it may still matter, or is empty."""
 
     key: str
     value: Any
@@ -329,19 +337,20 @@ class IgnoredKey:
     warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         return {"key": self.key, "value": short(self.value), "reason": self.reason, "warning": self.warning or None}
 
 
 @dataclass(frozen=True)
 class ConfigReport:
-    """What `Family.check_config` returns: the config, and the keys of config.json that are not read."""
+    """The result of `Family.check_config`: the config, and the keys of config.json that are not read."""
 
     config: DecoderConfig
     ignored: tuple[IgnoredKey, ...]
 
 
 def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """A parsed config.json without some of its keys, in `text_config` neither."""
+    """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
     out = {key: value for key, value in raw.items() if key not in keys}
     if keys and isinstance(raw.get("text_config"), Mapping):
         out["text_config"] = {key: value for key, value in raw["text_config"].items() if key not in keys}
@@ -349,17 +358,17 @@ def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 
 def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:
-    """All keys of a parsed config.json, those of its `text_config` too.
+    """Returns the keys and values of a parsed config.json and of its `text_config`.
 
     Raises:
-        UsageError: those of `allow` are not among them.
+        UsageError: a key of `allow` is not among them.
     """
     text = raw.get("text_config")
     given = {**(text if isinstance(text, Mapping) else {}), **raw}
     for key in allow:
         if key not in given:
             raise UsageError(
-                f"config.json has no key {short(key)}{_near(key, given)}", hint="leave out --allow-config for it"
+                f"config.json has no key {short(key)}{_near(key, given)}", hint="leave --allow-config out for this key"
             )
     return given
 
@@ -367,28 +376,33 @@ def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]
 def report_ignored(
     config: DecoderConfig, raw: Mapping[str, Any], allow: Collection[str], tensors: Collection[str]
 ) -> ConfigReport:
-    """What is not read of `raw`, of which `config` was made without the keys `allow`. `tensors` are the names of the
-    checkpoint's tensors.
+    """Returns the config with the keys of config.json that are not read.
+
+    Args:
+        config: made from `raw` without the keys `allow`.
+        raw: the parsed config.json.
+        allow: keys that the user lets through.
+        tensors: names of the checkpoint's tensors.
 
     Raises:
-        UsageError: config.json has no key of `allow`, or one is read.
+        UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    own = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
+    known = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
     for key in allow:
-        if key in own or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
+        if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
             raise UsageError(
                 f"--allow-config {key}: the conversion reads this key", hint="edit config.json to change its value"
             )
     ignored = [IgnoredKey(key, given[key], "allowed by --allow-config") for key in allow]
     reason = f"transformers does not read it for {config.model_type}"
     for key, value in type(config).ignored_keys(without_keys(raw, allow)).items():
-        says = bool(value) and not isinstance(value, str)
+        has_meaning = bool(value) and not isinstance(value, str)
         shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
         warning = ""
-        if says and not shown:
-            near = _near(key, own, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
-            warning = f"its value says something, and no tensor shows it{near}"
+        if has_meaning and not shown:
+            near = _near(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
+            warning = f"its value may change the model, and no tensor shows that it does{near}"
         ignored.append(IgnoredKey(key, value, reason, warning))
     return ConfigReport(config, tuple(ignored))
 
@@ -404,17 +418,17 @@ def _type_name(hint: Any) -> str:
 
 def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) in (UnionType, Union):
-        return any(_has_type(value, arm) for arm in get_args(hint))
+        return any(_has_type(value, alternative) for alternative in get_args(hint))
     if get_origin(hint) is tuple:
         return isinstance(value, list | tuple) and all(_has_type(part, get_args(hint)[0]) for part in value)
-    if hint is float:  # 1000000 is a float of JSON too; NaN and infinity compare false
+    if hint is float:  # JSON may write a float as 1000000; NaN and infinity compare false
         return type(value) in (int, float) and -1e300 < value < 1e300
     return value is None if hint is NoneType else type(value) is hint
 
 
 def context_of(config: DecoderConfig) -> int:
-    """How many positions a model was made for: those that config.json says, or more where it stretches its rotary
-    positions by YaRN (arXiv:2309.00071) to more than that."""
+    """Returns the context of a model in tokens: `max_position_embeddings` of config.json, or the context that YaRN
+    (arXiv:2309.00071) extends it to, if that is larger."""
     rope = config.rope
-    stretched = int(rope.factor * rope.original_max_position_embeddings) if rope.type == "yarn" else 0
-    return max(config.max_position_embeddings, stretched)
+    extended = int(rope.factor * rope.original_max_position_embeddings) if rope.type == "yarn" else 0
+    return max(config.max_position_embeddings, extended)

@@ -1,4 +1,4 @@
-"""What nearly every decoder shares: embedding, blocks, norm, head."""
+"""The base class of the families' models: embedding, blocks, norm and head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +16,19 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
 from tpuconv.models.common.placement import placed
 
-EVERYTHING = 2**31 - 1
-"""The window of a layer that has none, and the largest that positions in int32 can tell apart."""
+NO_WINDOW = 2**31 - 1
+"""The window of a layer without a sliding window: the largest int32, the dtype of positions."""
 
 
 class Step(NamedTuple):
-    """What every layer gets to know of the tokens of one call: positions [B, T] of these and [B, S] of all keys, the
-    slot of the cache for the first of them, and cosine and sine [B, T, 1, H/2] of their rotary angles."""
+    """The inputs of a layer that are the same for all layers of one call.
+
+    Attributes:
+        pos_BT: positions of the call's tokens, -1 for padding.
+        pos_BS: positions of all keys, those of the cache included.
+        slot: slot of the cache for the first token.
+        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles, in float32.
+    """
 
     pos_BT: jax.Array
     pos_BS: jax.Array
@@ -30,17 +36,18 @@ class Step(NamedTuple):
     cos_sin: tuple[jax.Array, jax.Array]
 
     def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine of the rotary angles, which come in float32, rounded to `dtype`."""
+        """Returns `cos_sin`, rounded to `dtype`."""
         cos, sin = self.cos_sin
         return cos.astype(dtype), sin.astype(dtype)
 
     def visible(self, window: jax.Array | int) -> jax.Array:
-        """Which of the S keys each token sees through a layer's window, [B, T, S]."""
+        """Returns the causal mask [B, T, S] of a layer with this window."""
         return is_visible(self.pos_BT, self.pos_BS, window)
 
 
 class Block(Protocol):
-    """One layer: `x_BTD` to `x_BTD`, and what the family caches of all tokens up to these, mostly `KV`."""
+    """One layer. Returns its output [B, T, D] and its cache with this call's tokens (`KV`, or the family's own
+    class)."""
 
     def __call__(
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None
@@ -48,11 +55,22 @@ class Block(Protocol):
 
 
 class Decoder(nnx.Module):
-    """A family's Model names its `block`, called as (config, number of the layer, dtype=, keys=), and where they are
-    others its `norm_type` and `cached`, which makes a layer's empty entry of a cache from (config, [B, S], dtype).
+    """A decoder-only model. A family's `Model` sets these class attributes:
 
-    `scan_layers` keeps all layers in arrays with a leading axis L and runs them in one loop: it compiles sooner, and
-    runs slower on TPU. `dtype` is that of the parameters and of the activations.
+    Attributes:
+        block: creates a layer from (config, number of the layer, dtype=, keys=).
+        norm_type: class of the last norm; by default `RMSNorm`.
+        cached: creates a layer's empty cache from (config, [B, S], dtype); by default `KV.empty`.
+
+    Args:
+        config: the family's config.
+        scan_layers: stack the layers' parameters along a leading axis L and run them with `jax.lax.scan`. The model
+            compiles faster, and runs slower on TPU.
+        dtype: of parameters and activations.
+        rngs: random keys for the initial weights.
+
+    Raises:
+        UnsupportedConfig: the layers of this family cannot be scanned.
     """
 
     block: ClassVar[Callable[..., Block]]
@@ -81,19 +99,20 @@ class Decoder(nnx.Module):
         self.config = config
         self.scan_layers = scan_layers
         self.embed = Embed(config.axes, dtype=dtype, keys=keys)
-        one_for_all = nnx.vmap(partial(new_block, 0))
-        self.layers = one_for_all(block_keys) if scan_layers else nnx.List(map(new_block, count(), block_keys))
+        stacked_blocks = nnx.vmap(partial(new_block, 0))
+        self.layers = stacked_blocks(block_keys) if scan_layers else nnx.List(map(new_block, count(), block_keys))
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
 
     def stack_layers(self) -> None:
-        """Makes of separate layers stacked ones. They differ in nothing but their arrays."""
+        """Stacks the layers' parameters, as `scan_layers` does. The layers must differ in their arrays only."""
         graphs, states = zip(*map(nnx.split, self.layers), strict=True)
         self.layers = nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
         self.scan_layers = True
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
-        """An empty cache for this model, of `length` tokens, padding included: in int8, or in the model's dtype."""
+        """Returns an empty cache for `batch` sequences of `length` tokens, padding included. `dtype` is int8, or the
+        model's dtype by default."""
         L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype
         if self.scan_layers:
             return Cache.empty(self.cached(self.config, (L, batch, length), dtype), batch, length)
@@ -114,16 +133,27 @@ class Decoder(nnx.Module):
         cache: Cache | None = None,
         last_only: bool = False,
     ) -> jax.Array | tuple[jax.Array, Cache]:
-        """Logits [B, T, V] in float32; with a cache, (logits, cache), and the tokens follow those that it holds. With
-        `last_only` the logits are those of the last column, [B, 1, V]: of a long prompt all would be the largest array.
+        """Runs the model.
 
-        `mask_BT` is True where a token is real; padding may stand left or right, and positions count real tokens alone.
-        Where more tokens than slots cannot be seen in time, because `used` is traced, the logits are NaN.
+        Args:
+            ids_BT: token ids.
+            mask_BT: True for tokens, False for padding, on the left or on the right. Padding does not count in
+                positions.
+            cache: the cache of earlier tokens.
+            last_only: with a cache, return the logits of the last column only. For a long prompt all logits would be
+                the largest array.
+
+        Returns:
+            Logits [B, T, V] in float32; with a cache (logits, cache), and with `last_only` logits [B, 1, V]. If `used`
+            is traced and there are too few slots, the logits are NaN.
+
+        Raises:
+            UsageError: the mask has another shape than the ids, or the cache has too few slots.
         """
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
         if mask_BT.shape != ids_BT.shape:
             raise UsageError(
-                f"mask_BT is {mask_BT.shape}, ids_BT {ids_BT.shape}: the mask is that of this call's tokens"
+                f"mask_BT has shape {mask_BT.shape}, ids_BT {ids_BT.shape}: give the mask of this call's tokens only"
             )
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
@@ -140,8 +170,8 @@ class Decoder(nnx.Module):
         return logits_BTV, Cache(layers, taken.positions_BS, taken.used)
 
     def _run(self, x_BTD: jax.Array, step: Step, kvs: Any) -> tuple[jax.Array, Any]:
-        """All blocks. `kvs` and the result are the `layers` of a cache, or None."""
-        windows = [min(window or EVERYTHING, EVERYTHING) for window in self.config.windows]
+        """Runs all blocks. `kvs` and the second result are the `layers` of a cache, or None."""
+        windows = [min(window or NO_WINDOW, NO_WINDOW) for window in self.config.windows]
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
@@ -151,13 +181,13 @@ class Decoder(nnx.Module):
 
         graph, blocks = nnx.split(self.layers)
 
-        def one(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
+        def run_block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
             block, kv, window = layer
             x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), step, window, kv)
-            return x_BTD, None if kv is None else new_kv  # without a cache nothing is kept
+            return x_BTD, None if kv is None else new_kv
 
         layers: Any = (blocks, kvs, jnp.asarray(windows))
-        return jax.lax.scan(one, x_BTD, layers)
+        return jax.lax.scan(run_block, x_BTD, layers)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.norm(placed(x_BTD, "B T D"))

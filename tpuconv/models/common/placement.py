@@ -1,4 +1,4 @@
-"""Where arrays lie while a model runs on a mesh: by the letters of their axes, as parameters do."""
+"""Shardings of arrays while a model runs on a mesh. They follow from the letters of axes, as for parameters."""
 
 from typing import Any
 
@@ -10,20 +10,21 @@ from tpuconv.sharding import ACTIVATIONS, BY_HEAD, Rules, attention_rules, parti
 
 
 def sharding(axes: str, shape: Shape, mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Where an array with these axes ("D N H") lies on a mesh by `rules`."""
+    """Returns the sharding of an array with these axes ("D N H") on a mesh, by `rules`."""
     spec = PartitionSpec(*partition(axes, shape, dict(mesh.shape), rules))  # type: ignore[no-untyped-call]
     return NamedSharding(mesh, spec)
 
 
 def automatic_mesh() -> Any | None:
-    """The mesh that `jax.sharding.set_mesh` has set; None without one, or where placement is not the compiler's to
-    choose."""
+    """Returns the mesh of `jax.sharding.set_mesh`; None if none is set, or if one of its axes is not automatic (then
+    the compiler does not choose shardings)."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
 
 def rules_for(layer: Any, mesh: Any | None = None) -> Rules:
-    """How attention with one layer's cache, or the keys and values of a call without one, is divided over the mesh."""
+    """Returns the sharding rules of attention with one layer's cache, or with a call's keys and values if there is no
+    cache. The mesh is `automatic_mesh()` by default."""
     mesh = automatic_mesh() if mesh is None else mesh
     if mesh is None:
         return BY_HEAD
@@ -33,7 +34,8 @@ def rules_for(layer: Any, mesh: Any | None = None) -> Rules:
 
 
 def placed(x: jax.Array, axes: str, rules: Rules = ACTIVATIONS) -> jax.Array:
-    """`x`, laid over the mesh as `rules` have it for its axes ("B T D"). Without a mesh `x` as it is."""
+    """Returns `x` with a sharding constraint on the current mesh, by `rules` for its axes ("B T D"). Without a mesh,
+    returns `x`."""
     mesh = automatic_mesh()
     if mesh is None:
         return x

@@ -1,5 +1,5 @@
-"""Rotary positions (arXiv:2104.09864): how fast each pair of a head's dimensions turns, and how that is stretched for
-contexts longer than those of training."""
+"""Rotary position embeddings (arXiv:2104.09864): the frequency of each pair of a head's dimensions, and the scaling of
+frequencies for longer contexts."""
 
 import math
 from collections.abc import Mapping
@@ -35,17 +35,17 @@ OPTIONAL = {
         "truncate",
     ),
 }
-"""What each implemented type takes, besides the type and `rope_theta`."""
+"""The parameters of each implemented type, besides the type and `rope_theta`."""
 
 LARGEST_ROPE_VALUE = 1e15
-"""The largest of the numbers."""
+"""The largest value of a parameter."""
 
 FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """`type` and `theta`, and the parameters that the type has, by their names in config.json."""
+    """Type and base (`theta`) of rotary positions, and the parameters of the type, with their names in config.json."""
 
     type: str = "default"
     theta: float = 10_000.0
@@ -62,7 +62,13 @@ class Rope:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], model_type: str, max_position_embeddings: int) -> Self:
-        """Reads either form: `rope_theta` beside `rope_scaling`, or `rope_parameters`, which holds both."""
+        """Returns the rotary positions that a parsed config.json describes: by `rope_theta` and `rope_scaling`, or by
+        `rope_parameters`, which has both.
+
+        Raises:
+            UnsupportedConfig: the type or a parameter is not implemented.
+            ConfigError: a value is wrong, missing, or contradicts another.
+        """
         check_rope_keys(raw)
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         given = raw.get(key) or {}
@@ -92,7 +98,7 @@ class Rope:
         if "original_max_position_embeddings" in OPTIONAL[kind]:
             values.setdefault("original_max_position_embeddings", max_position_embeddings)
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            if values.get(name) == 0:  # stands for the default, as in transformers
+            if values.get(name) == 0:  # means the default, as in transformers
                 del values[name]
         _check_numbers(values | {"rope_theta": theta})
         rope = cls(kind, theta, **values)
@@ -103,10 +109,11 @@ class Rope:
         return rope
 
     def inverse_frequencies(self, head_dim: int) -> tuple[FloatArray, float]:
-        """Radians per position of each pair [H/2], and the factor of cosine and sine. In float32, step by step as
-        transformers does: at position 100 000 the last bit of a rate is an angle that shows."""
+        """Returns the angular frequencies [H/2] in radians per position, and a factor for cosine and sine. The float32
+        operations are those of transformers, in the same order: at position 100,000 the last bit of a frequency changes
+        the angle noticeably."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        # Powers are taken in double and rounded: numpy's own in float32 are often a bit off where torch's are not.
+        # Computed in float64, then rounded: numpy's powers in float32 are less accurate than torch's.
         periods = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         rates: FloatArray = np.float32(1) / periods
         match self.type:
@@ -119,30 +126,32 @@ class Rope:
         return rates, 1.0
 
     def _llama3(self, rates: FloatArray) -> FloatArray:
-        """Keeps rates that turn often within the original context, divides those that hardly turn, blends between."""
+        """The scaling of Llama 3.1, as in transformers: high frequencies are kept, low ones are divided by `factor`,
+        and those between are interpolated, by the number of rotations within the original context."""
         wavelengths = np.float32(2 * math.pi) / rates
         original = self.original_max_position_embeddings
-        turns = np.float32(original) / wavelengths
-        width = self.high_freq_factor - self.low_freq_factor or 1.0  # 0: there is nothing between
-        blend = (turns - self.low_freq_factor) / width
+        rotations = np.float32(original) / wavelengths
+        width = self.high_freq_factor - self.low_freq_factor or 1.0  # 0: no frequencies are between
+        blend = (rotations - self.low_freq_factor) / width
         blended = (1 - blend) * rates / self.factor + blend * rates
         slow = wavelengths > original / self.low_freq_factor
         fast = wavelengths < original / self.high_freq_factor
         return np.select([slow, fast], [rates / self.factor, rates], blended).astype(np.float32)
 
     def _yarn(self, periods: FloatArray) -> FloatArray:
-        """Goes from kept to divided rates linearly over the pairs between two numbers of turns (arXiv:2309.00071)."""
+        """YaRN (arXiv:2309.00071): pairs with more than `beta_fast` rotations within the original context are kept,
+        pairs with fewer than `beta_slow` are divided by `factor`, and those between are interpolated."""
         pairs = len(periods)
 
-        def pair_of(turns: float) -> float:
-            """The pair that makes so many turns within the original context."""
+        def pair_of(rotations: float) -> float:
+            """The pair with this number of rotations within the original context."""
             context = self.original_max_position_embeddings
-            return pairs * math.log(context / (turns * 2 * math.pi)) / math.log(self.theta)
+            return pairs * math.log(context / (rotations * 2 * math.pi)) / math.log(self.theta)
 
         first, last = pair_of(self.beta_fast), pair_of(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # The upper limit is a head dimension, not a pair: so it is in transformers.
+        # The upper limit is a head dimension instead of a pair, as in transformers.
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         width = last - first or 0.001
         divided = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
@@ -163,24 +172,24 @@ class Rope:
 
 
 def check_rope_keys(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError where one of the keys that must be an object is none."""
+    """Raises ConfigError if `rope_scaling` or `rope_parameters` is not an object."""
     for key in ROPE_KEYS[1:]:
         given = raw.get(key)
         if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"config.json: {key}={short(given, 300)} is no object")
+            raise ConfigError(f"config.json: {key}={short(given, 300)} is not an object")
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name == "truncate":
             if type(value) is not bool:
-                raise ConfigError(f"config.json: truncate={short(value)} of the rotary positions is no bool")
+                raise ConfigError(f"config.json: truncate={short(value)} of the rotary positions is not a bool")
         elif type(value) not in (int, float) or not 0 < value <= LARGEST_ROPE_VALUE:
             raise ConfigError(
-                f"config.json: {name}={short(value)} of the rotary positions is no positive number of at most "
+                f"config.json: {name}={short(value)} of the rotary positions is not a positive number of at most "
                 f"{LARGEST_ROPE_VALUE:g}"
             )
 
 
 PLAIN_ROPE = Rope()
-"""What a config.json without any of `ROPE_KEYS` means."""
+"""The rotary positions of a config.json without `ROPE_KEYS`."""

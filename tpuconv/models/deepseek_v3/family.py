@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: what config.json says, and which tensor becomes which parameter."""
+"""DeepSeek V3, R1 and V3.1: config and mapping table."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says. `head_dim` and `qk_head_dim` follow from other keys; transformers writes them."""
+    """The keys of config.json. `head_dim` and `qk_head_dim`, which transformers writes, follow from other keys."""
 
     model_type: ClassVar[str] = "deepseek_v3"
     only: ClassVar = {
@@ -107,28 +107,28 @@ class Config(DecoderConfig):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether all tokens go through an expert more: through several, which are stored as one."""
+        """Whether there are shared experts, which are stored as one MLP."""
         return bool(self.n_shared_experts)
 
     @property
     def has_query_latent(self) -> bool:
-        """Whether queries are made of a latent vector, as keys and values are."""
+        """Whether queries are computed from a latent vector, as keys and values are."""
         return self.q_lora_rank is not None
 
     @property
     def has_plain_query(self) -> bool:
-        """Whether queries are made of the hidden state at once."""
+        """Whether queries are computed from the hidden state directly."""
         return not self.has_query_latent
 
     @property
     def has_query_latent_bias(self) -> bool:
-        """Whether the query's latent vector has a bias."""
+        """Whether the projection to the query's latent vector has a bias."""
         return self.has_query_latent and self.attention_bias
 
     @property
     def score_scale(self) -> float:
-        """The factor of attention scores. YaRN sharpens attention, by `mscale_all_dim` here rather than in the
-        rotary positions, of which only a part of each head has any."""
+        """The factor of attention scores. YaRN's factor (arXiv:2309.00071) is `mscale_all_dim` here, and is applied to
+        the scores, since only a part of each head has rotary positions."""
         scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         if self.rope.mscale_all_dim and self.rope.factor > 1:
             scale *= (0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1) ** 2
@@ -138,7 +138,7 @@ class Config(DecoderConfig):
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
 
-ATTENTION = (
+ATTENTION_ROWS = (
     Map("input_layernorm.weight", "attn_norm.scale", "D"),
     Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
     Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
@@ -159,7 +159,7 @@ ATTENTION = (
     Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
 )
 
-EXPERTS = (
+EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
@@ -173,7 +173,7 @@ EXPERTS = (
 TABLE = MappingTable(
     (
         Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under("model.layers.{L}", "layers.{L}", *ATTENTION),
+        *under("model.layers.{L}", "layers.{L}", *ATTENTION_ROWS),
         *under(
             "model.layers.{I}.mlp",
             "layers.{I}.mlp",
@@ -181,15 +181,15 @@ TABLE = MappingTable(
             Map("up_proj.weight", "up.kernel", "F D -> D F"),
             Map("down_proj.weight", "down.kernel", "D F -> F D"),
         ),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERTS),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
         *under(
             "model.layers.{U}",
             "mtp.{U}",
-            *ATTENTION,
-            *under("mlp", "moe", *EXPERTS),
+            *ATTENTION_ROWS,
+            *under("mlp", "moe", *EXPERT_ROWS),
             Map("enorm.weight", "embed_norm.scale", "D"),
             Map("hnorm.weight", "hidden_norm.scale", "D"),
-            # Side by side: of the next token's embedding, and of the hidden state.
+            # The kernel of the next token's embedding, then that of the hidden state.
             Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
             Map("shared_head.norm.weight", "norm.scale", "D"),
         ),

@@ -1,4 +1,4 @@
-"""DeepSeek V3 (arXiv:2412.19437), read from top to bottom."""
+"""DeepSeek V3 (arXiv:2412.19437)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -8,22 +8,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import to_compute_dtype, written, zeros
+from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, RMSNorm, apply_rope, deinterleave
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
 
 LATENT_EPS = 1e-6
-"""Of the norms of latent vectors, whatever config.json says of the others."""
+"""Epsilon of the norms of latent vectors. config.json has that of the other norms only."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Latent:
-    """What a layer caches: of each token the latent vector of all heads' keys and values, and the one rotary key.
-    `axes` are the letters of each. Scales are there where both are int8."""
+    """The cache of a layer: for each token the latent vector of all heads' keys and values, and the rotary key that all
+    heads share. An int8 cache has scales. `axes` are the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R", "B S", "B S")
 
@@ -34,18 +34,22 @@ class Latent:
 
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Zeros; `shape` is [B, S]."""
-        latents, keys = zeros((*shape, config.axes["C"]), dtype), zeros((*shape, config.axes["R"]), dtype)
+        """Returns a cache of zeros; `shape` is [B, S]."""
+        latents, keys = (
+            empty_vectors((*shape, config.axes["C"]), dtype),
+            empty_vectors((*shape, config.axes["R"]), dtype),
+        )
         return cls(latents[0], keys[0], latents[1], keys[1])
 
     def latents(self, dtype: DTypeLike) -> jax.Array:
-        """[B, S, C], in int8 without their scales: what is linear in them is multiplied by these afterwards."""
+        """Returns the latent vectors [B, S, C] in `dtype`. Those of an int8 cache are not multiplied by their scales:
+        the caller multiplies products with them."""
         return to_compute_dtype(self.c_BSC, dtype)
 
 
 class Attention(nnx.Module):
-    """Multi-head latent attention (arXiv:2405.04434), x [B, T, D] to [B, T, D], and what is cached of all tokens
-    so far. A head's query and key have a part P without position and a part R with rotary position."""
+    """Multi-head latent attention (arXiv:2405.04434), x [B, T, D] to [B, T, D]. Also returns the cache of all tokens so
+    far. The queries and keys of a head have P dimensions without and R dimensions with rotary position."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -65,35 +69,36 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
     ) -> tuple[jax.Array, Latent]:
         x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
-        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._turned(self.q_rope(x_BTQ), step)
-        k_BTR = self._turned(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
+        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._rotated(self.q_rope(x_BTQ), step)
+        k_BTR = self._rotated(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
         new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B T C"), placed(k_BTR, "B T R"))
         rules = rules_for(new if kv is None else kv)
         new = Latent(placed(new.c_BSC, "B T C", rules), placed(new.k_BSR, "B T R", rules))
-        kv = new if kv is None else written(kv, new, step.slot)
+        kv = new if kv is None else write_slots(kv, new, step.slot)
 
         visible_BTS = step.visible(window)
         T, S = visible_BTS.shape[1:]
         C, P, H = (self.sizes[letter] for letter in "CPH")
-        # Multiplications for each head: keys and values of all S tokens, or queries and outputs of T in the latent
-        # space (the absorbed form), then scores and sums as wide as those are.
-        expanding, absorbing = S * C * (P + H) + T * S * (P + H), T * C * (P + H) + T * S * 2 * C
-        y_BTNH = (self._expanded if expanding <= absorbing else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
+        # Choose the form with fewer multiplications per head. Expanded: keys and values of S tokens, then scores and
+        # sums of width P + H. Absorbed: queries and outputs of T tokens in the latent space, then scores and sums of
+        # width C.
+        expanded, absorbed = S * C * (P + H) + T * S * (P + H), T * C * (P + H) + T * S * 2 * C
+        y_BTNH = (self._expanded if expanded <= absorbed else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
         return self.o(placed(y_BTNH, "B T N H")), kv
 
-    def _turned(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
+    def _rotated(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
         return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.cos_sin_in(x_BTNR.dtype))
 
     def _expanded(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
-        """With the keys and values of every head."""
+        """Attention [B, T, N, H] with the keys and values of each head."""
         c_BSC = kv.latents(q_BTNP.dtype)
         scores_BNTS = jnp.einsum("BTNP,BSNP->BNTS", q_BTNP, self.k_b(c_BSC), preferred_element_type=jnp.float32)
         weights_BNTS = self._weights(scores_BNTS, q_BTNR, kv, visible_BTS)
         return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, self.v_b(c_BSC))
 
     def _absorbed(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
-        """With latent vectors as the keys and values of all heads: `k_b` is applied to the queries instead, `v_b` to
-        what comes out. The same numbers, and a step reads no more than the cache."""
+        """Attention [B, T, N, H] with the latent vectors as keys and values of all heads: `k_b` is applied to the
+        queries, `v_b` to the weighted sums. Mathematically the same, and a step only reads the cache."""
         rules, c_BSC = rules_for(kv), kv.latents(q_BTNP.dtype)
         # The cache has no heads to be divided by: where the chips of a mesh divide the batch, heads change over to it.
         q_BTNC = self.k_b.product("BTNP,CNP->BTNC", q_BTNP)
@@ -105,11 +110,12 @@ class Attention(nnx.Module):
         return self.v_b.product("BTNC,CNH->BTNH", placed(y_BTNC, "B T N C"))
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
-        """Of the scores without position and those with: what the latent vectors are multiplied by, scales included."""
+        """The attention weights [B, N, T, S], multiplied by the scales of the latent vectors. `scores_BNTS` are the
+        scores without rotary position."""
         k_BSR = to_compute_dtype(kv.k_BSR, q_BTNR.dtype)
-        turned_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
-        scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(turned_BNTS, kv.k_scale_BS)
-        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, HIDDEN)
+        rotary_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
+        scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(rotary_BNTS, kv.k_scale_BS)
+        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, MASKED_SCORE)
         return _scaled(jax.nn.softmax(scores_BNTS, axis=-1), kv.c_scale_BS).astype(q_BTNR.dtype)
 
 
@@ -118,7 +124,7 @@ def _scaled(x_BNTS: jax.Array, scale_BS: jax.Array | None) -> jax.Array:
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The letter `F` is that of its width."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
 
     def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -131,9 +137,10 @@ class MLP(nnx.Module):
 
 
 class Router(nnx.Module):
-    """x [B, T, D] to the X experts of each token and their weights, [B, T, X]. Experts are in groups, of which some are
-    chosen first. `correction` evens out how often experts are chosen, and does not change the weights. In float32: a
-    score that is a little off is another expert."""
+    """The router (arXiv:2412.19437, section 2.1.2): x [B, T, D] to the ids and weights [B, T, X] of each token's
+    experts. First groups of experts are chosen, then X experts of these groups. `correction` balances how often experts
+    are chosen, and does not change the weights. Computed in float32: a small error of a score may choose another
+    expert."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.config = config
@@ -145,7 +152,7 @@ class Router(nnx.Module):
         x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
         scores_BTE = nnx.sigmoid(jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST))
         wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
-        # Whole on every chip: to choose among divided experts the compiler exchanges a dozen times.
+        # Replicated: with sharded scores the compiler needs a dozen exchanges to choose experts.
         scores_BTE, wanted_BTE = placed(scores_BTE, "B T E"), placed(wanted_BTE, "B T E")
 
         groups = wanted_BTE.reshape(*wanted_BTE.shape[:2], config.n_group, -1)
@@ -161,7 +168,7 @@ class Router(nnx.Module):
 
 
 class MoE(Experts):
-    """The chosen experts and, as one, the shared ones, if there are any, x [B, T, D] to [B, T, D]."""
+    """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
@@ -174,7 +181,7 @@ class MoE(Experts):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a feed-forward network or experts, each behind its norm and added to what came in."""
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
@@ -190,8 +197,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Latent]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = x_BTD + y_BTD
-        feed_forward: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return x_BTD + feed_forward(self.mlp_norm(x_BTD)), kv
+        mlp: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
 
 
 class Model(Decoder):

@@ -1,4 +1,4 @@
-"""gpt-oss: what config.json says, and which tensor becomes which parameter."""
+"""gpt-oss: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,24 +9,24 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
 
-ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
-"""Without any in config.json."""
+GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
+"""The rotary positions of a config.json without any."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says, and whether the experts are stored in MXFP4, with their axes in another order.
-    `intermediate_size` is that of one expert. `experts_per_token` and `initial_context_length` repeat what other keys
-    say."""
+    """The keys of config.json, and whether the experts are stored in MXFP4, in which their axes have another order.
+    `intermediate_size` is the width of one expert. `experts_per_token` and `initial_context_length` repeat the values
+    of other keys."""
 
     model_type: ClassVar[str] = "gpt_oss"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": ROPE.type,
-        "rope_theta": ROPE.theta,
-        "factor": ROPE.factor,
-        "original_max_position_embeddings": ROPE.original_max_position_embeddings,
-        "truncate": ROPE.truncate,
+        "rope_type": GPT_OSS_ROPE.type,
+        "rope_theta": GPT_OSS_ROPE.theta,
+        "factor": GPT_OSS_ROPE.factor,
+        "original_max_position_embeddings": GPT_OSS_ROPE.original_max_position_embeddings,
+        "truncate": GPT_OSS_ROPE.truncate,
     }
 
     vocab_size: int = 201088
@@ -45,7 +45,7 @@ class Config(DecoderConfig):
     initial_context_length: int | None = None
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    rope: Rope = ROPE
+    rope: Rope = GPT_OSS_ROPE
     sliding_window: int | None = 128
     layer_types: tuple[str, ...] | None = None
     attention_bias: bool = True
@@ -92,7 +92,7 @@ class Config(DecoderConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the experts are stored as they are multiplied: (in, out)."""
+        """Whether the experts are stored as (in, out), the orientation of the product."""
         return not self.is_mxfp4
 
 
@@ -117,7 +117,7 @@ TABLE = MappingTable(
             Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
             Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
             Map("mlp.router.bias", "moe.router.bias", "E"),
-            # Gate and up alternate. The orientation depends on how the experts are stored.
+            # Rows or columns of gate and up alternate. The orientation depends on the encoding.
             Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
             Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
             Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925), read from top to bottom."""
+"""gpt-oss (arXiv:2508.10925)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,36 +8,36 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import layers
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import HIDDEN, Einsum, Keys, apply_rope, normalize
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, apply_rope, normalize
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.gpt_oss.family import Config
 
 
 class RMSNorm(layers.RMSNorm):
-    """Scaled first, then rounded."""
+    """RMS norm that scales in float32, then rounds to the dtype of x."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...]
         return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
-def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """Attention [B, T, N, H] in which every head may also look at nothing: its sink is the score of that."""
+def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
+    """Returns softmax attention [B, T, N, H] with a sink: for each head, a learned score of a key without a value."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, HIDDEN)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
     sinks_BKGT1 = jnp.broadcast_to(
         sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores_BKGTS.shape[:-1], 1)
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
-    y_BTKGH = kv.mixed(weights[..., :-1], q_BTNH.dtype)
+    y_BTKGH = kv.weighted_values(weights[..., :-1], q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -51,12 +51,12 @@ class Attention(nnx.Module):
         cos_sin = step.cos_sin_in(x_BTD.dtype)
         q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
         kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
+        return self.o(attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
 
 
 class MoE(nnx.Module):
-    """The X experts of each token with the highest scores, x [B, T, D] to [B, T, D]; their scores alone make their
-    weights. Inside an expert gate and up are clamped, and up is used as 1 + up."""
+    """The X experts with the highest scores of each token, x [B, T, D] to [B, T, D]. Their weights are the softmax of
+    these X scores. Gate and up of an expert are clamped; the hidden state is (1 + up) gate sigmoid(alpha gate)."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -79,7 +79,7 @@ class MoE(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and experts, each behind its norm and added to what came in."""
+    """One layer: attention and experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Grouped matrix products: rows, sorted by group, times the matrix of their group, as experts need them.
+"""Grouped matrix products for experts: rows, sorted by group, times the matrix of their group.
 
-On a TPU a Pallas kernel of our own multiplies few rows. It reads only the matrices of groups that have rows, from HBM.
-XLA's own kernel reads no others either, but XLA fetches all of them to fast memory ahead of it. Before the kernel is
-used on a TPU it is compared there with XLA's, once per process and shape.
+On TPU a Pallas kernel is used for few rows. It reads only the matrices of groups that have rows. XLA's own kernel does
+so too, but before it XLA prefetches all matrices to VMEM. Before the Pallas kernel is used, its result is compared with
+that of XLA's kernel on the device, once per process and shape.
 """
 
 import warnings
@@ -21,28 +21,31 @@ from jax.typing import DTypeLike
 from tpuconv.sharding import LANES
 
 FEW_ROWS = 512
-"""Up to as many the kernel is used. Of many rows each matrix has some, and XLA's kernel has larger tiles."""
+"""The most rows for which the Pallas kernel is used. With more rows all matrices are needed, and XLA's kernel, which
+has larger blocks, is faster."""
 TILE_ROWS = 128
-"""Of the matrix unit: fewer rows take as long."""
+"""Rows of a block: those of the matrix unit, for which fewer take as long."""
 SLAB = 1024
-"""Columns of rows that are multiplied at a time: of a matrix as many rows are converted."""
+"""The length of the contracted axis in one product within the kernel. So many rows of a matrix are converted at
+once."""
 FAST_BYTES = 14 << 20
-"""Of fast memory, of which a kernel has 16 MB: two tiles of every operand and of the result, one that is multiplied and
-one that comes or goes, the sum, and a converted slab."""
+"""Bytes of VMEM that the kernel uses, of 16 MB: two blocks of each operand and of the result (one is used while the
+other is transferred), the sum, and a converted slab."""
 DEPTH = 128
-"""Of the matrix unit."""
+"""The depth of the matrix unit."""
 REGISTER = 8
-"""Rows of float32 in a register: tiles of that height are split without moving a value."""
+"""Rows of float32 in a register. Groups that are multiples of it are split without moving values."""
 SUBLANES = 32
-"""Of a register of int8: a height that is no multiple of it is padded."""
+"""Rows of int8 in a register. A height that is not a multiple of it is padded."""
 XLA_KINDS = ("bfloat16", "float32", "int8")
-"""What XLA's kernel multiplies with."""
+"""The dtypes of matrices that XLA's kernel supports."""
 FP4_TYPE = "float4_e2m1fn"
 KINDS = (*XLA_KINDS, "float8_e4m3fn", "float8_e5m2", "int4", FP4_TYPE)
-"""What ours does."""
+"""The dtypes of matrices that the Pallas kernel supports."""
 CHECK_LIMIT = 2.0**-8
-"""Largest difference of our kernel from XLA's, by the largest result. XLA's rounds dequantized values to bfloat16 and
-may multiply float32 as bfloat16, which makes about a half of it; a wrong matrix, scale or slab makes far more."""
+"""The largest difference of the two kernels' results, relative to the largest result. XLA's kernel rounds dequantized
+values to bfloat16, and may multiply float32 as bfloat16, which gives about half of it. A wrong matrix, scale or slab
+gives far more."""
 
 Kernel = Callable[..., jax.Array]
 
@@ -55,9 +58,9 @@ def grouped_matmul(
     Args:
         x: rows [R, D], sorted by group.
         kernel: matrices [E, D, M].
-        counts: rows of each group [E]. What becomes of rows after the last group's is undefined.
-        groups: number of groups among which the rows were distributed, those on other devices included.
-        scale: [E, D/d, M/m] of quantized matrices, one for each tile of d by m values.
+        counts: number of rows of each group [E]. The results of rows after the last group are undefined.
+        groups: number of groups that the rows were distributed over, those on other devices included.
+        scale: for quantized matrices, scales [E, D/d, M/m] of blocks of d by m values.
 
     Returns:
         [R, M] in float32.
@@ -67,11 +70,11 @@ def grouped_matmul(
         len(x) <= FEW_ROWS
         and kernel.dtype.name in KINDS
         and tile_width(x, kernel, scale) is not None
-        and (jax.default_backend() != "tpu" or _is_right(*map(_signature, (x, kernel, scale)), groups))
+        and (jax.default_backend() != "tpu" or _is_correct(*map(_signature, (x, kernel, scale)), groups))
     ):
         on_tpu: Kernel = partial(few_rows, groups=groups)
     elif scale is not None:
-        on_tpu = partial(by_xla, dtype=x.dtype)  # to which its matrix unit rounds anyway: half of the bytes
+        on_tpu = partial(by_xla, dtype=x.dtype)  # the matrix unit rounds to it anyway, and it has half the bytes
     else:
         return by_xla(*operands)
     y: jax.Array = jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_xla)
@@ -87,9 +90,9 @@ def _signature(x: jax.Array | None) -> Signature | None:
 
 
 @cache
-def _is_right(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
-    """Whether our kernel computes what XLA's does on the first device here; if not, it warns. In a thread of its own,
-    as this is called while a model is traced: there nothing is traced, and no mesh is set."""
+def _is_correct(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
+    """Whether the Pallas kernel's result equals that of XLA's kernel on the first device; warns if not. Runs in another
+    thread, since the caller may be tracing a model or have set a mesh, which apply to its own thread only."""
     with ThreadPoolExecutor(1) as thread:
         problem = thread.submit(difference, x, kernel, scale, groups, few_rows).result()
     if problem is not None:
@@ -103,10 +106,10 @@ def _is_right(x: Signature, kernel: Signature, scale: Signature | None, groups: 
 
 
 def difference(x: Signature, kernel: Signature, scale: Signature | None, groups: int, ours: Kernel) -> str | None:
-    """Runs a kernel with random operands of these shapes on the first device here.
+    """Compares a kernel with `by_xla` for random operands of these shapes on the first device.
 
     Returns:
-        None where it computes what `by_xla` does, up to rounding; else what is wrong, in words.
+        None if the results are equal up to rounding (`CHECK_LIMIT`), else a description of the difference or error.
     """
     (R, _), (E, _, _) = x[0], kernel[0]
     rng = np.random.default_rng(0)
@@ -120,18 +123,18 @@ def difference(x: Signature, kernel: Signature, scale: Signature | None, groups:
                 operands.append(jax.random.uniform(keys[2], scale[0], jnp.float32, 0.5, 2).astype(scale[1]))
             y = np.asarray(jax.jit(partial(ours, groups=groups))(*operands))[:count]
             wanted = np.asarray(jax.jit(partial(by_xla, dtype=x[1]))(*operands))[:count]
-    except Exception as e:  # of the compiler or the device: of any kind
+    except Exception as e:  # compiler and device raise exceptions of any type
         return f"it fails with {type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}"
-    apart = np.abs(y - wanted)
-    if not apart.size or apart.max() <= CHECK_LIMIT * np.abs(wanted).max():
+    error = np.abs(y - wanted)
+    if not error.size or error.max() <= CHECK_LIMIT * np.abs(wanted).max():
         return None
-    row, column = np.unravel_index(np.argmax(np.nan_to_num(apart, nan=np.inf)), apart.shape)
+    row, column = np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape)
     return f"it gives {y[row, column]:.6g} where jax.lax.ragged_dot gives {wanted[row, column]:.6g}"
 
 
 @partial(jax.jit, static_argnums=1)
 def _random(key: jax.Array, like: Signature) -> jax.Array:
-    """Values of a type, one matrix at a time: all in float32 would take more memory than the model has."""
+    """Random values. Converted one matrix at a time, since all in float32 would need more memory than the model."""
     shape, dtype = like
     size = {"int8": 40.0, "int4": 3.0}.get(dtype, 1.0)
     keys = jax.random.split(key, shape[0])
@@ -147,8 +150,8 @@ def by_xla(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The same by XLA's own kernel. Scales of columns are multiplied with the rows' products, so that the matrices are
-    read as they are; those of tiles with the matrices, which are rounded to `dtype` then."""
+    """Returns the same as `grouped_matmul`, by `jax.lax.ragged_dot`. Scales of columns are multiplied with the
+    products. With scales of smaller blocks the matrices are dequantized first, and rounded to `dtype`."""
     if scale is not None and scale.shape[1] > 1:
         kernel, scale = _dequantized(kernel, scale).astype(dtype or scale.dtype), None
     elif kernel.dtype.name not in XLA_KINDS:
@@ -161,10 +164,10 @@ def by_xla(
 
 
 def _dequantized(kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Codes times the scales of their tiles: these are not repeated in memory."""
-    (E, D, M), (_, deep, wide) = kernel.shape, scale.shape
-    tiles = kernel.astype(scale.dtype).reshape(E, deep, D // deep, wide, M // wide)
-    return (tiles * scale[:, :, None, :, None]).reshape(E, D, M)
+    """Quantized values [E, D, M] times the scales of their blocks, which are not repeated in memory."""
+    (E, D, M), (_, rows, columns) = kernel.shape, scale.shape
+    blocks = kernel.astype(scale.dtype).reshape(E, rows, D // rows, columns, M // columns)
+    return (blocks * scale[:, :, None, :, None]).reshape(E, D, M)
 
 
 def few_rows(
@@ -176,8 +179,9 @@ def few_rows(
     groups: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same by a Pallas kernel, in the way of megablox (arXiv:2211.15841): one step for each group and each tile of
-    rows that it has rows in. A tile that groups share is visited by each of them, and keeps the rows of all."""
+    """Returns the same as `grouped_matmul`, by a Pallas kernel, as in MegaBlocks (arXiv:2211.15841): one step for each
+    pair of a group and a block of rows with rows of the group. A block with rows of several groups is visited by each
+    of them, which writes its own rows only. `interpret` runs the kernel without a TPU."""
     (R, D), (E, _, M) = x.shape, kernel.shape
     height, width = min(R, TILE_ROWS), tile_width(x, kernel, scale)
     assert width is not None
@@ -227,48 +231,48 @@ def few_rows(
         interpret=interpret,
         name="few_rows",
     )
-    if not interpret:  # else the compiler may bring all matrices to fast memory ahead
+    if not interpret:  # without the constraint the compiler may prefetch all matrices to VMEM
         operands[1:] = [pltpu.with_memory_space_constraint(operand, pltpu.HBM) for operand in operands[1:]]
     y: jax.Array = call(*(a.astype(jnp.int32) for a in (group, tile, starts, ends)), *operands)
     return y
 
 
 def _tile_matmul(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
-    """Within the kernel: rows [height, D] times a matrix [D, width], slab by slab, with the scales [D/d, width] of its
-    tiles. Those that are as deep as the matrix unit are multiplied with a slab's product, others with its codes."""
+    """Within the kernel: rows [height, D] times a matrix [D, width] with scales [D/d, width], slab by slab. The scales
+    of blocks with d >= `DEPTH` are multiplied with a slab's product, others with the quantized values."""
     D, width = kernel.shape
     deep = D if scale is None else D // len(scale)
     y = jnp.zeros((len(x), width), jnp.float32)
     for slab in _slabs(D, deep):
-        codes = _from_fp4(kernel[slab]) if kernel.dtype == FP4_TYPE else kernel[slab]
-        own = None if scale is None else scale[slab.start // deep : -(-slab.stop // deep)]
-        if own is not None and deep < DEPTH:
-            tiles = codes.astype(jnp.float32).reshape(len(own), deep, width) * own[:, None]
-            codes, own = tiles.reshape(-1, width), None
-        of_slab = jnp.dot(x[:, slab], codes.astype(x.dtype), preferred_element_type=jnp.float32)
-        y += of_slab if own is None else of_slab * own
+        values = _from_fp4(kernel[slab]) if kernel.dtype == FP4_TYPE else kernel[slab]
+        slab_scale = None if scale is None else scale[slab.start // deep : -(-slab.stop // deep)]
+        if slab_scale is not None and deep < DEPTH:
+            blocks = values.astype(jnp.float32).reshape(len(slab_scale), deep, width) * slab_scale[:, None]
+            values, slab_scale = blocks.reshape(-1, width), None
+        product = jnp.dot(x[:, slab], values.astype(x.dtype), preferred_element_type=jnp.float32)
+        y += product if slab_scale is None else product * slab_scale
     return y
 
 
 def _slabs(D: int, deep: int) -> list[slice]:
-    """Rows of a matrix that are multiplied at a time: some of one tile, or whole tiles."""
+    """The rows of a matrix for each product: a part of one block, or complete blocks of depth `deep`."""
     step = deep if deep >= DEPTH else SLAB // deep * deep
     ends = [(start, min(start + step, D)) for start in range(0, D, step)]
     return [slice(d, min(d + SLAB, end)) for start, end in ends for d in range(start, end, SLAB)]
 
 
-def _from_fp4(codes: jax.Array) -> jax.Array:
-    """Within the kernel: the values of FP4 numbers (OCP Microscaling Formats v1.0), a bit of sign, two of exponent, one
-    of mantissa. Few TPUs have the type."""
-    code = pltpu.bitcast(codes, jnp.int4).astype(jnp.int32)
+def _from_fp4(quantized: jax.Array) -> jax.Array:
+    """Within the kernel: the float32 values of FP4 (OCP Microscaling Formats v1.0: 1 bit of sign, 2 of exponent, 1 of
+    mantissa). Few TPUs convert this type themselves."""
+    code = pltpu.bitcast(quantized, jnp.int4).astype(jnp.int32)
     size = code & 7
     halves = jnp.where(size < 2, size, (2 + (size & 1)) << ((jnp.maximum(size, 2) >> 1) - 1))
     return jnp.where(code < 0, -halves, halves).astype(jnp.float32) * 0.5
 
 
 def _of_columns(scale: jax.Array, first: Any, width: int, M: int) -> jax.Array:
-    """Within the kernel: of scales of all columns' tiles [D/d, M/m] those of each of `width` columns. A product with
-    ones, since lanes cannot be repeated."""
+    """Within the kernel: the scales [D/d, width] of the columns from `first` on, from the scales of blocks [D/d, M/m].
+    By a product with a matrix of zeros and ones, since lanes cannot be repeated."""
     if scale.shape[1] == width:
         return scale
     of_tile = jax.lax.broadcasted_iota(jnp.int32, (scale.shape[1], width), 0)
@@ -278,12 +282,14 @@ def _of_columns(scale: jax.Array, first: Any, width: int, M: int) -> jax.Array:
 
 
 def expected_groups(rows: int, here: int, groups: int) -> float:
-    """Of `here` groups those that have rows, where each row chooses evenly among all `groups`."""
+    """Returns the expected number of groups with rows, of `here` groups, if each row chooses one of all `groups`
+    uniformly."""
     return here * (1 - (1 - 1 / groups) ** rows)
 
 
 def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) -> int | None:
-    """Columns of a matrix that are in fast memory at a time; None where there are no such."""
+    """Returns the number of columns of a matrix that are in VMEM at a time; None if the Pallas kernel does not support
+    these shapes."""
     D, M = kernel.shape[1:]
     height, kind = min(len(x), TILE_ROWS), x.dtype.itemsize
     tiles = 0 if scale is None else scale.shape[1]
@@ -299,6 +305,6 @@ def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) 
 
 
 def _bytes_per_element(x: jax.Array) -> float:
-    """Of an element."""
+    """The bytes of an element, which may be a fraction."""
     bits: int = jax.dtypes.itemsize_bits(x.dtype)
     return bits / 8

@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek V3 with other sizes, without a layer that predicts further tokens."""
+"""Kimi K2: DeepSeek V3 with other sizes, without multi-token prediction."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config):
-    """What config.json says, with DeepSeek's keys and defaults."""
+    """The keys of config.json, with the defaults of DeepSeek V3."""
 
     model_type: ClassVar[str] = "kimi_k2"
     only: ClassVar = {**deepseek_v3.Config.only, "num_nextn_predict_layers": (0,)}

@@ -1,4 +1,4 @@
-"""Llama and Mistral: what config.json says, and which tensor becomes which parameter."""
+"""Llama and Mistral: config and mapping table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says."""
+    """The keys of config.json."""
 
     model_type: ClassVar[str] = "llama"
 
@@ -33,13 +33,13 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         if cls is Config and raw.get("model_type") == "mistral":
-            return MistralConfig.from_hf(raw)  # type: ignore[return-value]  # a Config all the same
+            return MistralConfig.from_hf(raw)  # type: ignore[return-value]  # a subclass of Config
         return super().from_hf(raw)
 
 
 @dataclass(frozen=True)
 class MistralConfig(Config):
-    """Mistral: no biases, other defaults, and every layer looks through the window."""
+    """Mistral: no biases, other defaults, and a sliding window in all layers."""
 
     model_type: ClassVar[str] = "mistral"
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention_bias": (False,), "mlp_bias": (False,)}

@@ -1,1 +1,1 @@
-"""Llama 4, its text model."""
+"""The text model of Llama 4."""

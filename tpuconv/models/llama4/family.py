@@ -1,4 +1,4 @@
-"""Llama 4, the text model of Scout and Maverick: what config.json says, and which tensor becomes which parameter."""
+"""Llama 4, the text model of Scout and Maverick: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from tpuconv.models.registry import Family
 from tpuconv.sources.config import encoding_of
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
-"""What a config.json without rope keys means here."""
+"""The rotary positions of a config.json without any."""
 
 OUTSIDE = NO_EFFECT | {"vision_config", "image_token_index", "boi_token_index", "eoi_token_index"}
-"""The keys beside `text_config` that say nothing of the text model."""
+"""Keys beside `text_config` that have no effect on the text model."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What `text_config` of config.json says, and whether the experts are stored one by one. `intermediate_size` is the
-    width of experts, `intermediate_size_mlp` that of layers without. `no_rope_layers` is 1 for layers that do have
-    rotary positions."""
+    """The keys of `text_config`, and whether each expert has its own tensors. `intermediate_size` is the width of
+    experts, `intermediate_size_mlp` that of layers without experts. In spite of its name, `no_rope_layers` is 1 for
+    layers with rotary positions."""
 
     model_type: ClassVar[str] = "llama4"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_one_by_one"}
@@ -60,7 +60,7 @@ class Config(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         text = raw.get("text_config") or {}
         if not isinstance(text, Mapping):
-            raise ConfigError(f"config.json: text_config={short(text)} is no object")
+            raise ConfigError(f"config.json: text_config={short(text)} is not an object")
         beside = {key: value for key, value in raw.items() if key not in OUTSIDE and key != "text_config"}
         tied = text.get("tie_word_embeddings", False)
         if beside.pop("tie_word_embeddings", tied) != tied:
@@ -77,7 +77,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_text(cls, text: Mapping[str, Any], quantization: Any) -> Self:
-        """The config that a `text_config` describes, of weights that are stored as `quantization_config` says."""
+        """Returns the config that a `text_config` describes. `quantization` is the value of `quantization_config`."""
         check_rope_keys(text)
         inside = [text.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not any("rope_theta" in rope for rope in (text, *inside)):
@@ -87,7 +87,7 @@ class Config(DecoderConfig):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the experts of a layer are one tensor."""
+        """Whether the experts of a layer are stacked in one tensor."""
         return not self.is_one_by_one
 
     def contradictions(self) -> Iterator[str]:
@@ -125,13 +125,13 @@ class Config(DecoderConfig):
         return "its layers differ in rotary positions, in attention chunks and in having experts"
 
     def has_rope(self, layer: int) -> bool:
-        """Whether the queries and keys of a layer have rotary positions."""
+        """Returns whether a layer has rotary positions."""
         if self.no_rope_layers:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def is_chunked(self, layer: int) -> bool:
-        """Whether a token of a layer sees those of its own chunk alone."""
+        """Returns whether the tokens of a layer see only their own chunk."""
         return self.layer_types[layer] == "chunked_attention" if self.layer_types else self.has_rope(layer)
 
 
@@ -162,7 +162,7 @@ ROWS = (
         "model.layers.{J}.feed_forward",
         "layers.{J}.moe",
         Map("router.weight", "router.kernel", "E D -> D E"),
-        # Stacked as they are multiplied (in, out); or, in quantized releases, one by one as any other matrix.
+        # Stacked as (in, out), the orientation of the product. Quantized releases have a tensor (out, in) per expert.
         Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M", when="is_stacked"),
         Map("experts.down_proj", "down.kernel", "E M D", when="is_stacked"),
         Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M", when="is_one_by_one"),

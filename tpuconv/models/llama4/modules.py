@@ -1,4 +1,4 @@
-"""Llama 4, the text model, read from top to bottom."""
+"""Llama 4, the text model."""
 
 from typing import Any
 
@@ -16,8 +16,9 @@ from tpuconv.models.llama4.family import Config
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Most layers have rotary positions and see
-    their token's chunk; the others tell positions by the causal mask alone and see everything."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Most
+    layers have rotary positions, and their tokens see their own chunk. The others have no rotary positions and see all
+    tokens."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -32,30 +33,31 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.q(x_BTD), self.k(x_BTD)
         if self.has_rope:
-            q_BTNH, k_BTKH = self._turned(q_BTNH, step), self._turned(k_BTKH, step)
+            q_BTNH, k_BTKH = self._rotated(q_BTNH, step), self._rotated(k_BTKH, step)
         elif self.config.attn_temperature_tuning:
-            q_BTNH = (q_BTNH * self._sharpness(step.pos_BT)[:, :, None, None]).astype(q_BTNH.dtype)
+            q_BTNH = (q_BTNH * self._temperature(step.pos_BT)[:, :, None, None]).astype(q_BTNH.dtype)
         kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
         visible_BTS = step.visible(window)
         if self.chunk is not None:
             visible_BTS &= step.pos_BT[:, :, None] // self.chunk == step.pos_BS[:, None, :] // self.chunk
         return self.o(attention(q_BTNH, kv, visible_BTS)), kv
 
-    def _turned(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
-        """With rotary positions, in float32, and then normed, each head on its own and without weights."""
+    def _rotated(self, x_BTNH: jax.Array, step: Step) -> jax.Array:
+        """Applies rotary positions in float32, then an RMS norm without weights to each head. Returns [B, T, N, H]."""
         x_BTNH = apply_rope(deinterleave(x_BTNH), step.cos_sin)
         if not self.config.use_qk_norm:
             return x_BTNH
         return normalize(x_BTNH, 1, self.config.rms_norm_eps).astype(x_BTNH.dtype)
 
-    def _sharpness(self, pos_BT: jax.Array) -> jax.Array:
-        """Scores grow with the logarithm of the position (arXiv:2501.19399): many keys would blur attention."""
+    def _temperature(self, pos_BT: jax.Array) -> jax.Array:
+        """Factors [B, T] of the queries, which grow with the logarithm of the position (arXiv:2501.19399): with many
+        keys, attention would spread over too many of them."""
         floor = jnp.floor((pos_BT.astype(jnp.float32) + 1) / self.config.floor_scale)
         return jnp.log1p(floor) * self.config.attn_scale + 1
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The letter `F` is that of its width."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
 
     def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -68,8 +70,8 @@ class MLP(nnx.Module):
 
 
 class MoE(Experts):
-    """The X chosen experts and the shared one, x [B, T, D] to [B, T, D]. An expert's weight scales what goes in, not
-    what comes out."""
+    """The X chosen experts and the shared expert, x [B, T, D] to [B, T, D]. An expert's weight scales its input instead
+    of its output."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
@@ -81,7 +83,7 @@ class MoE(Experts):
         B, T, D = x_BTD.shape
         scores_BTX, ids_BTX = jax.lax.top_k(placed(self.router(x_BTD), "B T E"), self.chosen)
         weights_BTX = nnx.sigmoid(scores_BTX.astype(jnp.float32)).astype(x_BTD.dtype)
-        # A token that goes to X experts is X tokens to them, each with its own weight.
+        # The X experts of a token have different inputs: pass X tokens with one expert each (U = T X).
         x_BUD = (x_BTD[:, :, None] * weights_BTX[..., None]).reshape(B, T * self.chosen, D)
         ids_BU1 = ids_BTX.reshape(B, T * self.chosen, 1)
         y_BUD = super().__call__(x_BUD, ids_BU1, jnp.ones(ids_BU1.shape, jnp.float32))
@@ -89,7 +91,7 @@ class MoE(Experts):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a feed-forward network or experts, each behind its norm and added to what came in."""
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
@@ -103,8 +105,8 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = x_BTD + y_BTD
-        feed_forward: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return x_BTD + feed_forward(self.mlp_norm(x_BTD)), kv
+        mlp: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
 
 
 class Model(Decoder):

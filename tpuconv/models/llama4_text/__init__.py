@@ -1,1 +1,1 @@
-"""Llama 4, its text model on its own."""
+"""The text model of Llama 4, saved separately."""

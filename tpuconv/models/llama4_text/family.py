@@ -1,4 +1,4 @@
-"""Llama 4's text model saved on its own: Llama 4 with the keys and the names of the text model alone."""
+"""The text model of Llama 4, saved separately: config keys and tensor names without the prefix of the text model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tpuconv.sources.config import encoding_of
 
 @dataclass(frozen=True)
 class Config(llama4.Config):
-    """What config.json says, with the keys and defaults of Llama 4's `text_config`."""
+    """The keys of config.json: those of Llama 4's `text_config`, with the same defaults."""
 
     model_type: ClassVar[str] = "llama4_text"
 

@@ -1,4 +1,4 @@
-"""Llama 4's text model on its own: the modules of Llama 4."""
+"""The text model of Llama 4, saved separately: the modules of Llama 4."""
 
 from tpuconv.models.llama4 import modules as llama4
 

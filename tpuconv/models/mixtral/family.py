@@ -1,4 +1,4 @@
-"""Mixtral: what config.json says, and which tensor becomes which parameter."""
+"""Mixtral: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.registry import Family
 
-ROPE = Rope(theta=1e6)
-"""Without any in config.json."""
+MIXTRAL_ROPE = Rope(theta=1e6)
+"""The rotary positions of a config.json without any."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says. `intermediate_size` is that of one expert."""
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "mixtral"
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": ROPE.theta}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MIXTRAL_ROPE.theta}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -32,7 +32,7 @@ class Config(DecoderConfig):
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    rope: Rope = ROPE
+    rope: Rope = MIXTRAL_ROPE
     sliding_window: int | None = None
 
     def contradictions(self) -> Iterator[str]:

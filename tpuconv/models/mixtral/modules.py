@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088), read from top to bottom."""
+"""Mixtral (arXiv:2401.04088)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from tpuconv.models.mixtral.family import Config
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -31,7 +31,8 @@ class Attention(nnx.Module):
 
 
 class MoE(Experts):
-    """The most probable X experts of each token, x [B, T, D] to [B, T, D]. Their weights stay in float32."""
+    """The X most probable experts of each token, x [B, T, D] to [B, T, D]. Their weights are normalized probabilities
+    in float32."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
@@ -39,13 +40,13 @@ class MoE(Experts):
         self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        shares_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
-        weights_BTX, ids_BTX = jax.lax.top_k(shares_BTE, self.chosen)
+        probs_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
+        weights_BTX, ids_BTX = jax.lax.top_k(probs_BTE, self.chosen)
         return super().__call__(x_BTD, ids_BTX, weights_BTX / weights_BTX.sum(axis=-1, keepdims=True))
 
 
 class Block(nnx.Module):
-    """One layer: attention and experts, each behind its norm and added to what came in."""
+    """One layer: attention and experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

@@ -1,4 +1,4 @@
-"""OLMo 2: what config.json says, and which tensor becomes which parameter."""
+"""OLMo 2: config and mapping table."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says."""
+    """The keys of config.json."""
 
     model_type: ClassVar[str] = "olmo2"
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656), read from top to bottom."""
+"""OLMo 2 (arXiv:2501.00656)."""
 
 import jax
 from flax import nnx
@@ -12,7 +12,7 @@ from tpuconv.models.olmo2.family import Config
 
 
 class RMSNorm(layers.RMSNorm):
-    """Scaled first, then rounded."""
+    """RMS norm that scales in float32, then rounds to the dtype of x."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...]
@@ -20,8 +20,8 @@ class RMSNorm(layers.RMSNorm):
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Queries and keys are normed,
-    all heads together, and turned in float32."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, all heads together; rotary positions are applied in float32."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -40,7 +40,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -53,7 +53,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: the outputs of attention and of feed-forward are normed, then added to what came in."""
+    """One layer: attention and MLP, each before a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn = Attention(config, dtype=dtype, keys=keys)

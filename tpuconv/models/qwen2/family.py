@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: what config.json says, and which tensor becomes which parameter."""
+"""Qwen2 and Qwen2.5: config and mapping table."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(WindowedConfig):
-    """What config.json says."""
+    """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen2"
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115), read from top to bottom."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115)."""
 
 import jax
 from flax import nnx
@@ -11,7 +11,7 @@ from tpuconv.models.qwen2.family import Config
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -28,7 +28,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -41,7 +41,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each behind its norm and added to what came in."""
+    """One layer: attention and MLP, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv:2505.09388), read from top to bottom."""
+"""Qwen3, dense (arXiv:2505.09388)."""
 
 import jax
 from flax import nnx
@@ -11,8 +11,8 @@ from tpuconv.models.qwen3.family import Config
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Queries and keys are normed,
-    each head on its own."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -32,7 +32,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -45,7 +45,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each behind its norm and added to what came in."""
+    """One layer: attention and MLP, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)

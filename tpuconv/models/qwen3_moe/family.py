@@ -1,4 +1,4 @@
-"""Qwen3, mixture of experts: what config.json says, and which tensor becomes which parameter."""
+"""Qwen3, mixture of experts: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """What config.json says. `max_window_layers` is written and, other than in the dense Qwen3, read by nobody: a
-    window is that of all layers."""
+    """The keys of config.json. `max_window_layers` has no effect, other than in the dense Qwen3: the window applies to
+    all layers."""
 
     model_type: ClassVar[str] = "qwen3_moe"
     least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
@@ -43,7 +43,8 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """transformers 5 writes `num_local_experts` where the released files have `num_experts`."""
+        """As `DecoderConfig.from_hf`. Also reads `num_local_experts`, which transformers 5 writes instead of
+        `num_experts`."""
         raw = dict(raw)
         newer = raw.pop("num_local_experts", None)
         if newer is not None and raw.setdefault("num_experts", newer) != newer:
@@ -79,7 +80,7 @@ class Config(DecoderConfig):
 
     @property
     def some_dense(self) -> bool:
-        """Whether a layer has one feed-forward network in place of experts."""
+        """Whether a layer has an MLP instead of experts."""
         return not self.all_experts
 
     @property
@@ -95,7 +96,7 @@ def _when(condition: str, *rows: Map) -> tuple[Map, ...]:
     return tuple(replace(row, when=condition) for row in rows)
 
 
-MOE = (
+MOE_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
@@ -121,9 +122,9 @@ TABLE = MappingTable(
             Map("self_attn.k_norm.weight", "attn.k_norm.scale", "H"),
             Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
         ),
-        # With {L} all layers can be stacked; with {J} they stay apart, as some are dense.
-        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE)),
-        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE)),
+        # With {L} the layers can be stacked; with {J} they cannot, since some are dense.
+        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE_ROWS)),
+        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE_ROWS)),
         *under(
             "model.layers.{I}.mlp",
             "layers.{I}.mlp",

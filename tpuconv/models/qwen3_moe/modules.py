@@ -1,4 +1,4 @@
-"""Qwen3, mixture of experts (arXiv:2505.09388), read from top to bottom."""
+"""Qwen3, mixture of experts (arXiv:2505.09388)."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from tpuconv.models.qwen3_moe.family import Config
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] to [B, T, D], and the keys and values of all tokens so far. Queries and keys are normed,
-    each head on its own."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, bias = config.axes, config.attention_bias
@@ -37,7 +37,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -50,7 +50,8 @@ class MLP(nnx.Module):
 
 
 class MoE(Experts):
-    """The most probable X experts of each token, x [B, T, D] to [B, T, D]."""
+    """The X most probable experts of each token, x [B, T, D] to [B, T, D]. Their weights are their probabilities, which
+    are normalized if `norm_topk_prob` is set."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
@@ -58,16 +59,15 @@ class MoE(Experts):
         self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        shares_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
-        weights_BTX, ids_BTX = jax.lax.top_k(shares_BTE, self.config.num_experts_per_tok)
+        probs_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
+        weights_BTX, ids_BTX = jax.lax.top_k(probs_BTE, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True)
         return super().__call__(x_BTD, ids_BTX, weights_BTX.astype(x_BTD.dtype))
 
 
 class Block(nnx.Module):
-    """One layer: attention, then experts or one feed-forward network, each behind its norm and added to what came
-    in."""
+    """One layer: attention, then experts or an MLP, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
@@ -81,8 +81,8 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = x_BTD + y_BTD
-        feed_forward: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return x_BTD + feed_forward(self.mlp_norm(x_BTD)), kv
+        mlp: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
 
 
 class Model(Decoder):

@@ -1,1 +1,1 @@
-"""What the TPU compiler says of a model, without a TPU."""
+"""Ahead-of-time compilation for TPU slices: whether a model fits, and how fast it may be."""

@@ -1,4 +1,4 @@
-"""The kinds of TPUs, and the slices that they are rented in."""
+"""The kinds of TPUs, and the slices that are offered of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of TPU, by device: what jax calls a device is a chip, or on v4 and TPU7x one of its two cores.
+    """One kind of TPU. Numbers are per jax device: a chip, or on v4 and TPU7x one of its two cores. They are those of
+    Google's specifications (cloud.google.com/tpu/docs), halved if a device is half a chip.
 
-    `hbm` is what libtpu's compiler gives a program in bytes, less than is sold. `bandwidth` of the HBM and `ici`, of
-    one link in one direction, are in bytes a second, `clock` in Hz. Figures are those of Google's published
-    specifications (cloud.google.com/tpu/docs), halved where a device is half a chip. `kind` is jax's `device_kind`,
-    `peak` the FLOP/s of products in bfloat16.
+    Attributes:
+        kind: jax's `device_kind`.
+        hbm: bytes of HBM that libtpu's compiler gives a program, which is less than the specification.
+        bandwidth: of the HBM in bytes/s.
+        peak: FLOP/s of products in bfloat16.
+        ici: bandwidth of one link in one direction in bytes/s.
+        clock: in Hz.
+        devices: jax devices of a chip.
+        dims: dimensions of a slice.
+        slices: the slices that are offered, smallest first.
     """
 
     kind: str
@@ -27,13 +34,13 @@ class Chip:
     slices: tuple[str, ...] = ()
 
 
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SOLID = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SLICES_3D = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", int(15.25 * GIB), 615e9, 137.5e12, 45e9, 1.05e9, devices=2, dims=3, slices=SOLID),
-    "v5e": Chip("TPU v5 lite", int(15.75 * GIB), 819e9, 197e12, 45e9, 1.5e9, slices=FLAT),
-    "v5p": Chip("TPU v5", int(95.74 * GIB), 2765e9, 459e12, 90e9, 1.75e9, dims=3, slices=SOLID),
-    "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 1638e9, 918e12, 90e9, 1.75e9, slices=FLAT),
-    "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SOLID),
+    "v4": Chip("TPU v4", int(15.25 * GIB), 615e9, 137.5e12, 45e9, 1.05e9, devices=2, dims=3, slices=SLICES_3D),
+    "v5e": Chip("TPU v5 lite", int(15.75 * GIB), 819e9, 197e12, 45e9, 1.5e9, slices=SLICES_2D),
+    "v5p": Chip("TPU v5", int(95.74 * GIB), 2765e9, 459e12, 90e9, 1.75e9, dims=3, slices=SLICES_3D),
+    "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 1638e9, 918e12, 90e9, 1.75e9, slices=SLICES_2D),
+    "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SLICES_3D),
 }

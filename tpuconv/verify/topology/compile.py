@@ -1,6 +1,5 @@
-"""The child of `tpuconv.verify.topology.request`: compiles one model for one slice, and writes what it found.
-
-`main` runs in a process of its own, with the environment that libtpu wants.
+"""Compiles one model for one slice. Runs in a child process of `tpuconv.verify.topology.request`, with the environment
+variables that libtpu needs.
 """
 
 import json
@@ -18,8 +17,9 @@ from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.request import CompileRequest, Memory, Program, Slice
 
 
-def main(asked: Path, answered: Path) -> None:
-    """Reads a `CompileRequest` and the name of a slice, and writes an `FitReport` or an error, as JSON."""
+def compile_in_child(asked: Path, answered: Path) -> None:
+    """Reads a `CompileRequest` and the name of a slice from the file `asked`, and writes a `FitReport` or an error to
+    the file `answered`, both as JSON."""
     request = json.loads(asked.read_text())
     topology = Slice(request.pop("topology"))
     try:
@@ -32,7 +32,12 @@ def main(asked: Path, answered: Path) -> None:
 
 
 def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
-    """The facts of an `FitReport`."""
+    """Returns the facts of a `FitReport`, as `FitReport.from_json` reads them.
+
+    Raises:
+        UsageError: the mesh does not match the slice, or there is no such slice.
+        TpuconvError: the compiler failed for a reason other than memory.
+    """
     from tpuconv.models.registry import find_family
 
     family = find_family(request.config)
@@ -41,13 +46,13 @@ def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
             f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
-            hint="leave --mesh out for one that fits",
+            hint="leave --mesh out to have one chosen",
         )
     return _Compilation(request, topology, family, config, mesh).report()
 
 
 class _Compilation:
-    """One model on one mesh. Imports jax."""
+    """One model on one mesh, as shapes with shardings. Imports jax."""
 
     def __init__(self, request: CompileRequest, topology: Slice, family: Any, config: Any, mesh: Mapping[str, int]):
         import jax
@@ -65,21 +70,22 @@ class _Compilation:
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
         )
-        # What `generate` runs, with the layouts that `--write-layouts` makes `load` use.
+        # The programs that `generate` runs, with the layouts that `load` uses after `--write-layouts`.
         self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
         cache = self.generator.cache_shapes(request.batch, request.context)
-        self.cache = jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh))
+        self.cache = jax.tree.map(_with_sharding, cache, cache_shardings(cache, self.mesh))
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
-        """The parameter's place. What Qwix keeps of it, values and scales, have its axes."""
+        """A parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's axes."""
         from tpuconv.models.common.placement import sharding
 
         names = list(map(str, path))
         prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
         axes = next(self.axes[name] for name in prefixes if name in self.axes)
-        return _placed(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
+        return _with_sharding(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
 
     def report(self) -> dict[str, Any]:
+        """Compiles the programs of the request. Returns the facts of a `FitReport`."""
         from tpuconv.models.generate import prefill_chunk
 
         request, available = self.request, self.topology.chip.hbm
@@ -93,29 +99,29 @@ class _Compilation:
         programs: list[Program] = []
         why = ""
         if weights + cache > available:
-            why = f"weights and cache alone take {_gib(weights + cache)} of {_gib(available)}"
+            why = f"weights and cache alone need {_gib(weights + cache)} of {_gib(available)}"
         tokens = {"decode": 1, "prefill": prefill_chunk(request.batch, request.context)}
         for name in request.programs:
             if not why:
                 try:
                     programs.append(self._compile(name, tokens[name]))
-                except Exception as e:  # jax has no error of its own for what does not fit
+                except Exception as e:  # jax has no exception type for a program that does not fit
                     if "RESOURCE_EXHAUSTED" not in str(e):
                         raise TpuconvError(
                             f"{name} does not compile for {self.topology.name}: {str(e)[:300]}",
-                            hint="this is a limit of the compiler or a bug of tpuconv: please report it",
+                            hint="this is a limit of the compiler or a bug in tpuconv: please report it",
                         ) from e
                     why = f"{name} does not fit: {_compiler_reason(str(e))}"
         temporaries = max((program.temporaries for program in programs), default=0)
         code = sum(program.code for program in programs)
         memory = Memory(available, weights, cache, temporaries, code)
         if not why and memory.headroom < 0:
-            why = f"prefill and decode together take {_gib(memory.peak)} of {_gib(available)}"
+            why = f"prefill and decode together need {_gib(memory.peak)} of {_gib(available)}"
         facts |= {"memory": vars(memory), "programs": [vars(program) for program in programs], "why": why}
         return facts | {"layouts": {} if why else self._layouts()}
 
     def _layouts(self) -> dict[str, DeviceLayout]:
-        """How decoding would have each parameter lie."""
+        """The device layout that the compiler chose for each parameter of the decode step."""
         import jax
         from flax import nnx
 
@@ -161,7 +167,7 @@ class _Compilation:
 
 
 def model_of(request: CompileRequest, family: Any, config: Any) -> Any:
-    """The model with shapes instead of arrays."""
+    """Returns the model of a request with shapes instead of arrays."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -182,10 +188,10 @@ def model_of(request: CompileRequest, family: Any, config: Any) -> Any:
     return abstract_quantized_model(build, request.quantize)
 
 
-def _placed(x: Any, where: Any) -> Any:
+def _with_sharding(x: Any, sharding: Any) -> Any:
     import jax
 
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
@@ -198,7 +204,7 @@ def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
     except Exception as e:  # a RuntimeError of jax's own kind
         raise UsageError(
             f"there is no slice {topology.name}: {str(e)[:200]}",
-            hint=f"of {topology.kind} there are {', '.join(topology.chip.slices)}",
+            hint=f"the slices of {topology.kind} are {', '.join(topology.chip.slices)}",
         ) from e
     shape = tuple(sizes.values()) or (1,)
     devices = mesh_utils.create_device_mesh(shape, described.devices, allow_split_physical_axes=True)
@@ -206,7 +212,7 @@ def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
 
 
 def _bytes_per_device(tree: Any) -> int:
-    """Of one device's part of every array."""
+    """The bytes of all arrays on one device."""
     import jax
 
     return sum(
@@ -220,6 +226,6 @@ def _gib(nbytes: int) -> str:
 
 
 def _compiler_reason(text: str) -> str:
-    """The compiler's own sentence."""
+    """The sentence of a compiler error that says what does not fit."""
     found = re.search(r"RESOURCE_EXHAUSTED:\s*(.*)", text)
     return (found[1] if found else text)[:300]

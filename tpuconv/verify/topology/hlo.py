@@ -1,8 +1,11 @@
-"""What a compiled TPU program does, read from its scheduled HLO text.
+"""Statistics of a compiled TPU program, from its scheduled HLO text: HBM traffic, collectives, products, copies, and an
+estimate of its time.
 
-XLA's own cost analysis counts the body of a loop once and prefetches many times. Here the schedule is walked as it
-runs, loops as often as they turn: bytes of HBM, collectives, which types the matrix units multiply, copies. Shapes in
-the text say in which memory a value lies: `S(1)` is on the chip (VMEM), none is HBM.
+XLA's own cost analysis counts a loop's body once, and a prefetch several times. `Schedule` follows the instructions in
+the order of execution, and counts a loop's body once per iteration. A shape in the text says which memory a value is
+in: `S(1)` is on the chip (VMEM), no `S` is HBM.
+
+One file because parser, traffic and statistics share the `Instruction` and are read together.
 """
 
 import re
@@ -35,19 +38,20 @@ FREE = frozenset(
         "iota",
     }
 )
-"""Instructions that move nothing."""
+"""Instructions that move no data."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 VIEWS = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
+"""Instructions of a fused computation whose result has the elements of their operand."""
 BOOKKEEPING = frozenset({"ConcatBitcast", "SliceBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"})
 """Custom calls that do nothing when they run."""
 
 LARGE_COPY = 1 << 20
-"""Bytes from which a copy is worth a line."""
+"""Smaller copies, in bytes, are not listed."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One array of a result: `space` 0 is HBM, `nbytes` includes the padding of its tiles."""
+    """One array of a result. `space` is its memory space, 0 for HBM; `nbytes` includes the padding of its tiles."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -56,7 +60,7 @@ class Value:
 
 
 def values(text: str) -> list[Value]:
-    """The arrays of a shape, `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` or a tuple of such."""
+    """Returns the arrays of a shape, such as `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}`, or of a tuple of shapes."""
     out = []
     for dtype, dims_text, layout in _SHAPE.findall(text):
         dims = tuple(int(size) for size in dims_text.split(",") if size)
@@ -74,7 +78,17 @@ def values(text: str) -> list[Value]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `arguments` is the text between its brackets, `operands` the names in it, `attributes` what follows."""
+    """One instruction.
+
+    Attributes:
+        name: unique in its computation.
+        result: the text of its shape.
+        op: such as "fusion".
+        operands: names of the instructions that it takes.
+        arguments: the text between its brackets.
+        attributes: the text after its brackets.
+        is_root: whether its value is the result of the computation.
+    """
 
     name: str
     result: str
@@ -86,59 +100,62 @@ class Instruction:
 
     @cached_property
     def values(self) -> list[Value]:
+        """The arrays of the result."""
         return values(self.result)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the result."""
         return sum(value.nbytes for value in self.values)
 
     @property
     def hbm(self) -> int:
-        """Bytes of the result that lie in HBM."""
+        """The bytes of the result that are in HBM."""
         return sum(value.nbytes for value in self.values if value.space == 0)
 
     @property
     def kind(self) -> str:
-        """The op; of the two halves of an asynchronous one the op without `-start`."""
+        """The op, without `-start`."""
         return self.op.removesuffix("-start")
 
     @property
     def cycles(self) -> int:
-        """The compiler's own estimate, 0 where there is none."""
+        """The compiler's estimate of its clock cycles; 0 if there is none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found[1]) if found else 0
 
     @property
     def accessed(self) -> int | None:
-        """Of a kernel the bytes that it says it reads and writes; None where it says nothing."""
+        """The bytes that a custom call reads and writes by its own cost estimate; None if it has none."""
         found = re.search(r'"bytes_accessed":"(\d+)"', self.attributes) if self.op == "custom-call" else None
         return int(found[1]) if found else None
 
     def called(self, attribute: str) -> str:
-        """The computation that `attribute` names, or ""."""
+        """The name of the computation that `attribute` refers to, or ""."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
     @property
     def source(self) -> str:
-        """The operation of the model that this belongs to, or ""."""
+        """The operation of the model that this instruction was compiled from, or ""."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def kernel(self) -> str:
-        """The name up to its number. Newer compilers may append the name of the argument that the result is
-        passed as: `few_rows.2.x`."""
+        """The name of a kernel without its number. Newer compilers may append the name of the parameter that takes the
+        result: `few_rows.2.x`."""
         return re.sub(r"\.\d+(\..*)?$", "", self.name)
 
     @property
     def target(self) -> str:
+        """The target of a custom call, or ""."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """The operands and the attributes of `operands), attributes`."""
+    """Splits `operands), attributes` into operands and attributes."""
     depth = 0
     for at, letter in enumerate(text):
         if letter in "([{":
@@ -155,7 +172,7 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """An instruction as it runs: HBM bytes of one turn, and how often it runs."""
+    """An instruction of the schedule: how often it runs, and the HBM bytes that it reads and writes each time."""
 
     instruction: Instruction
     computation: str
@@ -165,13 +182,14 @@ class ScheduledStep:
 
     @property
     def expected(self) -> int:
-        """Bytes that are read and written where a kernel, which is given experts, does not read all of them."""
+        """The expected bytes read and written. They are fewer for a kernel whose cost estimate says that it reads only
+        the chosen experts."""
         nbytes, accessed = self.read + self.written, self.instruction.accessed
         return nbytes if accessed is None else min(nbytes, accessed)
 
 
 class Schedule:
-    """The scheduled program of one device."""
+    """The scheduled program of one device. `text` is the compiled program's HLO."""
 
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
@@ -192,16 +210,17 @@ class Schedule:
                 )
         self._users: dict[str, Mapping[str, list[tuple[Instruction, int]]]] = {}
 
-    # -- what runs ----------------------------------------------------------------------------------------------------
+    # -- order of execution -------------------------------------------------------------------------------------------
 
     def steps(self, computation: str = "", times: int = 1) -> Iterator[ScheduledStep]:
-        """All that runs, in order; of the branches of a condition the first, of a loop its body once, with `times`."""
+        """Yields the steps of a computation (the entry by default) in the order of execution. The body of a loop is
+        yielded once, with the number of its iterations in `times`. Of a conditional the first branch is taken."""
         computation = computation or self.entry
         for i in self.computations[computation].values():
             if i.op in FREE or (i.op == "custom-call" and i.target in BOOKKEEPING):
                 continue
             if i.op == "while":
-                yield from self.steps(i.called("body"), times * self._turns(i.called("condition")))
+                yield from self.steps(i.called("body"), times * self._iterations(i.called("condition")))
             elif i.op == "call":
                 yield from self.steps(i.called("to_apply"), times)
             elif i.op == "conditional":
@@ -211,12 +230,12 @@ class Schedule:
             else:
                 yield ScheduledStep(i, computation, times, *self._traffic(i, computation))
 
-    def _turns(self, condition: str) -> int:
-        """How often a loop turns: the bound that its condition compares with; 1 where it cannot be told."""
-        own = self.computations[condition]
-        root = next(i for i in own.values() if i.is_root)
-        near = [own[name] for name in root.operands if name in own and own[name].op == "constant"]
-        for i in near or own.values():
+    def _iterations(self, condition: str) -> int:
+        """The iterations of a loop: the constant in its condition; 1 if there is none."""
+        instructions = self.computations[condition]
+        root = next(i for i in instructions.values() if i.is_root)
+        compared = [i for name in root.operands if (i := instructions.get(name)) and i.op == "constant"]
+        for i in compared or instructions.values():
             if i.op == "constant" and (found := re.match(r"(\d+)$", i.arguments)):
                 return int(found[1])
         return 1
@@ -224,32 +243,34 @@ class Schedule:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _traffic(self, i: Instruction, computation: str) -> tuple[int, int]:
-        """Bytes that one turn reads from HBM and writes to it."""
-        own = self.computations[computation]
-        operands = [own[name] for name in i.operands if name in own]
+        """The bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
+        instructions = self.computations[computation]
+        operands = [instructions[name] for name in i.operands if name in instructions]
         if i.op.endswith("-done") or i.kind in COLLECTIVES:
             return 0, 0
         if i.op == "fusion":
-            return self._fusion_traffic(i, own)
+            return self._fusion_traffic(i, instructions)
         if i.op in ("copy-start", "slice-start"):
             first, second = i.values[:2]
-            to, source = (first, second) if i.op == "copy-start" else (second, first)
-            return (0 if source.space else to.nbytes), (0 if to.space else to.nbytes)
+            target, source = (first, second) if i.op == "copy-start" else (second, first)
+            return (0 if source.space else target.nbytes), (0 if target.space else target.nbytes)
         if i.op == "dynamic-update-slice":
-            return 0, (own[i.operands[1]].nbytes if i.operands[1] in own and i.hbm else 0)
+            update = instructions.get(i.operands[1])
+            return 0, (update.nbytes if update and i.hbm else 0)
         if i.op in ("dynamic-slice", "slice", "gather"):
             return (i.nbytes if operands and operands[0].hbm else 0), i.hbm
         return sum(operand.hbm for operand in {o.name: o for o in operands}.values()), i.hbm
 
-    def _fusion_traffic(self, i: Instruction, own: Computation) -> tuple[int, int]:
+    def _fusion_traffic(self, i: Instruction, instructions: Computation) -> tuple[int, int]:
+        """As `_traffic`, for a fusion among these instructions."""
         inner_name = i.called("calls")
         inner = self.computations[inner_name]
         parameters = {int(p.arguments): p.name for p in inner.values() if p.op == "parameter"}
         read = 0
         for at, name in enumerate(i.operands):
-            full = own[name].hbm if name in own else 0
+            full = instructions[name].hbm if name in instructions else 0
             if full:
-                read += min(self._touched(inner_name, parameters[at], full), full) if at in parameters else full
+                read += min(self._bytes_read(inner_name, parameters[at], full), full) if at in parameters else full
         root = next(r for r in inner.values() if r.is_root)
         roots = [inner[name] for name in root.operands] if root.op == "tuple" else [root]
         written = 0
@@ -258,8 +279,9 @@ class Schedule:
                 written += self._written(inner, result, value.nbytes)
         return read, written
 
-    def _touched(self, computation: str, name: str, full: int, depth: int = 0) -> int:
-        """How much of the value `name`, of `full` bytes, a fused computation reads: slices count as slices."""
+    def _bytes_read(self, computation: str, name: str, full: int, depth: int = 0) -> int:
+        """The bytes that a fused computation reads of the value `name`, which has `full` bytes. If it only reads
+        slices, the slices count."""
         if computation not in self._users:
             users = defaultdict(list)
             for i in self.computations[computation].values():
@@ -274,22 +296,23 @@ class Schedule:
             elif i.op == "dynamic-update-slice" and at == 0:
                 continue
             elif depth < 12 and i.op in VIEWS:
-                total += self._touched(computation, i.name, full, depth + 1)
+                total += self._bytes_read(computation, i.name, full, depth + 1)
             elif depth < 12 and i.op == "fusion":
                 inner = self.computations[i.called("calls")]
                 parameter = next((p.name for p in inner.values() if p.op == "parameter" and p.arguments == str(at)), "")
                 in_place = f"output_to_operand_aliasing={{{{}}: ({at}," in i.attributes
                 total += (
-                    self._touched(computation, i.name, full, depth + 1)
+                    self._bytes_read(computation, i.name, full, depth + 1)
                     if in_place
-                    else self._touched(i.called("calls"), parameter, full, depth + 1)
+                    else self._bytes_read(i.called("calls"), parameter, full, depth + 1)
                 )
             else:
                 return full
         return total if found else full
 
     def _written(self, inner: Computation, result: Instruction, full: int) -> int:
-        """How much of a fusion's result is written: an update in place counts as the update."""
+        """The bytes that a fusion writes of a result that has `full` bytes. Of an update in place, the update
+        counts."""
         while result.op == "bitcast" and result.operands and result.operands[0] in inner:
             result = inner[result.operands[0]]
         if result.op == "dynamic-update-slice":
@@ -300,25 +323,26 @@ class Schedule:
             return nested[root.operands[1]].nbytes if root.op == "dynamic-update-slice" else full
         return full
 
-    # -- what a person wants to know ----------------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def all_steps(self) -> Sequence[ScheduledStep]:
+        """The steps of the entry computation."""
         return tuple(self.steps())
 
     @property
     def hbm(self) -> tuple[int, int]:
-        """Bytes read and written in all."""
+        """The bytes read from HBM, and written to HBM."""
         steps = self.all_steps
         return sum(s.times * s.read for s in steps), sum(s.times * s.written for s in steps)
 
     @property
     def hbm_expected(self) -> int:
-        """Bytes read and written where tokens choose their experts evenly: of others nothing is read."""
+        """The expected bytes read from and written to HBM, if tokens choose experts uniformly."""
         return sum(s.times * s.expected for s in self.all_steps)
 
     def collectives(self) -> list[dict[str, Any]]:
-        """By op: how many, and the bytes of their results on one device."""
+        """Returns, for each kind of collective, their count and the bytes of their results on one device."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
             if (op := _collective(step.instruction)) and not step.instruction.op.endswith("-done"):
@@ -328,15 +352,15 @@ class Schedule:
         return [{"op": op, "count": count, "bytes": nbytes} for op, (count, nbytes) in sorted(out.items())]
 
     def products(self) -> list[dict[str, Any]]:
-        """What the matrix units multiply: by the types of both operands how many, and in which types these lie in
-        memory where those are narrower (an int8 weight that is widened on the way is stored s8, multiplied bf16)."""
+        """Returns the counts of products by the types of their operands: as multiplied, and as stored. The stored type
+        is narrower if an operand is converted first: an int8 weight is stored as s8, and may be multiplied as bf16."""
         counts: dict[tuple[str, str], int] = defaultdict(int)
         for step in self.all_steps:
             for name in self._fused(step.instruction):
-                own = self.computations[name]
-                for i in own.values():
+                instructions = self.computations[name]
+                for i in instructions.values():
                     if i.op in ("convolution", "dot") and len(i.operands) > 1:
-                        sides = [_origin(own, operand) for operand in i.operands[:2]]
+                        sides = [_operand_types(instructions, operand) for operand in i.operands[:2]]
                         multiplied = " x ".join(sorted(side[0] for side in sides))
                         stored = " x ".join(sorted(side[1] for side in sides))
                         counts[multiplied, stored] += step.times
@@ -346,21 +370,22 @@ class Schedule:
         ]
 
     def _fused(self, i: Instruction) -> Iterator[str]:
-        """The computations inside a fusion."""
+        """The names of the computations inside a fusion."""
         if i.op == "fusion" and (name := i.called("calls")):
             yield name
             for inner in self.computations[name].values():
                 yield from self._fused(inner)
 
     def copies(self) -> list[dict[str, Any]]:
-        """Copies and relayouts inside of HBM, by the operation that they belong to: bytes read and written in all."""
+        """Returns the copies and layout changes within HBM, largest first: for each operation of the model, their count
+        and the bytes read and written."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
             i = step.instruction
-            relays = i.op in ("copy", "transpose", "copy-start")
-            relays = relays or (i.op == "fusion" and i.name.startswith(("copy", "transpose")))
+            is_copy = i.op in ("copy", "transpose", "copy-start")
+            is_copy = is_copy or (i.op == "fusion" and i.name.startswith(("copy", "transpose")))
             nbytes = step.read + step.written
-            if relays and step.read and step.written and nbytes >= LARGE_COPY:
+            if is_copy and step.read and step.written and nbytes >= LARGE_COPY:
                 count = out.setdefault(i.source or i.name, [0, 0])
                 count[0] += step.times
                 count[1] += step.times * nbytes
@@ -368,27 +393,32 @@ class Schedule:
         return [{"source": source, "count": count, "bytes": nbytes} for source, (count, nbytes) in largest]
 
     def custom_calls(self) -> list[dict[str, Any]]:
-        """Kernels, by name: how many, the bytes of all operands and results in HBM, used or not, and how many of these
-        are expected to be used."""
+        """Returns, for each kernel, its count, the bytes of its operands and results in HBM, and the bytes of them that
+        it is expected to read and write."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
             if step.instruction.op == "custom-call":
                 sums = out.setdefault(step.instruction.kernel, [0, 0, 0])
-                for at, own in enumerate((1, step.read + step.written, step.expected)):
-                    sums[at] += step.times * own
+                for at, number in enumerate((1, step.read + step.written, step.expected)):
+                    sums[at] += step.times * number
         return [
             {"kernel": kernel, "count": count, "bytes": nbytes, "expected_bytes": expected}
             for kernel, (count, nbytes, expected) in sorted(out.items())
         ]
 
     def estimate(self, bandwidth: float, ici: float, clock: float) -> float:
-        """Seconds of one run, experimental: two timelines, that of the core and that of the HBM, on which prefetches
-        queue; a core waits for what it needs. Loops run as often as they turn.
+        """Returns the estimated seconds of one run. Experimental.
 
-        Two constants are fitted to published times (benchmarks/published.py): a core takes 0.8 of the compiler's
-        cycles, and a collective a quarter of a microsecond for each of six hops.
+        The schedule is simulated with two timelines: the core's, and the HBM's, on which prefetches wait for each
+        other. The core waits for the prefetches that it needs. Two constants are fitted to published times
+        (benchmarks/published.py): the core needs 0.8 of the compiler's cycles, and a collective has 6 hops of 0.25 us.
+
+        Args:
+            bandwidth: of the HBM in bytes/s.
+            ici: bandwidth of one link in one direction in bytes/s.
+            clock: of the core in Hz.
         """
-        share = 0.8
+        cycles_share = 0.8
         core = memory = 0.0
         arrives: dict[str, float] = {}
         for step in self._unrolled():
@@ -399,20 +429,22 @@ class Schedule:
             elif i.op.endswith("-done"):
                 core = max(core, arrives.get(i.operands[0], core))
             elif _collective(i):
-                core += _waited(i, ici)
+                core += _collective_seconds(i, ici)
             else:
                 nbytes = step.expected
                 if nbytes:
                     memory = max(memory, core) + nbytes / bandwidth
-                core += share * i.cycles / clock if i.cycles else nbytes / bandwidth
+                core += cycles_share * i.cycles / clock if i.cycles else nbytes / bandwidth
         return max(core, memory)
 
     def communication(self, ici: float) -> float:
-        """Seconds of one run that `estimate` charges for collectives."""
-        return sum(_waited(step.instruction, ici) for step in self._unrolled() if _collective(step.instruction))
+        """Returns the seconds of `estimate` that are spent in collectives."""
+        return sum(
+            _collective_seconds(step.instruction, ici) for step in self._unrolled() if _collective(step.instruction)
+        )
 
     def _unrolled(self) -> Iterator[ScheduledStep]:
-        """The steps as often as they run. Loops may be nested: a run of steps of one inner loop repeats as a whole."""
+        """Yields each step as often as it runs. Consecutive steps of one loop are repeated together."""
         steps = self.all_steps
         at = 0
         while at < len(steps):
@@ -428,7 +460,7 @@ class Schedule:
 
 
 def _collective(i: Instruction) -> str:
-    """The collective that an instruction is or starts, or ""."""
+    """The kind of collective that an instruction is or starts, or ""."""
     if i.kind in COLLECTIVES:
         return i.kind
     if i.op == "async-start":
@@ -436,30 +468,32 @@ def _collective(i: Instruction) -> str:
     return ""
 
 
-def _waited(i: Instruction, ici: float) -> float:
-    """Seconds of a collective."""
-    hop, hops, links = 0.25e-6, 6, 2
-    ways = 2 if _collective(i) == "all-reduce" else 1
-    return hop * hops * ways + ways * _moved(i) / (links * ici)
+def _collective_seconds(i: Instruction, ici: float) -> float:
+    """The estimated seconds of a collective over links of `ici` bytes/s. An all-reduce is a reduce-scatter and an
+    all-gather."""
+    hop_seconds, hops, links = 0.25e-6, 6, 2
+    phases = 2 if _collective(i) == "all-reduce" else 1
+    return phases * (hop_seconds * hops + _moved(i) / (links * ici))
 
 
 def _moved(i: Instruction) -> int:
-    """Bytes of a collective's result; the result of a start names the operands too."""
+    """The bytes of a collective's result. The result of a start includes the operands."""
     return i.nbytes // 2 if i.op.endswith("-start") else i.nbytes
 
 
-def _origin(own: Computation, name: str) -> tuple[str, str]:
-    """The type of an operand, and the narrowest type that it had on its way from a parameter of the fusion."""
-    first = own[name].values[0] if name in own and own[name].values else Value("f64", (), 0, 0)
+def _operand_types(instructions: Computation, name: str) -> tuple[str, str]:
+    """The type of an operand, and the narrowest type that it had between a parameter of the fusion and here."""
+    operand = instructions.get(name)
+    first = operand.values[0] if operand and operand.values else Value("f64", (), 0, 0)
     narrowest, todo, seen = first, [name], set()
     while todo:
-        i = own.get(todo.pop())
+        i = instructions.get(todo.pop())
         if i is None or i.name in seen or not i.values:
             continue
         seen.add(i.name)
         value = i.values[0]
         if prod(value.dims) < prod(first.dims):
-            continue  # a scale
+            continue  # scales
         if TYPE_BITS[value.dtype] < TYPE_BITS[narrowest.dtype] and value.dtype != "pred":
             narrowest = value
         if i.op in VIEWS | {"multiply", "dynamic-slice", "slice", "fusion"}:

@@ -1,8 +1,8 @@
-"""Know before renting: what a model needs of a slice of TPUs, by the TPU's own compiler, with no TPU and no weights.
+"""Asks the TPU compiler what a model needs on a slice of TPUs. Needs no TPU and no weights.
 
-libtpu compiles for any topology on a plain host. It wants an environment of its own, set before jax is imported, and
-aborts the process where it fails badly: so the compilation runs in a child (`tpuconv.verify.topology.compile`), and
-this side imports no jax.
+libtpu compiles for any topology on a host without TPUs. It needs environment variables that are set before jax is
+imported, and some of its failures abort the process. So the compilation runs in a child process
+(`tpuconv.verify.topology.compile`), and this module does not import jax.
 """
 
 import json
@@ -32,28 +32,29 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_LOG_DIR": "disabled",
 }
-"""Of the child: no metadata server is asked, no lock file taken, and no chip looked for."""
+"""Environment variables of the child process: libtpu asks no metadata server, takes no lock file, looks for no chip."""
 
 ESTIMATE_ERROR = "0.8 to 1.25 of published times of others' programs, twice at batch 1; nothing ran on hardware here"
-"""What is known of the estimated times: two constants are fitted to eleven published steps of three programs on v5e and
-v6e, compiled alike (benchmarks/published.py). At batch 1 those compute element by element, for which the compiler's
-cycles are twice the time. Collectives are charged as if nothing ran beside them."""
+"""The accuracy of estimated times. Two constants of the estimate are fitted to eleven published decode steps of three
+programs on v5e and v6e (benchmarks/published.py). At batch 1 these programs compute products element by element, for
+which the compiler's cycles give twice the measured time. The time of collectives is added in full, although other work
+may overlap with it."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A topology: `v5e:4x4`."""
+    """A slice of TPUs, by its name in jax's notation, such as `v5e:4x4`."""
 
     name: str
 
     @classmethod
     def parse(cls, text: str) -> "Slice":
-        """Raises UsageError for what no TPU has."""
+        """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
         chip, _, shape = text.strip().lower().partition(":")
         if chip not in CHIPS:
             raise UsageError(
                 f"{short(text)} is no topology: there is no chip {short(chip)}",
-                hint=f"known are {', '.join(CHIPS)}; write v5e:4x4",
+                hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4",
             )
         dims = CHIPS[chip].dims
         if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:
@@ -65,50 +66,54 @@ class Slice:
 
     @property
     def kind(self) -> str:
+        """The chip's key in `CHIPS`."""
         return self.name.partition(":")[0]
 
     @property
     def chip(self) -> Chip:
+        """The kind of chip."""
         return CHIPS[self.kind]
 
     @property
     def chips(self) -> int:
+        """The number of chips."""
         return prod(map(int, self.name.partition(":")[2].split("x")))
 
     @property
     def devices(self) -> int:
+        """The number of jax devices."""
         return self.chips * self.chip.devices
 
     @property
     def bounds(self) -> list[int] | None:
-        """Chips of a host, where they are fewer than libtpu takes them to be."""
+        """Chips of a host along each dimension, if libtpu's default is wrong: for a single chip."""
         return [1, 1, 1] if self.chips == 1 else None
 
     @property
     def next(self) -> "Slice | None":
-        """The next larger slice of the same chip."""
-        return next((other for other in self._others if other.chips > self.chips), None)
+        """The next larger slice of the same chip; None for the largest."""
+        return next((other for other in self._offered if other.chips > self.chips), None)
 
     @property
     def previous(self) -> "Slice | None":
-        """The next smaller slice of the same chip."""
-        return next((other for other in reversed(self._others) if other.chips < self.chips), None)
+        """The next smaller slice of the same chip; None for the smallest."""
+        return next((other for other in reversed(self._offered) if other.chips < self.chips), None)
 
     @property
-    def _others(self) -> "list[Slice]":
+    def _offered(self) -> "list[Slice]":
         return [Slice(f"{self.kind}:{shape}") for shape in self.chip.slices]
 
 
 def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
-    """Groups of slices: `v5e:4x4` is a group of its own, `v5e` alone is all slices of that chip, the smallest first.
-    Each text may be a list with commas.
+    """Returns groups of slices: `v5e:4x4` is a group of one slice, `v5e` the group of all slices of that chip, smallest
+    first. A text may list several, separated by commas.
 
     Raises:
-        UsageError: there is no such slice, or none is named.
+        UsageError: a slice does not exist, or none is named.
     """
     names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
     if not names:
-        raise UsageError("--topology names no slice", hint=f"known are {', '.join(CHIPS)}; write v5e:4x4")
+        raise UsageError("--topology names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
     return [
         [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
         for name in names
@@ -117,9 +122,19 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What to compile. `config` is a parsed config.json; `quantize` what `QuantConfig.to_json` or `as_released` gives.
-    `checkpoint` is the folder of one that was converted: its arrays are taken as they are stored, `quantize` is that of
-    its manifest. `cache_dtype` is that of keys and values where it is not `dtype`. `programs` are those to compile.
+    """What to compile.
+
+    Attributes:
+        config: a parsed config.json.
+        batch: sequences at once.
+        context: slots of the cache: tokens of a sequence.
+        dtype: of parameters and activations.
+        mesh: sizes of mesh axes; None for `tpuconv.sharding.decoding_mesh`.
+        quantize: the quantization, as `QuantConfig.to_json` or `source_passthrough` returns it; None for none.
+        checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` is then that
+            of its manifest. None to make the model from `config`.
+        cache_dtype: of keys and values; None for `dtype`.
+        programs: the programs to compile.
     """
 
     config: Mapping[str, Any]
@@ -137,14 +152,18 @@ class CompileRequest:
             raise UsageError(f"batch {self.batch} and context {self.context} must be 1 or more")
 
 
-def as_released(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantize` of a request about the release that a parsed config.json describes, codes and scales as they are:
-    what the manifest would say after `convert --encoding keep`.
+def source_passthrough(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `quantize` of a request for a quantized source, whose quantized values and scales pass through: what
+    the manifest holds after `convert --encoding keep`.
+
+    Args:
+        source: a name for messages.
+        config: the parsed config.json of the source.
 
     Raises:
-        UsageError: it is not encoded.
+        UsageError: the source is not quantized.
         UnsupportedConfig: its encoding is not implemented.
-        MappingError: it cannot be kept.
+        MappingError: its encoding cannot pass through.
     """
     from tpuconv.checkpoint import manifest
     from tpuconv.convert.plan.coverage import make_plan
@@ -162,7 +181,7 @@ def as_released(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device at most in use, and what it has."""
+    """The memory of one device in bytes: what a program may use (`available`), and what is used."""
 
     available: int
     weights: int
@@ -172,19 +191,32 @@ class Memory:
 
     @property
     def peak(self) -> int:
+        """The bytes used by prefill and decode, which share weights, cache and space for temporaries."""
         return self.weights + self.cache + self.temporaries + self.code
 
     @property
     def headroom(self) -> int:
+        """The bytes that are left; negative if there are too few."""
         return self.available - self.peak
 
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. Bytes and times are of one device and one step. `peak` is what XLA counts in use at once,
-    code aside; `floor` the time in seconds that its HBM needs at full bandwidth, `expected_floor` where tokens choose
-    their experts evenly and kernels read no others; `estimate` comes from a simulation of the schedule (see
-    `ESTIMATE_ERROR`), and `communication` is its part that is waited for other devices."""
+    """One compiled program. Bytes and seconds are those of one step on one device.
+
+    Attributes:
+        name: "decode" or "prefill".
+        tokens: tokens of each sequence in one step.
+        compile_seconds: time of the compilation.
+        temporaries, code: bytes of temporary arrays and of the program.
+        peak: peak memory by XLA's count, without code.
+        hbm_read, hbm_written: bytes.
+        floor: seconds that reading and writing HBM takes at full bandwidth.
+        expected_floor: the same, if tokens choose experts uniformly and kernels read only the chosen ones.
+        estimate: seconds, by a simulation of the schedule (see `ESTIMATE_ERROR`).
+        collectives, products, copies, custom_calls: see the functions of `tpuconv.verify.topology.hlo.Schedule`.
+        communication: the seconds of `estimate` that are spent in collectives.
+    """
 
     name: str
     tokens: int
@@ -206,9 +238,18 @@ class Program:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What the compiler says of one slice. `why` is empty where the model fits; `programs` are those that compiled.
-    `layouts` are those that the compiler chooses for each parameter of a model that fits. `batch` is that of the
-    request: how many sequences are decoded at once."""
+    """The compiler's result for one slice.
+
+    Attributes:
+        topology: name of the slice.
+        devices: its jax devices.
+        mesh: sizes of mesh axes.
+        memory: memory of one device.
+        why: why the model does not fit; empty if it fits.
+        programs: the programs that compiled.
+        layouts: the compiler's device layout for each parameter; empty if the model does not fit.
+        batch: sequences at once.
+    """
 
     topology: str
     devices: int
@@ -221,26 +262,28 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
+        """Whether the model fits."""
         return not self.why
 
     @property
     def device(self) -> str:
-        """What jax calls such a device."""
+        """Jax's `device_kind` of the slice."""
         return Slice(self.topology).chip.kind
 
     def program(self, name: str) -> Program | None:
+        """The program of that name; None if it was not compiled."""
         return next((program for program in self.programs if program.name == name), None)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one sequence while it is decoded, by the estimate; None where decoding was not compiled."""
+        """The estimated decoding speed of one sequence; None if decoding was not compiled."""
         decode = self.program("decode")
         return 1 / decode.estimate if decode and decode.estimate > 0 else None
 
     @property
     def limit(self) -> str | None:
-        """What takes most of a decode step: "memory bandwidth", "compute" or "communication"; None where decoding was
-        not compiled."""
+        """What takes most of the estimated decode step: "memory bandwidth", "compute" or "communication"; None if
+        decoding was not compiled."""
         decode = self.program("decode")
         if decode is None:
             return None
@@ -250,22 +293,22 @@ class FitReport:
 
     @property
     def smaller(self) -> Slice | None:
-        """The next smaller slice, if weights and cache divided by its devices leave room for the rest; None where they
-        do not, or the model does not fit."""
-        own, memory = Slice(self.topology), self.memory
-        less = own.previous
-        if less is None or not self.fits:
+        """The next smaller slice, if the model may fit it: its devices have enough memory for weights and cache, and
+        for temporaries and code as large as here. Otherwise None."""
+        this, memory = Slice(self.topology), self.memory
+        smaller = this.previous
+        if smaller is None or not self.fits:
             return None
-        held = (memory.weights + memory.cache) * own.devices / less.devices
-        return less if held + memory.temporaries + memory.code <= memory.available else None
+        sharded = (memory.weights + memory.cache) * this.devices / smaller.devices
+        return smaller if sharded + memory.temporaries + memory.code <= memory.available else None
 
     def verdict(self) -> str:
-        """In words: whether the model fits and how much memory is left; how fast it decodes, by the estimate, and what
-        limits it; and a smaller slice that may do."""
+        """One or two sentences: whether the model fits, the memory that is left, a smaller slice that may do, the
+        estimated decoding speed and what limits it."""
         if not self.fits:
             return f"{self.topology}: does not fit: {self.why}."
-        left, all_of_it = format_size(self.memory.headroom), format_size(self.memory.available)
-        text = f"{self.topology}: fits, with {left} of {all_of_it} left on each device"
+        left, available = format_size(self.memory.headroom), format_size(self.memory.available)
+        text = f"{self.topology}: fits, with {left} of {available} left on each device"
         if self.smaller:
             text += f" (the smaller {self.smaller.name} may do)"
         if (speed := self.tokens_per_second) is None:
@@ -276,6 +319,7 @@ class FitReport:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
         memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
         facts = {key: value for key, value in vars(self).items() if key not in ("programs", "layouts")}
         programs = {program.name: vars(program) for program in self.programs}
@@ -293,35 +337,36 @@ class FitReport:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "FitReport":
+        """Returns the report that a child process wrote."""
         memory, programs = Memory(**facts["memory"]), [Program(**program) for program in facts["programs"]]
         layouts = {name: DeviceLayout.of(*layout) for name, layout in facts["layouts"].items()}
         return cls(**{**facts, "memory": memory, "programs": programs, "layouts": layouts})
 
 
 def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[FitReport]:
-    """The answers, each from a child of its own: what a child compiled would stay in its memory. Of each group of
-    slices, the smallest first, those up to the first that fits.
+    """Compiles for each slice of each group, up to the first of the group that the model fits, and yields the reports.
+    Each compilation has its own child process, since libtpu does not free the memory of earlier ones.
 
     Raises:
-        UsageError: libtpu is not installed, or the mesh does not fit the slice.
-        ConfigError: a pattern of the rules is none or takes for ever.
-        TpuconvError: the compiler failed for another reason than memory.
+        UsageError: libtpu is not installed, or the mesh does not match the slice.
+        ConfigError: a pattern of the quantization rules is invalid or takes too long.
+        TpuconvError: the compiler failed for a reason other than memory.
     """
     if not libtpu.is_installed():
         raise UsageError(
-            "--topology asks the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
+            "--topology needs the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
         )
     _check_rules(request)
     for slices in groups:
-        for one in slices:
-            report = _ask_child(request, one)
+        for topology in slices:
+            report = _ask_child(request, topology)
             yield report
             if report.fits:
                 break
 
 
 def _check_rules(request: CompileRequest) -> None:
-    """That the rules of a config can be matched, before a child imports jax for them."""
+    """Checks the patterns of the quantization rules before a child process matches them."""
     from tpuconv.models.registry import find_family
     from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
 
@@ -333,13 +378,14 @@ def _check_rules(request: CompileRequest) -> None:
 
 
 def advice(request: CompileRequest, report: FitReport) -> str:
-    """What would make it fit: a larger slice, fewer sequences, narrower weights."""
-    memory, one = report.memory, Slice(report.topology)
+    """Returns a hint for a model that does not fit: options for a larger slice, a smaller batch or quantized
+    weights."""
+    memory, this = report.memory, Slice(report.topology)
     ways = []
-    # What the compiler gave up on is not known: an eighth is left for temporaries.
+    # If nothing was compiled, temporaries are not known. Assume an eighth of the memory.
     spare = memory.temporaries + memory.code or memory.available // 8
-    larger = one.next
-    while larger and (memory.weights + memory.cache) * one.devices / larger.devices + spare > memory.available:
+    larger = this.next
+    while larger and (memory.weights + memory.cache) * this.devices / larger.devices + spare > memory.available:
         larger = larger.next
     if larger:
         ways.append(f"--topology {larger.name}")
@@ -348,34 +394,37 @@ def advice(request: CompileRequest, report: FitReport) -> str:
         ways.append(f"--batch {batch}")
     if request.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
         ways.append("--quantize int8_weight_only")
-    return (
-        "it may fit with " + " or ".join(ways) if ways else f"no slice of {one.kind} is large enough: take another chip"
-    )
+    if not ways:
+        return f"no slice of {this.kind} is large enough: use another chip"
+    return "it may fit with " + " or ".join(ways)
 
 
-CHILD = """
+COMPILE_PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
-from tpuconv.verify.topology.compile import main
-main(*map(Path, sys.argv[2:]))
+from tpuconv.verify.topology.compile import compile_in_child
+compile_in_child(*map(Path, sys.argv[2:]))
 """
-"""Other than `-m` it does not import from the current folder. This package is found wherever it is here."""
+"""Run with `-c` and `-P`: unlike `-m`, Python then does not import from the current folder. Its first argument is
+`INSTALL_FOLDER`."""
 
-PACKAGES = Path(__file__).parents[3]
+INSTALL_FOLDER = Path(__file__).parents[3]
+"""The folder that this package is in."""
 
 
 def _child_environment() -> dict[str, str]:
-    """With what libtpu wants, and without empty entries of PYTHONPATH: they mean the current folder."""
-    own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own)}
+    """The environment of this process with `ENVIRONMENT`, without the empty entries of PYTHONPATH, which mean the
+    current folder."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(entries)}
 
 
-def _ask_child(request: CompileRequest, one: Slice) -> FitReport:
+def _ask_child(request: CompileRequest, topology: Slice) -> FitReport:
     with TemporaryDirectory(prefix="tpuconv-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "report.json")
-        asked.write_text(json.dumps({**vars(request), "topology": one.name}))
-        command = [sys.executable, "-P", "-c", CHILD, str(PACKAGES), str(asked), str(answered)]
+        asked.write_text(json.dumps({**vars(request), "topology": topology.name}))
+        command = [sys.executable, "-P", "-c", COMPILE_PROGRAM, str(INSTALL_FOLDER), str(asked), str(answered)]
         done = subprocess.run(
             command, env=_child_environment(), capture_output=True, text=True, check=False, errors="replace"
         )
@@ -386,7 +435,7 @@ def _ask_child(request: CompileRequest, one: Slice) -> FitReport:
         raise kinds[error["type"]](error["message"], details=error["details"], hint=error["hint"])
     if not facts:
         raise TpuconvError(
-            f"the TPU compiler ended with {done.returncode} for {one.name}",
+            f"the TPU compiler ended with exit code {done.returncode} for {topology.name}",
             details=[line[:300] for line in done.stderr.strip().splitlines()[-8:]],
         )
     return FitReport.from_json(facts)
