@@ -16,7 +16,7 @@ from helpers.attacks.simulated import contents
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from helpers.times import wait_for
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 
 TPUCONV = [sys.executable, "-m", "tpuconv"]
 
@@ -44,7 +44,7 @@ def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
         done = len(list(tmp_path.glob(".out.tpuconv/u*.done")))
     rerun = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(rerun.stdout)["resumed_bytes"] > 0
-    assert not [array.name for array in check(read_manifest(tmp_path / "out")) if array.fault]
+    assert not [array.name for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
 
 
 def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int, seed: int, name: str) -> None:

@@ -1196,7 +1196,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 def mutations(made: Path, tmp_path: Path, trials: int, seed: int) -> None:
     """Whatever is changed in a file of a source or of an output, nothing but an error of ours is raised."""
-    from tpuconv.verify.checksums import check
+    from tpuconv.verify.checksums import check_checkpoint
 
     rng, codes = random.Random(seed), set()
     folder, orbax = tmp_path / "hf", tmp_path / "orbax"
@@ -1214,7 +1214,7 @@ def mutations(made: Path, tmp_path: Path, trials: int, seed: int) -> None:
             if of_source:
                 convert(folder, tmp_path / "out", overwrite=True)
             else:
-                list(check(read_manifest(orbax)))
+                list(check_checkpoint(read_manifest(orbax)))
         except TpuconvError as e:
             codes.add(e.exit_code)
         (base / name).write_bytes(good)

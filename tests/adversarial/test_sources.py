@@ -20,7 +20,7 @@ from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.sources import shard
 from tpuconv.storage.journal import WORK
 from tpuconv.storage.sealed import STAGED
-from tpuconv.verify.checksums import check
+from tpuconv.verify.checksums import check_checkpoint
 
 TPUCONV = [sys.executable, "-m", "tpuconv"]
 
@@ -66,7 +66,7 @@ def arrays(out: Path) -> dict[str, bytes | None]:
 
 
 def is_whole(out: Path) -> bool:
-    return not [checked for checked in check(read_manifest(out)) if checked.fault]
+    return not [checked for checked in check_checkpoint(read_manifest(out)) if checked.fault]
 
 
 def changed_source(alike: dict[str, Path], folder: Path, change: str, rng: random.Random) -> Path:

@@ -360,13 +360,13 @@ def read_all(folder: Path) -> None:
     from tpuconv.models.registry import get_family
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import report, report_page
-    from tpuconv.verify.checksums import check
+    from tpuconv.verify.checksums import check_checkpoint
 
     manifest = read_manifest(folder)
     family = get_family(manifest.family)
     inspect(folder, mesh={"tensor": 2})
     assert isinstance(manifest.dtype, str)
-    drain(check(manifest))
+    drain(check_checkpoint(manifest))
     if manifest.is_rounded and manifest.quantization is not None:
         QuantConfig.from_json(manifest.quantization)
         report(manifest.raw)
@@ -433,7 +433,7 @@ def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     from tpuconv.checkpoint.device_layouts import read_layouts
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.storage.sealed import take_in
-    from tpuconv.verify.checksums import check
+    from tpuconv.verify.checksums import check_checkpoint
 
     folder, old = scratch(base, "layouts", "checkpoint"), scratch(base, "zarr", "checkpoint")
     facts = json.loads((old / "tpuconv.json").read_bytes())
@@ -449,7 +449,7 @@ def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
         def go() -> None:
             path.write_bytes(data)
             if path == zarr:
-                faults = {checked.name for checked in check(read_manifest(old)) if checked.fault}
+                faults = {checked.name for checked in check_checkpoint(read_manifest(old)) if checked.fault}
                 assert faults or strict(data) == originals[zarr]
             else:
                 take_in(folder, "layouts.json")
