@@ -171,12 +171,25 @@ MODEL_TYPES = {
 ALIKE = {"deepseek_v3": ["deepseek_v3", "kimi_k2"], "llama4_text": ["llama4_text", "llama4"]}
 
 
+INVERSES = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @given(data=st.data())
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=4, deadline=None, **INVERSES)
 def test_the_inverse_table_gives_the_bytes_of_the_source(model_type, data, tmp_path_factory, small_cuts):
+    check_inverse(model_type, data, tmp_path_factory.mktemp("inverse"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, **INVERSES)
+def test_the_inverse_table_gives_the_bytes_of_many_sources(model_type, data, tmp_path_factory, small_cuts):
+    check_inverse(model_type, data, tmp_path_factory.mktemp("inverse"))
+
+
+def check_inverse(model_type, data, folder) -> None:
     config = data.draw(st.fixed_dictionaries(SIZES | MODEL_TYPES[model_type]))
     model_type = data.draw(st.sampled_from(ALIKE.get(model_type, [model_type])))
     heads, kv_heads = data.draw(HEADS)
@@ -188,7 +201,6 @@ def test_the_inverse_table_gives_the_bytes_of_the_source(model_type, data, tmp_p
         config["num_key_value_heads"] = heads
     if model_type == "llama4":
         config = {"model_type": "llama4", "text_config": config | {"model_type": "llama4_text"}}
-    folder = tmp_path_factory.mktemp("inverse")
     dtype = data.draw(st.sampled_from(FLOATS))
     random_checkpoint(folder / "hf", config, dtype, shards=data.draw(st.integers(1, 2)))
     family = find_family(config)

@@ -574,7 +574,9 @@ def test_the_commands(saved, tmp_path):
 # -- full size ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", FULL_SIZE)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m == "moonshotai/Kimi-K2-Thinking")) for m in FULL_SIZE]
+)
 def test_real_models_are_planned_whole(model, tmp_path):
     """Every code of the source is one of the output; what scales are repeated adds little to them."""
     listing = LISTINGS[model]
