@@ -186,7 +186,7 @@ def test_a_release_of_modelopt_is_described_beside_its_config(algorithm, tmp_pat
 
 def test_transformers_is_not_shown_codes_for_weights(tmp_path):
     modelopt("FP8", tmp_path)
-    with pytest.raises(UsageError, match=r"hf_quant_config\.json says how they are encoded"):
+    with pytest.raises(UsageError, match=r"described in hf_quant_config\.json"):
         reference_logits(tmp_path, [[1, 2]], "float32")
 
 

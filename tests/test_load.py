@@ -145,7 +145,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(CorruptOutput, match=r"config\.json was changed"):
         tpuconv.load(str(tmp_path / "out"))
     take_in(tmp_path / "out", "config.json")
-    with pytest.raises(CorruptOutput, match=r"not those of a qwen3 model"):
+    with pytest.raises(CorruptOutput, match=r"do not match a qwen3 model"):
         tpuconv.load(str(tmp_path / "out"))
 
 
@@ -153,7 +153,7 @@ def test_a_mesh_that_would_divide_nothing_is_refused(tmp_path):
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
     with pytest.raises(UsageError, match="nothing is sharded over a mesh with the axes rows, model") as error:
         tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("rows", "model")))
-    assert error.value.hint == "those that divide are data, tensor, group, expert"
+    assert error.value.hint == "use one or more of the axes data, tensor, group, expert"
 
 
 def test_a_damaged_array_is_named(tmp_path):

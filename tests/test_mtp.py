@@ -64,7 +64,7 @@ def test_a_layer_that_predicts_further_tokens_is_skipped_or_converted(with_mtp, 
 def test_a_model_is_loaded_without_the_layer_that_predicts_further_tokens(with_mtp, tmp_path):
     convert(with_mtp, tmp_path / "without")
     convert(with_mtp, tmp_path / "with", Options(include_mtp=True))
-    with pytest.warns(UserWarning, match=r"does not load, mtp\.3\.attn\.k_b\.kernel, .*mtp\.3\.norm\.scale"):
+    with pytest.warns(UserWarning, match=r"does not use them: mtp\.3\.attn\.k_b\.kernel, .*mtp\.3\.norm\.scale"):
         model = tpuconv.load(tmp_path / "with")
     ids = np.array([[3, 1, 4, 1, 5]])
     assert np.array_equal(model(ids), tpuconv.load(tmp_path / "without")(ids))
@@ -113,7 +113,7 @@ def test_the_model_is_quantized_and_the_layer_beside_it_is_not(with_mtp, tmp_pat
         with warnings.catch_warnings(record=True) as seen:  # Qwix's own among them
             warnings.simplefilter("always")
             model = tpuconv.load(tmp_path / name)
-        assert any("does not load, mtp.3" in str(warning.message) for warning in seen)
+        assert any("the model does not use them: mtp.3" in str(warning.message) for warning in seen)
         _, state = nnx.split(model)
         assert not [path for path, _ in nnx.to_flat_state(state) if path[0] == "mtp"]
 
