@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpuconv.sizes import format_size
+from tpuconv.sizes import format_rate, format_size
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,8 @@ from tpuconv.sizes import format_size
 )
 def test_a_size_has_the_unit_that_fits(nbytes, text):
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.123456, "0.123"), (32.44, "32.4"), (999.4, "999"), (8080.4, "8,080")])
+def test_a_rate_has_no_exponent(value, text):
+    assert format_rate(value, 3) == text

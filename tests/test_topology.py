@@ -355,7 +355,7 @@ def test_a_verdict_says_what_fits_how_fast_and_what_limits_it():
     verdict = report_of("v5e:2x2").verdict()
     assert verdict == (
         "v5e:2x2: fits, with 10 GB of 16 GB left on each device. Decoding makes about 500 tokens/s for each sequence, "
-        "4e+03 in all, limited by memory bandwidth."
+        "4,000 in all, limited by memory bandwidth."
     )
     assert "limited by communication" in report_of("v5e:2x2", communication=1.5e-3).verdict()
     assert "limited by compute" in report_of("v5e:2x2", estimate=5e-3).verdict()

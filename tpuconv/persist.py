@@ -23,6 +23,8 @@ from tpuconv.sources.shard import SourceShard
 
 CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
 """The entry `verified` in the manifest's description of the source."""
+PART_BYTES = 64 << 20
+"""What is brought from the device at a time to be hashed."""
 
 
 def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[RunProgress]:
@@ -34,15 +36,8 @@ def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite:
         ResourceError: there is too little disk space or memory.
     """
     source = _source(model, open_checkpoint(like))
-    made = source.manifest
-    options = Options(
-        scan_layers=made.scan_layers,
-        layers=made.layer_range,
-        include_mtp=made.include_mtp,
-        allow_config=made.allow_config,
-    )
-    family = get_family(made.family)
-    config = family.read_config(source.config, made.allow_config)
+    options, family = Options.of_checkpoint(source.manifest), get_family(source.manifest.family)
+    config = family.read_config(source.config, options.allow_config)
     plan = make_plan(source, family.name, source.table(), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 
@@ -86,9 +81,7 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
             code = SAFETENSORS_DTYPES[array.dtype.name]
             size = prod(array.shape) * array.dtype.itemsize
             tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
-            # A digest of the content: a rerun resumes only if the weights are the same.
-            digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            shards.append(SourceShard(shard.name, size, digest=digest))
+            shards.append(SourceShard(shard.name, size, digest=_digest(array)))
         else:
             shards.append(shard)
     return _Model(
@@ -100,6 +93,16 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
         manifest=like.manifest,
         arrays=arrays,
     )
+
+
+def _digest(array: jax.Array) -> str:
+    """A hash of the content: a rerun resumes only if the weights are the same. Rows come from the device a part at a
+    time, since jax keeps a copy of what it transferred."""
+    hasher, rows = xxhash.xxh3_64(), np.atleast_1d(array) if array.ndim == 0 else array
+    step = max(1, PART_BYTES // max(1, prod(array.shape[1:]) * array.dtype.itemsize))
+    for start in range(0, rows.shape[0], step):
+        hasher.update(np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
 
 
 def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:

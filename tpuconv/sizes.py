@@ -1,4 +1,4 @@
-"""How numbers of bytes are written for people."""
+"""How numbers are written for people."""
 
 
 def format_size(nbytes: float) -> str:
@@ -10,3 +10,8 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
+
+
+def format_rate(value: float, digits: int) -> str:
+    """With so many significant digits below 1000, as an integer from there on: `32.4`, `8,080`; never `8.08e+03`."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"

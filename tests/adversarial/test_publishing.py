@@ -83,6 +83,19 @@ def _export(ckpt: Path) -> Command:
     return command
 
 
+def _saved(ckpt: Path) -> Command:
+    import tpuconv
+    from tpuconv import persist
+
+    model = tpuconv.load(ckpt)
+
+    def command(out: Path, overwrite: bool) -> None:
+        for _ in persist.save(model, out, ckpt, LIMITS, overwrite=overwrite):
+            pass
+
+    return command
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """In memory: what a flush brings is simulated."""
@@ -112,6 +125,7 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
             "quantize": _quantized(checkpoint, family, checkpoint.table(), rules),
             "convert --quantize": _quantized(source, family, family.table, rules),
             "export": _export(ckpt),
+            "save": _saved(ckpt),
         }
         old = base / "old"
         _convert(other, Options())(old / "convert", False)
@@ -120,7 +134,7 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
 
 
 NEW_AND_OLD = (("new", 1e-6), ("other", 1e-5))
-NAMES = ("convert", "quantize", "convert --quantize", "export")
+NAMES = ("convert", "quantize", "convert --quantize", "export", "save")
 
 
 class Trial:
@@ -174,7 +188,7 @@ FORMS = [
     for every in (False, True)
     for name in NAMES
     for overwrite in (False, True)
-    if every or (name, overwrite) in (("convert", True), ("export", False))
+    if every or (name, overwrite) in (("convert", True), ("export", False), ("save", True))
 ]  # fmt: skip
 
 

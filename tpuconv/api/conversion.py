@@ -28,13 +28,11 @@ class Conversion:
         out: the folder of the checkpoint.
         family: the family of the model, such as "llama".
         source_state: how the source was checked, as the manifest says it; None if nothing is known.
-        source_verified: whether every weight file has the sha256 that the Hub lists.
         arrays: how many arrays the checkpoint has.
         parameters: how many parameters the model has; tied ones count once.
         output_bytes: size of the arrays.
         source_bytes: bytes of the source that are converted.
         resumed_bytes: how many of them an earlier run had converted.
-        already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
         skipped: source tensors that are not converted, and why.
@@ -45,18 +43,28 @@ class Conversion:
     out: Path
     family: str
     source_state: str | None
-    source_verified: bool
     arrays: int
     parameters: int
     output_bytes: int
     source_bytes: int
     resumed_bytes: int
-    already_there: bool
     seconds: float
     peak_memory_bytes: int
     skipped: Sequence["Skip"]
     ignored_config: Sequence["IgnoredKey"]
     quantization: "Report | None"
+
+    @property
+    def source_verified(self) -> bool:
+        """Whether every weight file has the sha256 that the Hub lists."""
+        from tpuconv.sources.source import VERIFIED
+
+        return self.source_state == VERIFIED
+
+    @property
+    def already_there(self) -> bool:
+        """Whether nothing was left to convert."""
+        return self.resumed_bytes == self.source_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
@@ -306,14 +314,8 @@ def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "P
     from tpuconv.models.registry import get_family
 
     source = open_checkpoint(ckpt)
-    made = source.manifest
-    options = Options(
-        scan_layers=made.scan_layers,
-        layers=made.layer_range,
-        include_mtp=made.include_mtp,
-        allow_config=made.allow_config,
-    )
-    return _make_plan(source, get_family(made.family), source.table(), options, rules, runs=runs)
+    options = Options.of_checkpoint(source.manifest)
+    return _make_plan(source, get_family(source.manifest.family), source.table(), options, rules, runs=runs)
 
 
 def _make_plan(
@@ -345,10 +347,8 @@ def _run(
     progress: Listener,
 ) -> Conversion:
     from tpuconv.api.evaluation import verify
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.convert.run import run
     from tpuconv.quantize.report import report
-    from tpuconv.sources.source import VERIFIED
     from tpuconv.storage.sealed import read_sealed
 
     progress(Progress(stage))  # from here on a rerun continues
@@ -356,24 +356,23 @@ def _run(
     for step in run(plan, out, limits, overwrite=overwrite):
         progress(Progress(stage, step.done, step.total))
         resumed = step.resumed or resumed
-    seconds, already_there = time.monotonic() - began, resumed == plan.source_bytes
-    if check and already_there:
-        verify(out, progress=progress).check()
-    state = read_sealed(out).raw["source"].get("verified")
-    return Conversion(
+    seconds = time.monotonic() - began
+    raw = read_sealed(out).raw
+    done = Conversion(
         out=out,
         family=plan.family,
-        source_state=state,
-        source_verified=state == VERIFIED,
+        source_state=raw["source"].get("verified"),
         arrays=len(plan.arrays),
         parameters=plan.parameters,
         output_bytes=plan.output_bytes,
         source_bytes=plan.source_bytes,
         resumed_bytes=resumed,
-        already_there=already_there,
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
         skipped=plan.skipped,
         ignored_config=plan.ignored_config,
-        quantization=report(read_manifest(out).raw) if plan.quantization else None,
+        quantization=report(raw) if plan.quantization else None,
     )
+    if check and done.already_there:
+        verify(out, progress=progress).check()
+    return done

@@ -123,7 +123,6 @@ class Comparison:
     rounded: bool
     mesh: Mapping[str, int] | None
     layers: Sequence["LayerError"]
-    layerwise: bool
 
     @property
     def first_diverging(self) -> str | None:
@@ -157,7 +156,7 @@ class Comparison:
         facts["source_changed"] = None if self.source_changed is None else bool(self.source_changed)
         if self.mesh:
             facts["mesh"] = dict(self.mesh)
-        if self.layerwise:
+        if self.layers:
             facts["layers"] = [layer.to_json() for layer in self.layers]
             facts["first_departing"] = self.first_diverging
         return facts | {"passed": self.passed, "failures": self.failures}
@@ -237,7 +236,6 @@ def compare(
         rounded=manifest.is_rounded,
         mesh=mesh,
         layers=layers,
-        layerwise=layerwise,
     )
 
 

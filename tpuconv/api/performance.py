@@ -73,7 +73,7 @@ def benchmark(
         repeats: runs of which the median is taken.
         dtype: of parameters and activations: "auto" (the checkpoint's), "bfloat16" or "float32".
         cache_dtype: "int8", or None for the model's.
-        progress: called before the model is loaded and before each timing.
+        progress: called before the model is loaded; nothing is called while times are taken.
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or a combination needs more memory than there is.

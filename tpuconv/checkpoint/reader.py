@@ -399,7 +399,7 @@ class CheckpointReader:
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of an array from byte `start` on. Complete rows are read."""
-        dtype = np.dtype(self.manifest.arrays[info.name].dtype)
+        dtype = DTYPES[info.dtype]
         row_bytes = max(1, prod(info.shape[1:]) * dtype.itemsize)
         first, last = start // row_bytes, -(-(start + len(out)) // row_bytes)
         rows = np.empty((last - first, *info.shape[1:]) if info.shape else (), dtype)

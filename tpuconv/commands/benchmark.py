@@ -12,7 +12,7 @@ from tpuconv.commands.console import Table, console, print_json, say, show
 from tpuconv.commands.inputs import chosen_checkpoint
 from tpuconv.commands.progress import shown
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_size
+from tpuconv.sizes import format_rate, format_size
 
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "batch": lambda t: f"{t.workload.batch}",
@@ -21,8 +21,8 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
     "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
     "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
-    "tokens/s each": lambda t: f"{t.tokens_per_second_per_sequence:.4g}",
-    "tokens/s in all": lambda t: f"{t.tokens_per_second:.4g}",
+    "tokens/s each": lambda t: format_rate(t.tokens_per_second_per_sequence, 4),
+    "tokens/s in all": lambda t: format_rate(t.tokens_per_second, 4),
     "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
     "memory": lambda t: format_size(t.peak_memory_bytes or t.memory_bytes),
     "compiled in": lambda t: f"{t.compile_seconds:.1f} s",

@@ -12,7 +12,6 @@ from tpuconv.errors import UsageError
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
-Decorator = Callable[[Callback], Callback]
 
 
 class Group(click.Group):

@@ -32,7 +32,6 @@ from tpuconv.patterns import check_patterns
 MAX_CONFIG_BYTES, MAX_DEPTH = 1 << 20, 20
 
 INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
-FLOAT_QTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "mxfp8", "mxfp4", "nvfp4")
 QTYPES: Mapping[str, float] = {
     **{name: float(name.removeprefix("int")) for name in INTEGER_QTYPES},
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "mxfp8"), 8.0),

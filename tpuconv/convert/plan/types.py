@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.encodings.decode import Tensor
@@ -25,7 +26,6 @@ from tpuconv.storage.sealed import MANIFEST_FORMAT
 
 REPORT = "quantization.html"
 
-ENCODINGS = ("dequantize", "keep")
 
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
@@ -39,7 +39,7 @@ class Options:
         scan_layers: stack the layers in one array each.
         layers: the layers to convert; all if None.
         include_mtp: convert the layers that predict further tokens too.
-        encoding: what becomes of encoded tensors; one of ENCODINGS.
+        encoding: what becomes of encoded tensors; "dequantize" or "keep".
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
     """
@@ -51,6 +51,16 @@ class Options:
     encoding: str = "dequantize"
     allow_nonfinite: bool = False
     allow_config: tuple[str, ...] = ()
+
+    @classmethod
+    def of_checkpoint(cls, manifest: Manifest) -> "Options":
+        """The options that repeat the form of a checkpoint: what `quantize` and `save` write."""
+        return cls(
+            scan_layers=manifest.scan_layers,
+            layers=manifest.layer_range,
+            include_mtp=manifest.include_mtp,
+            allow_config=manifest.allow_config,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest says about them."""

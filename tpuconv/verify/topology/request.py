@@ -21,7 +21,7 @@ from tpuconv import libtpu
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.sizes import format_size
+from tpuconv.sizes import format_rate, format_size
 from tpuconv.verify.topology.chips import CHIPS, Chip
 
 ENVIRONMENT = {
@@ -314,8 +314,8 @@ class FitReport:
         if (speed := self.tokens_per_second) is None:
             return text + "."
         return (
-            f"{text}. Decoding makes about {speed:.3g} tokens/s for each sequence, {speed * self.batch:.3g} in all, "
-            f"limited by {self.limit}."
+            f"{text}. Decoding makes about {format_rate(speed, 3)} tokens/s for each sequence, "
+            f"{format_rate(speed * self.batch, 3)} in all, limited by {self.limit}."
         )
 
     def to_json(self) -> dict[str, Any]:
