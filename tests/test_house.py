@@ -20,7 +20,7 @@ MODULES = {
 ORDER = (
     *("errors", "sizes", "memory", "text", "names", "paths", "progress", "jsonfile"),
     *("patterns", "private", "libtpu", "layout", "sharding", "compiled"),
-    *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "convert", "quantize"),
+    *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets", "convert", "quantize"),
     *("restore", "persist", "verify", "doctor"),
     *("api", "commands", "cli", "__main__"),
 )
@@ -78,6 +78,9 @@ SAME_NAME_IN_EACH_FAMILY = (
 """A family is read by itself, and its files have the same structure. `common` has the `Block` and `RMSNorm` that most
 families use."""
 
+SAME_NAME_IN_EACH_TARGET = ("MODEL", "ATTENTION", "NORMS", "DENSE_MLP", "EXPERTS", "LLAMA", "GPT_OSS")
+"""A target is read by itself too."""
+
 SAME_VALUE = ("CHUNK_BYTES",)
 """The planner's own setting, part of a plan's fingerprint, and the default that it is taken from."""
 
@@ -107,6 +110,8 @@ def test_one_name_has_one_meaning():
     several = {name: modules for name, modules in places.items() if len(modules) > 1}
     for name in SAME_NAME_IN_EACH_FAMILY:
         assert all(module.startswith("tpuconv.models.") for module in several.pop(name)), name
+    for name in SAME_NAME_IN_EACH_TARGET:
+        assert all(module.startswith("tpuconv.targets.") for module in several.pop(name, ())), name
     assert set(several) == set(SAME_VALUE)
 
 

@@ -44,6 +44,8 @@ LETTERS = {
     "Q": "latent width of queries (q_lora_rank)",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
+    "h": "half of the head dimension, of which rotary position takes one element from each half",
+    **{letter: f"layers at place {place} of each period of layers" for place, letter in enumerate("uvwxyz")},
 }
 
 UNIT = "1"

@@ -107,6 +107,11 @@ INTERFACES: Mapping[str, Interface] = {
     ),
     "numba_arraymath": Interface("The module that numba imports with its first kernel.", "numba.np.arraymath"),
     # --- orbax: the metadata of a checkpoint names the class that wrote it
+    "PyTreeCheckpointHandler": Interface(
+        "The same, for the items of a step that a `CheckpointManager` restores.",
+        "orbax.checkpoint._src.handlers.pytree_checkpoint_handler",
+        "PyTreeCheckpointHandler",
+    ),
     "StandardCheckpointHandler": Interface(
         "Its dotted name is written to _CHECKPOINT_METADATA: Orbax restores with the handler of that name.",
         "orbax.checkpoint._src.handlers.standard_checkpoint_handler",

@@ -138,6 +138,7 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
 
 
 def _model_config(manifest: Manifest) -> Any:
+    manifest.check_own()
     return get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
 
 

@@ -122,6 +122,7 @@ def convert(
     revision: str | None = None,
     allow_nonfinite: bool = False,
     allow_config: Sequence[str] = (),
+    target: str = "tpuconv",
     overwrite: bool = False,
     check: bool = False,
     max_memory: int | None = None,
@@ -133,7 +134,8 @@ def convert(
 
     Args:
         src: a Hub id, or a folder with safetensors.
-        out: the folder to write; by default `<name>-orbax` in the current folder, or `<name>-<config>`.
+        out: the folder to write; by default `<name>-orbax` in the current folder, or `<name>-<config>` or
+            `<name>-<target>`.
         dtype: of the parameters: "auto" (the source's), "bfloat16" or "float32".
         encoding: "dequantize" decodes FP8, INT8, INT4 and FP4 weights; "keep" passes them through.
         quantize: name or path of a quantization config, applied on the way.
@@ -143,6 +145,7 @@ def convert(
         revision: branch, tag or commit of the Hub repository.
         allow_nonfinite: accept NaN and infinite values, and scales of 0.
         allow_config: keys of config.json that are not supported, to convert as if they were not there.
+        target: the program that the output is for, one of `tpuconv.targets.registry.target_names()`.
         overwrite: replace an output of tpuconv in `out`; it stays complete until the new one is.
         check: if the output is there already, read all of it and compare checksums.
         max_memory: budget in bytes; 60% of the machine's by default.
@@ -153,18 +156,20 @@ def convert(
         TpuconvError: see `tpuconv.errors` for its children. Faults that headers show are raised before a weight byte is
             read.
     """
+    from tpuconv.checkpoint.manifest import OWN_TARGET
     from tpuconv.convert.plan.types import Options
     from tpuconv.convert.sizing import Limits
     from tpuconv.sources.damaged import DamagedDownload
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config))
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target)
     limits = Limits.of_this_machine(jobs, max_memory)
     fetched_again: set[tuple[Path, ...]] = set()
     while True:
         try:
             with _planned(str(src), options, rules, revision, weights=True, progress=progress) as planned:
-                to = Path(out) if out else Path(f"{planned.source.name}-{rules.name if rules else 'orbax'}")
+                kind = rules.name if rules else "orbax" if target == OWN_TARGET else target
+                to = Path(out) if out else Path(f"{planned.source.name}-{kind}")
                 return _run(planned, to, limits, overwrite, check, "converting", progress)
         except DamagedDownload as error:
             if tuple(error.files) in fetched_again:
@@ -186,6 +191,7 @@ def plan(
     revision: str | None = None,
     allow_nonfinite: bool = False,
     allow_config: Sequence[str] = (),
+    target: str = "tpuconv",
     max_memory: int | None = None,
     jobs: int | None = None,
     progress: Listener = ignore,
@@ -199,7 +205,7 @@ def plan(
     from tpuconv.convert.plan.types import Options
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config))
+    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target)
     with _planned(str(src), options, rules, revision, weights=False, progress=progress) as planned:
         return _sized(planned, rules, max_memory, jobs)
 
@@ -305,7 +311,7 @@ def _planned(
     ) as resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
-        yield _make_plan(source, family, family.table, options, rules, runs=weights)
+        yield _make_plan(source, family, None, options, rules, runs=weights)
 
 
 def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "Plan":
@@ -322,9 +328,21 @@ def _make_plan(
     source: Any, family: Any, table: Any, options: "Options", rules: "QuantConfig | None", *, runs: bool
 ) -> "Plan":
     from tpuconv.convert.plan.coverage import make_plan
+    from tpuconv.targets.compose import target_table
+    from tpuconv.targets.registry import get_target
 
     report = family.check_config(source.config, options.allow_config, source.tensors)
     config, ignored = report.config, report.ignored
+    if table is None:
+        table, config = target_table(
+            get_target(options.target),
+            family.name,
+            source.config["model_type"],
+            family.table,
+            config,
+            scan_layers=options.scan_layers,
+            include_mtp=options.include_mtp,
+        )
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan

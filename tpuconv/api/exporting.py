@@ -66,13 +66,24 @@ def export(
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.convert import export as exporting
     from tpuconv.models.registry import get_family
+    from tpuconv.targets.compose import target_table
+    from tpuconv.targets.registry import get_target
 
     manifest, folder = read_manifest(Path(ckpt)), Path(out)
     family = get_family(manifest.family)
-    config = family.read_config(exporting.released_config(manifest), manifest.allow_config)
+    raw = exporting.released_config(manifest)
+    table, config = target_table(
+        get_target(manifest.target),
+        family.name,
+        raw["model_type"],
+        family.table,
+        family.read_config(raw, manifest.allow_config),
+        scan_layers=manifest.scan_layers,
+        include_mtp=manifest.include_mtp,
+    )
     progress(Progress("exporting"))
     began, total, was_there = time.monotonic(), 0, False
-    for step in exporting.export(manifest, family.table, config, folder, overwrite=overwrite):
+    for step in exporting.export(manifest, table, config, folder, overwrite=overwrite):
         progress(Progress("exporting", step.done, step.total))
         total, was_there = step.total, step.resumed == step.total
     if check and was_there:

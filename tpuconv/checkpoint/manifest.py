@@ -33,11 +33,16 @@ from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed, size_faults
 
 PARAMS = "params"
+"""The folder of the Orbax checkpoint, unless the target has it elsewhere."""
+ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+"""What makes a folder of arrays an Orbax checkpoint."""
 AS_RELEASED = "as released"
 """The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
 """Dtypes that a source may have."""
+OWN_TARGET = "tpuconv"
+"""The target whose tree is ours."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
 """Of one array, which would have 5 TB."""
@@ -89,7 +94,9 @@ CHECKPOINT_SCHEMA = {
         "include_mtp": Optional(bool),
         "encoding": Optional(str),
         "allow_config": Optional([str]),
+        "target": Optional(str),
     },
+    "folder": Optional(str),
     "versions": Each(str),
     "parameters": Size,
     "bytes": Size,
@@ -209,17 +216,43 @@ class Manifest:
         no contents. Manifests of format 1 list no files: only the folders of arrays are checked."""
         if not self.sealed.is_sealed:
             missing = (name for name in self.arrays if not (self.params / name).is_dir())
-            yield from ((f"{PARAMS}/{name}", "is missing") for name in missing)
+            yield from ((self.path_of(name), "is missing") for name in missing)
             return
         sizes = {name: facts["bytes"] for name, facts in self.sealed.files.items()}
         for array in self.arrays.values():
-            sizes |= {f"{PARAMS}/{array.name}/{name}": size for name, size in array.spec.shard_sizes().items()}
+            sizes |= {self.path_of(f"{array.name}/{name}"): n for name, n in array.spec.shard_sizes().items()}
         yield from size_faults(self.folder, sizes)
 
     @property
     def params(self) -> Path:
         """The folder of the Orbax checkpoint."""
-        return self.folder / PARAMS
+        return self.folder / str(self.raw.get("folder", PARAMS))
+
+    def path_of(self, name: str) -> str:
+        """The path in the folder of a file or folder of the Orbax checkpoint."""
+        return path_in(self.raw.get("folder", PARAMS), name)
+
+    def is_of_arrays(self, path: str) -> bool:
+        """Whether a path in the folder is of the Orbax checkpoint, and not beside the arrays."""
+        top = self.path_of("").partition("/")[0]
+        return path.startswith(f"{top}/") if top else "/" in path or path in ORBAX_FILES
+
+    @property
+    def target(self) -> str:
+        """The program that the checkpoint is for."""
+        return str(self.raw["options"].get("target", OWN_TARGET))
+
+    def check_own(self) -> None:
+        """Checks that the tree is ours.
+
+        Raises:
+            UsageError: the checkpoint is for another program.
+        """
+        if self.target != OWN_TARGET:
+            raise UsageError(
+                f"{self.folder} is a checkpoint for {self.target}, with the names of that",
+                hint="convert the source without --target, or `tpuconv export` this and convert that",
+            )
 
     @property
     def family(self) -> str:
@@ -293,6 +326,11 @@ class Manifest:
         return None if self.layers is None else range(self.layers[0], self.layers[1] + 1)
 
 
+def path_in(folder: str, name: str) -> str:
+    """The path of a name in a folder, of which "." is the output itself."""
+    return name if folder == "." else f"{folder}/{name}"
+
+
 def element_bytes(dtype: str) -> int:
     """The number of bytes of an element as numpy holds it."""
     return np.dtype(dtype).itemsize
@@ -339,11 +377,14 @@ def read_manifest(folder: Path) -> Manifest:
         )
         for name, a in raw["arrays"].items()
     }
+    inside = raw.get("folder", PARAMS)
+    if inside != "." and any(part in ("", ".", "..") for part in inside.split("/")):
+        raise CorruptOutput(f"{path}: folder is not a folder in the output, but {short(inside)}")
     layers = raw["options"]["layers"]
     if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
         raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
     for name, array in arrays.items():
-        if fault := _array_fault(array, sealed.is_sealed, raw.get("quantization") is not None):
+        if fault := _array_fault(array, sealed.is_sealed, raw):
             raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
     return Manifest(folder, sealed, arrays)
 
@@ -357,9 +398,11 @@ def _rank(axes: str) -> int | None:
         return None
 
 
-def _array_fault(array: StoredArray, is_sealed: bool, is_quantized: bool) -> str | None:
+def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) -> str | None:
     """What is impossible in the manifest's description of an array; None if nothing."""
-    if array.dtype not in PLAIN_DTYPES and not (is_quantized and array.name.endswith((QVALUE, SCALE, ZERO_POINT))):
+    is_quantized = raw.get("quantization") is not None
+    is_part = "target" in raw["options"] or array.name.endswith((QVALUE, SCALE, ZERO_POINT))
+    if array.dtype not in PLAIN_DTYPES and not (is_quantized and is_part):
         return f"has the dtype {array.dtype}, which only quantized values have"
     if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):
         return "has a name that cannot be a folder"

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import (
-    PARAMS,
     Manifest,
     StoredArray,
     add_checksums,
@@ -129,6 +128,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CorruptOutput: its manifest or config.json cannot be understood.
     """
     manifest = read_manifest(folder)
+    manifest.check_own()
     if manifest.quantization is not None:
         raise UsageError(
             f"{folder} is quantized already, with {manifest.quantization['name']}",
@@ -218,7 +218,7 @@ def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
     with open_regular(manifest.params / array.name / "zarr.json") as file:
         data = file.read(MAX_ZARR_BYTES)
     if manifest.sealed.is_sealed:
-        if hash_bytes(data) != manifest.sealed.files.get(f"{PARAMS}/{array.name}/zarr.json"):
+        if hash_bytes(data) != manifest.sealed.files.get(manifest.path_of(f"{array.name}/zarr.json")):
             raise ValueError("zarr.json was changed")
         return array.spec
     try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
     "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
     "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
+    "tpuconv convert Qwen/Qwen3-8B --target maxtext --scan-layers",
     "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
 )
 @click.argument("src", type=Name())
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--scan-layers", is_flag=True, help="Stack the layers into one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last, as a trial.")
 @click.option("--include-mtp", is_flag=True, help="Convert the multi-token prediction layers (DeepSeek) too.")
+@options.target
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinite values, and scales of 0.")
 @click.option(
@@ -62,6 +64,7 @@ def convert(
     **conversion: Any,
 ) -> None:
     """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
+    With --target, to one that another program loads: `tpuconv families --target NAME` lists what it can have.
 
     OUT appears complete or not at all. Interrupted, the same command continues.
     """

@@ -96,6 +96,14 @@ quantize = click.option(
     "--quantize", type=Name(), metavar="CONFIG", help="Quantize as `tpuconv quantize --config` would."
 )
 
+target = click.option(
+    "--target",
+    type=Name(),
+    default="tpuconv",
+    show_default=True,
+    help="The program that the output is for: tpuconv, maxtext, tunix, nnx, jax-llm-examples, or one of a plugin.",
+)
+
 dtype = click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float32"]),

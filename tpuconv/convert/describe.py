@@ -5,7 +5,7 @@ from importlib.metadata import version
 from math import prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import LIBRARIES, passthrough_facts
+from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, passthrough_facts
 from tpuconv.convert.plan.types import Plan
 from tpuconv.names import QVALUE
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
@@ -33,6 +33,7 @@ def describe(
         "family": plan.family,
         "table": plan.table.fingerprint,
         "options": plan.options.to_json(),
+        **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
         "versions": {library: version(library) for library in LIBRARIES},
         "parameters": plan.parameters,
         "bytes": plan.output_bytes,
@@ -75,4 +76,9 @@ def _undone(plan: Plan, name: str) -> dict[str, str]:
 
 
 def _nothing_lost(plan: Plan, name: str) -> dict[str, float]:
-    return {"signal": 0.0, "noise": 0.0, "clipped": 0.0, "count": float(prod(plan.arrays[name + QVALUE].shape))}
+    return {
+        "signal": 0.0,
+        "noise": 0.0,
+        "clipped": 0.0,
+        "count": float(prod(plan.arrays[plan.target.part(name, QVALUE[1:])].shape)),
+    }

@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -42,6 +43,7 @@ from tpuconv.storage import disk
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.journal import Journal, State
 from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
+from tpuconv.targets.registry import get_target
 
 SHARD_BYTES = 5_000_000_000
 
@@ -88,8 +90,8 @@ def export(
 
     Args:
         manifest: of the checkpoint.
-        table: of the family.
-        config: the family's, made of `released_config`.
+        table: of the target that the checkpoint is for, from the released tensors.
+        config: the family's, made of `released_config`, with the letters of the table.
         out: the output folder.
         overwrite: replace an existing output of ours.
 
@@ -158,6 +160,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
             hint="export the checkpoint that it was made from",
         )
     known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
+    part = get_target(manifest.target).part
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
         if facts := manifest.passthrough.get(binding.dst[0].names[0]):
@@ -174,9 +177,8 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[
                     "multiplied, and cannot be separated again",
                     hint="take the source; or convert it with --encoding dequantize, and export that",
                 )
-            yield from _passthrough_rows(
-                manifest, binding, scheme, [Stored.from_json(each) for each in facts["stored"]]
-            )
+            stored = [Stored.from_json(each) for each in facts["stored"]]
+            yield from _passthrough_rows(manifest, binding, scheme, stored, part)
         else:
             _check_inverse(manifest, binding)
             dtype = SAFETENSORS_DTYPES[manifest.arrays[binding.dst[0].names[0]].dtype]
@@ -198,9 +200,9 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 
 def _passthrough_rows(
-    manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored]
+    manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored], part: Callable[[str, str], str]
 ) -> Iterator[tuple[Binding, list[ExportTensor]]]:
-    parts = split(binding, scheme, [each.shape for each in stored])
+    parts = split(binding, scheme, [each.shape for each in stored], part)
     _check_inverse(manifest, parts.qvalues)
     _check_inverse(manifest, parts.scales)
     qvalues, scales = [], []
@@ -267,7 +269,7 @@ def _produce(
     manifest: Manifest, rows: list[tuple[Binding, list[ExportTensor]]]
 ) -> Iterator[tuple[ExportTensor, np.ndarray]]:
     for binding, tensors in rows:
-        arrays = binding(lambda name: _read_array(manifest, name))
+        arrays = binding(partial(_read_array, manifest, binding.inverse))
         for tensor in tensors:
             values = tensor.make(_contiguous(arrays[tensor.of], manifest, binding))
             if (values.shape, values.nbytes) != (tensor.shape, tensor.nbytes):
@@ -275,11 +277,14 @@ def _produce(
             yield tensor, values
 
 
-def _read_array(manifest: Manifest, name: str) -> np.ndarray:
-    """An array of the checkpoint as unsigned integers, which are faster to move than floats and keep every bit."""
+def _read_array(manifest: Manifest, binding: Binding, name: str) -> np.ndarray:
+    """An array of the checkpoint, without the changes that its row makes, as unsigned integers: these are faster to
+    move than floats and keep every bit."""
     array = manifest.arrays[name]
     values = np.empty(array.shape, np.dtype(array.dtype))
     read_box(manifest, name, tuple(slice(0, n) for n in array.shape), values)
+    if (change := binding.arithmetic.get(name)) is not None:
+        values = change.undo(values, binding.sizes)
     return values.view(f"u{values.itemsize}")
 
 

@@ -14,7 +14,7 @@ from tpuconv.convert.card import model_card
 from tpuconv.convert.describe import describe
 from tpuconv.convert.plan.types import REPORT, Plan, WorkUnit
 from tpuconv.convert.sizing import Limits, jobs
-from tpuconv.convert.store import Store
+from tpuconv.convert.store import Store, step_files
 from tpuconv.convert.workers import HASH_ENTRY, UNIT_ENTRY, Checksums, Workers, add_sums, hash_entry
 from tpuconv.errors import OutputError, UsageError
 from tpuconv.jsonfile import MIB, Each
@@ -146,7 +146,8 @@ def _forget_changed(plan: Plan, journal: Journal) -> bool:
 
 
 def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[RunProgress]:
-    store = Store(journal.staging / manifest.PARAMS, plan.arrays)
+    custom_metadata = plan.target.custom_metadata(plan.options.scan_layers)
+    store = Store(journal.staging / plan.target.folder, plan.arrays, plan.empty, custom_metadata)
     todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT_ENTRY) is None]
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.out.parent, todo)
@@ -155,7 +156,9 @@ def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[RunProgress]:
     for done in Workers(plan, journal, store, jobs).run(todo):
         yield RunProgress(resumed + done, plan.source_bytes, resumed, "convert")
     yield RunProgress(plan.source_bytes, plan.source_bytes, resumed, "merge")
-    files = {f"{manifest.PARAMS}/{name}": hash_bytes(content) for name, content in store.finish().items()}
+    files = {
+        manifest.path_in(plan.target.folder, name): hash_bytes(content) for name, content in store.finish().items()
+    }
     _write_rest(plan, journal, files)
 
 
@@ -184,13 +187,19 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
         s.name: (journal.done(hash_entry(i), HASH_ENTRY) or {"sha256": None})["sha256"]
         for i, s in enumerate(plan.source.shards)
     }
+    kept = {STAGED, *(path.partition("/")[0] for path in files)}
     for name in disk.entries(journal.staging):
-        if name not in (manifest.PARAMS, STAGED):  # of an earlier run: all of them are written now
+        if name not in kept:  # of an earlier run: all of them are written now
             disk.remove(journal.staging / name)
     for name, own_facts in plan.source.companions.items():
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, journal.staging / target)
         files[target] = own_facts
+    if plan.target.step_item:
+        for name, content in step_files(plan.target.step_item).items():
+            path = f"{Path(plan.target.folder).parent}/{name}"
+            disk.write_file(journal.staging / path, content)
+            files[path] = hash_bytes(content)
     facts = describe(plan, sha256, checksums, statistics)
     texts = {CARD: model_card(facts)} | ({REPORT: plan.quantization.report(facts)} if plan.quantization else {})
     for name, text in texts.items():

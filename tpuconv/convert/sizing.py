@@ -33,7 +33,7 @@ class Buffers:
         values: values in the dtype that is wanted.
         raw: values as they are stored, if that is another dtype.
         shard: one shard. While one is built, another is written.
-        encoded: what encoders make.
+        encoded: what encoders make, or what values are changed in.
     """
 
     values: int
@@ -54,7 +54,10 @@ def buffers(plan: Plan) -> Buffers:
         values=max((slab.nbytes for slab in slabs), default=0),
         raw=max((plan.stored_bytes(slab) for slab in slabs if not plan.is_stored_as_wanted(slab)), default=0),
         shard=max((array.shard_bytes for array in plan.arrays.values()), default=0),
-        encoded=2 * max((slab.elements for slab in slabs if plan.is_encoded(slab)), default=0),
+        encoded=max(
+            2 * max((slab.elements for slab in slabs if plan.is_encoded(slab)), default=0),
+            10 * max((slab.elements for slab in slabs if slab.binding.arithmetic), default=0),
+        ),
     )
 
 

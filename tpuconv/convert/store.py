@@ -5,10 +5,12 @@ no merging and any process may do them.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from tpuconv.checkpoint.manifest import ORBAX_FILES
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
@@ -16,16 +18,25 @@ from tpuconv.private import INTERFACES
 from tpuconv.storage import disk
 from tpuconv.storage.sealed import size_faults
 
-ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""What makes a folder of arrays an Orbax checkpoint."""
-
 
 class Store:
-    """An Orbax checkpoint under construction in `folder`."""
+    """An Orbax checkpoint under construction in `folder`.
 
-    def __init__(self, folder: Path, arrays: Mapping[str, OutputArray]):
-        self.folder = folder
-        self.arrays = arrays
+    Attributes:
+        arrays: by name.
+        empty: names that are in the tree without an array.
+        custom_metadata: what Orbax keeps for the program that loads it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arrays: Mapping[str, OutputArray],
+        empty: Sequence[str] = (),
+        custom_metadata: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        self.folder, self.arrays = folder, arrays
+        self.empty, self.custom_metadata = empty, custom_metadata
 
     def make_folders(self) -> None:
         """Creates a folder for every array."""
@@ -67,7 +78,7 @@ class Store:
             raise OutputError(
                 f"{self.folder / name} {fault}", hint=f"remove {self.folder.parent.parent} and convert again"
             )
-        orbax_files = _orbax_files(self.arrays)
+        orbax_files = _orbax_files(self.arrays, self.empty, self.custom_metadata)
         for name, content in orbax_files.items():
             disk.write_file(self.folder / name, content)
         disk.sync(self.folder)
@@ -77,15 +88,23 @@ class Store:
         return {f"{a.name}/zarr.json": json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
 
 
-def _orbax_files(names: Iterable[str]) -> dict[str, bytes]:
+def step_files(item: str) -> dict[str, bytes]:
+    """The files that make a folder a step of a `CheckpointManager` with one item."""
+    handlers = {item: INTERFACES["PyTreeCheckpointHandler"].name}
+    contents = (json.dumps(_checkpoint_metadata(handlers, {})).encode(), b"ok")
+    return dict(zip(ORBAX_FILES[1:], contents, strict=True))
+
+
+def _orbax_files(names: Iterable[str], empty: Iterable[str], custom_metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
+    kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in empty}
     tree = {
         str(tuple(name.split("."))): {
             # Key type 2 is a key of a dict. No sharding is stored: a restore must not need the mesh of whoever saved.
             "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+            "value_metadata": {"value_type": kind, "skip_deserialize": is_empty},
         }
-        for name in names
+        for name, (kind, is_empty) in kinds.items()
     }
     metadata = {
         "tree_metadata": tree,
@@ -94,14 +113,18 @@ def _orbax_files(names: Iterable[str]) -> dict[str, bytes]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    # Without times: the same plan writes the same bytes, whenever and on whichever host it runs.
-    checkpoint: dict[str, Any] = {
-        "item_handlers": INTERFACES["StandardCheckpointHandler"].name,
+    checkpoint = _checkpoint_metadata(INTERFACES["StandardCheckpointHandler"].name, custom_metadata)
+    contents = (json.dumps(metadata).encode(), json.dumps(checkpoint).encode(), b"ok")
+    return dict(zip(ORBAX_FILES, contents, strict=True))
+
+
+def _checkpoint_metadata(handlers: str | Mapping[str, str], custom_metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Without times: the same plan writes the same bytes, whenever and on whichever host it runs."""
+    return {
+        "item_handlers": handlers,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": None,
         "commit_timestamp_nsecs": None,
-        "custom_metadata": {},
+        "custom_metadata": dict(custom_metadata),
     }
-    contents = (json.dumps(metadata).encode(), json.dumps(checkpoint).encode(), b"ok")
-    return dict(zip(ORBAX_FILES, contents, strict=True))

@@ -168,10 +168,14 @@ class Workers:
     ) -> None:
         bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
-        targets = slab.binding.layout(sources, slab.sizes)
-        for stack, box, target in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
+        targets, changes = slab.binding.layout(sources, slab.sizes), slab.binding.arithmetic
+        for stack, box, rearranged in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
+            target = rearranged
+            if (change := changes.get(name)) is not None:
+                with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
+                    target = change.apply(rearranged.view(slab.dtype), slab.binding.sizes).view(bits)
             try:
                 if encoder is None:
                     self._write(self.plan.arrays[name], box, target, memory, checksums)
@@ -183,7 +187,9 @@ class Workers:
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
-                self._write(array, part_box, values.view(_bits(part.dtype)), memory, checksums)
+                own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
+                own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
+                self._write(array, own_box, own_values, memory, checksums)
 
     def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
         """The error for values of a parameter that are not finite. It names the first one in the source."""

@@ -6,7 +6,7 @@ Quantized values go through the row's layout, scales through the layout that fol
 refined to a divisor: its scale is repeated, which is exact. The result is what a Qwix `QArray` holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
@@ -24,6 +24,15 @@ from tpuconv.sources.headers import TensorInfo
 
 QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
 """Bits of one quantized value."""
+
+
+PartName = Callable[[str, str], str]
+"""Names an array that holds a parameter, from the parameter's name and the suffix that the array has in our tree."""
+
+
+def own_part(parameter: str, suffix: str) -> str:
+    """The names in our tree."""
+    return f"{parameter}.{suffix}"
 
 
 @dataclass(frozen=True)
@@ -101,12 +110,17 @@ class Passthrough:
         }
 
 
-def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> SplitRow:
+def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part: PartName = own_part) -> SplitRow:
     """Splits a row whose tensors are all encoded by `scheme`, with scales of these shapes, one per stack.
 
+    `part` names the arrays that hold the parameters.
+
     Raises:
-        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter.
+        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter; or the
+            row changes values.
     """
+    if binding.arithmetic:
+        raise UnsupportedConfig(f"the values of {next(iter(binding.arithmetic))} change")
     layout, sizes = binding.layout, binding.sizes
     blocks, grids = [], []
     for stack, shape, stored in zip(binding.src, layout.src_shapes(sizes), scale_shapes, strict=True):
@@ -121,13 +135,14 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape]) -> Sp
         for shape, block in zip(layout.src_shapes(sizes), blocks, strict=True)
     ]
     follow = scale_layout(layout, sizes, divisors)
-    scales = _renamed(binding, scheme.scales, SCALE, scheme, sizes=follow.sizes, row=replace(binding.row, buffer=True))
+    row = replace(binding.row, buffer=True)
+    scales = _renamed(binding, scheme.scales, SCALE, scheme, part, sizes=follow.sizes, row=row)
     shapes = layout.dst_shapes(sizes), layout.dst_shapes(follow.sizes)
     group_shape = tuple(tuple(n // s for n, s in zip(*pair, strict=True)) for pair in zip(*shapes, strict=True))
     if any(n % s for pair in zip(*shapes, strict=True) for n, s in zip(*pair, strict=True)):
         raise UnsupportedConfig(f"no scales of whole blocks fit '{layout}'")
     return SplitRow(
-        qvalues=_renamed(binding, scheme.values, QVALUE, scheme),
+        qvalues=_renamed(binding, scheme.values, QVALUE, scheme, part),
         scales=scales,
         grids=tuple(grids),
         refine=tuple(
@@ -147,7 +162,7 @@ def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
     return tuple(map(min, zip(block, shape, strict=True)))
 
 
-def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **changes: Any) -> Binding:
+def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, part: PartName, **changes: Any) -> Binding:
     """The binding with the stored names of the sources, and the names of a part of a QArray for the targets."""
     return replace(
         binding,
@@ -155,13 +170,19 @@ def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, **chang
             Stack(tuple(name.removesuffix(scheme.name) + suffix for name in stack.names), stack.depth)
             for stack in binding.src
         ),
-        dst=tuple(Stack(tuple(name + ending for name in stack.names), stack.depth) for stack in binding.dst),
+        dst=tuple(
+            Stack(tuple(part(name, ending.removeprefix(".")) for name in stack.names), stack.depth)
+            for stack in binding.dst
+        ),
         **changes,
     )
 
 
 def pass_through(
-    tensors: Mapping[str, Tensor], bindings: Sequence[Binding], chosen: Sequence[Binding]
+    tensors: Mapping[str, Tensor],
+    bindings: Sequence[Binding],
+    chosen: Sequence[Binding],
+    part: PartName = own_part,
 ) -> tuple[dict[str, Tensor], list[Binding], dict[str, Passthrough], list[str]]:
     """Splits the `chosen` rows whose tensors are encoded.
 
@@ -194,7 +215,7 @@ def pass_through(
             for s in stacks
         )
         try:
-            parts = split(binding, first.scheme, [each.shape for each in stored])
+            parts = split(binding, first.scheme, [each.shape for each in stored], part)
         except UnsupportedConfig as e:
             unsupported.append(f"{first.name}  cannot stay encoded: {e.message}")
             continue

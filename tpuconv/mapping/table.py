@@ -17,10 +17,13 @@ import numpy as np
 
 from tpuconv.errors import ConfigError, LayoutError
 from tpuconv.layout import Layout, Shape, format_axes
+from tpuconv.mapping.arithmetic import Arithmetic
 
-INDEX = re.compile(r"\{(\w)\}")
+INDEX = re.compile(r"\{(#?\w)\}")
 LAYERS, EXPERTS = "L", "E"
-LAYER_INDICES = "LIJ"
+PLACES = "uvwxyz"
+"""Letters of the layers at the first, second, ... place of each period of layers."""
+LAYER_INDICES = f"LIJ{PLACES}"
 """Letters whose values are layer numbers."""
 MTP = "U"
 """The letter of layers that predict further tokens (MTP). Their rows exist only on request."""
@@ -43,13 +46,15 @@ class Map:
     """One row.
 
     `{X}` in the names is an index. In the names of both sides it is a loop; in the HF names only, it is an axis X of
-    the parameter, on which the named tensors are stacked, outermost on the HF side.
+    the parameter, on which the named tensors are stacked, outermost on the HF side. `{#X}` in a JAX name is the place
+    of the index among the values of X, from 0.
 
     Attributes:
         hf, jax: names of the source tensors and of the parameters.
         layout: how the axes of the sources become those of the parameters.
         when: a property of the config that must hold for the row to exist.
         buffer: whether it is not trained: never cast, and not counted as parameters.
+        arithmetic: of each parameter, how its values differ from those of the sources; empty if none differ.
     """
 
     hf: str | tuple[str, ...]
@@ -57,6 +62,7 @@ class Map:
     layout: str
     when: str | None = None
     buffer: bool = False
+    arithmetic: tuple[Arithmetic | None, ...] = ()
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -82,6 +88,17 @@ def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
 
 
 @dataclass(frozen=True)
+class WithAxes:
+    """A config with other axes, of which all other properties stay."""
+
+    config: HasAxes
+    axes: Mapping[str, int | Sequence[int]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+@dataclass(frozen=True)
 class Stack:
     """One tensor of a layout's side. It is made of the named tensors, stacked on its `depth` leading axes; if nothing
     is stacked, it has one name and depth 0."""
@@ -99,6 +116,12 @@ class Binding:
     sizes: Mapping[str, int]
     src: tuple[Stack, ...]
     dst: tuple[Stack, ...]
+
+    @property
+    def arithmetic(self) -> dict[str, Arithmetic]:
+        """The changes of values, by the names of the parameters."""
+        names = (stack.names[0] for stack in self.dst)
+        return {n: change for n, change in zip(names, self.row.arithmetic, strict=False) if change is not None}
 
     @property
     def inverse(self) -> "Binding":
@@ -163,7 +186,7 @@ class MappingTable:
         """The number of source tensors that `bind` names, without listing them."""
         sizes = {x: len(value) for x, value in _index_values(config, include_mtp).items()}
         return sum(
-            prod(sizes[x] for letters in _indices(row) for x in letters) * len(row.hf_names)
+            prod(sizes[x] for letters in row_indices(row) for x in letters) * len(row.hf_names)
             for row in self._rows_of(config)
         )
 
@@ -187,14 +210,15 @@ class MappingTable:
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
         for row in self._rows_of(config):
-            loop, stack = _indices(row)
+            loop, stack = row_indices(row)
             layout = _row_layout(row)
             for known in _steps(loop, values):
                 steps = [known | step for step in _steps(stack, values)]
                 src = tuple(
                     Stack(tuple(_with_indices(name, step) for step in steps), len(stack)) for name in row.hf_names
                 )
-                dst = tuple(Stack((_with_indices(name, known),), 0) for name in row.jax_names)
+                places = {f"#{x}": values[x].index(number) for x, number in known.items()}
+                dst = tuple(Stack((_with_indices(name, known | places),), 0) for name in row.jax_names)
                 bindings.append(Binding(row, layout, sizes, src, dst))
         return bindings
 
@@ -202,7 +226,7 @@ class MappingTable:
         """The table whose parameters hold all layers in one array with a leading axis L."""
         rows = []
         for row in self.rows:
-            if LAYERS in _indices(row)[0]:
+            if LAYERS in row_indices(row)[0]:
                 src, _, dst = row.layout.partition("->")
                 stacked = ", ".join(f"{LAYERS} {tensor.strip()}" for tensor in (dst or src).split(","))
                 names = tuple(name.replace(f"{{{LAYERS}}}.", "") for name in row.jax_names)
@@ -229,16 +253,22 @@ class MappingTable:
     @property
     def fingerprint(self) -> str:
         """Changes when a row does. A conversion is resumed only with the table that it began with."""
-        text = "\n".join(f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}" for r in self.rows)
+        text = "\n".join(
+            f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}" + (f" {r.arithmetic}" if r.arithmetic else "")
+            for r in self.rows
+        )
         return hashlib.sha256(f"{text}\n{self.ignore}\n{self.copies}".encode()).hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Map]:
         return iter(self.rows)
 
 
-def _indices(row: Map) -> tuple[list[str], list[str]]:
+def row_indices(row: Map) -> tuple[list[str], list[str]]:
     """The letters that a row loops over, and those on which it stacks."""
-    hf, jax = ({tuple(INDEX.findall(name)) for name in names} for names in (row.hf_names, row.jax_names))
+    hf, jax = (
+        {tuple(index.lstrip("#") for index in INDEX.findall(name)) for name in names}
+        for names in (row.hf_names, row.jax_names)
+    )
     if len(hf) != 1 or len(jax) != 1:
         raise LayoutError(f"the names of one side of {row} differ in their indices")
     (in_hf,), (in_jax,) = hf, jax
@@ -248,7 +278,7 @@ def _indices(row: Map) -> tuple[list[str], list[str]]:
 
 
 def _row_layout(row: Map) -> Layout:
-    layout = Layout.parse(row.layout, "".join(_indices(row)[1]))
+    layout = Layout.parse(row.layout, "".join(row_indices(row)[1]))
     if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
         raise LayoutError(f"'{row.layout}' has another number of tensors than {row} has names")
     return layout

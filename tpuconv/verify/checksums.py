@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuconv.checkpoint.device_layouts import LAYOUTS
-from tpuconv.checkpoint.manifest import PARAMS, Manifest, StoredArray, element_bytes
+from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, StoredArray, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
 from tpuconv.convert.plan.types import REPORT
-from tpuconv.convert.store import ORBAX_FILES
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
@@ -33,9 +32,11 @@ MEANINGS = {
     REPORT: "no effect on the weights (report)",
     LAYOUTS: "device layouts may differ; values do not",
     "generation_config.json": "sampling and end tokens may differ",
-    **{f"{PARAMS}/{name}": "Orbax may fail to restore, or restore different arrays" for name in ORBAX_FILES},
 }
 """The consequence of a change, by file."""
+
+ARRAY_FILE = "zarr.json"
+"""Beside the shards of each array."""
 
 UPDATABLE = (LAYOUTS, CARD, REPORT)
 """Files that `update` accepts when they were changed on purpose, besides the companions."""
@@ -87,7 +88,7 @@ def check_export(folder: Path, sealed: Sealed) -> Iterator[Checked]:
 
 def _files(manifest: Manifest) -> list[str]:
     """All files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax needs."""
-    return list(manifest.sealed.files) or [f"{PARAMS}/{name}" for name in ORBAX_FILES]
+    return list(manifest.sealed.files) or [manifest.path_of(name) for name in ORBAX_FILES]
 
 
 def _check_file(manifest: Manifest, name: str) -> Checked:
@@ -105,25 +106,35 @@ def _compare_file(folder: Path, name: str, known: Mapping[str, Any] | None) -> C
 
 
 def _meaning(name: str) -> str:
+    path = Path(name)
+    if path.name in ORBAX_FILES:
+        return "Orbax may fail to restore, or restore different arrays"
+    if path.name == ARRAY_FILE:
+        return "Orbax may fail to restore the array"
     if name.startswith("tokenizer") or name.startswith("vocab"):
         return "tokenization may differ"
-    default = "Orbax may fail to restore the array" if name.startswith(f"{PARAMS}/") else "copied from the source"
-    return MEANINGS.get(name, default)
+    return MEANINGS.get(name, "copied from the source")
 
 
 def _extra(manifest: Manifest) -> Iterator[Checked]:
-    """Files and folders that the manifest does not list."""
-    top = {name.partition("/")[0] for name in manifest.sealed.files} | {PARAMS, MANIFEST}
-    inside = {*manifest.arrays, *ORBAX_FILES}
-    if manifest.sealed.is_sealed:
-        for name in _entries(manifest.folder, top):
-            yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
-    for name in _entries(manifest.params, inside):
-        yield Checked(f"{PARAMS}/{name}", 0, "is not in the manifest: Orbax may read it as an array")
-    if manifest.sealed.is_sealed:
-        for array in manifest.arrays.values():
-            for name in _entries(manifest.params / array.name, {"zarr.json", *array.spec.shard_sizes()}):
-                yield Checked(f"{PARAMS}/{array.name}/{name}", 0, "is not in the manifest: not part of the array")
+    """Files and folders that the manifest does not list, those at the top first."""
+    if not manifest.sealed.is_sealed:
+        for name in _entries(manifest.params, {*manifest.arrays, *ORBAX_FILES}):
+            yield Checked(manifest.path_of(name), 0, "is not in the manifest: Orbax may read it as an array")
+        return
+    expected: dict[str, set[str]] = {"": {MANIFEST}}
+    for path in map(PurePosixPath, manifest.sealed.files):
+        for entry in (path, *path.parents[:-1]):
+            expected.setdefault(str(entry.parent).removeprefix("."), set()).add(entry.name)
+    arrays = {manifest.path_of(array.name): array for array in manifest.arrays.values()}
+    for folder, array in arrays.items():
+        expected.setdefault(folder, set()).update(array.spec.shard_sizes())
+    for folder in sorted(expected):
+        why = "not part of the array" if folder in arrays else "Orbax may read it as an array"
+        if not folder:
+            why = "tpuconv did not write it"
+        for name in _entries(manifest.folder / folder, expected[folder]):
+            yield Checked(f"{folder}/{name}".removeprefix("/"), 0, f"is not in the manifest: {why}")
 
 
 def _entries(folder: Path, known: set[str]) -> list[str]:
@@ -156,7 +167,7 @@ def update(manifest: Manifest) -> list[str]:
             f"{manifest.folder} was made by an older tpuconv, whose manifests hold no hashes of files",
             hint="convert it again to have them checked",
         )
-    params = {name: facts for name, facts in manifest.sealed.files.items() if name.startswith(f"{PARAMS}/")}
+    params = {name: facts for name, facts in manifest.sealed.files.items() if manifest.is_of_arrays(name)}
     for name, known in params.items():
         if (checked := _check_file(manifest, name)).fault and known:
             manifest.check_current()

@@ -2,19 +2,19 @@
 and shapes and dtypes fit. Faults are collected and raised together, before a byte of the weights is read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, Slab
 from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
-from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable
+from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable, WithAxes
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
+from tpuconv.targets.registry import get_target
 
 TENSORS_TO_LIST = 100_000
 """Missing tensors that are listed by name: as many as the largest models have."""
@@ -42,11 +42,12 @@ def make_plan(
 
     Raises:
         UsageError: `options.layers` lies outside of the model, the model has no layers for `include_mtp`, or
-            `encoding` is "keep" and nothing is encoded.
+            `encoding` is "keep" and nothing is encoded, or the target has no encoded parameters.
         UnsupportedConfig: an encoding that is not implemented, or layers that cannot be stacked.
         MappingError: the config needs so many more tensors than there are that they are not listed.
     """
-    table, mtp = _checked_table(source, table, config, options), options.include_mtp
+    target, mtp = get_target(options.target), options.include_mtp
+    table = _checked_table(source, table, config, options)
     bindings = table.bind(_cut_layers(config, options.layers), mtp)
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
@@ -82,15 +83,19 @@ def make_plan(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave --encoding out",
         )
+    if target.quantized is None and (options.encoding == "keep" or quantization):
+        raise UsageError(
+            f"the target {target.name} has no quantized parameters", hint="leave out --encoding keep and --quantize"
+        )
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and not faults:
-        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted)
+        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted, target.part)
 
     arrays: dict[str, OutputArray] = {}
     slabs: list[Slab] = []
     encoders = quantization.encoders if quantization else {}
     for binding in bindings if not faults else ():
-        new_arrays, new_slabs = cut_binding(tensors, binding, options.dtype, encoders)
+        new_arrays, new_slabs = cut_binding(tensors, binding, options.dtype, encoders, target)
         faults += [f"{array.name}  is made by two rows of the table" for array in new_arrays if array.name in arrays]
         arrays |= {array.name: array for array in new_arrays}
         slabs += new_slabs
@@ -111,6 +116,8 @@ def make_plan(
         unmapped=tuple(unmapped),
         faults=tuple(faults),
         ignored_config=ignored_config,
+        target=target,
+        empty=tuple(f"{target.root}{name}" for name, is_empty in target.empty.items() if is_empty(config)),
     )
 
 
@@ -120,7 +127,7 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
     Raises:
         UsageError, UnsupportedConfig, MappingError: as `make_plan` does.
     """
-    if options.scan_layers:
+    if options.scan_layers and options.target == OWN_TARGET:
         if why := getattr(config, "unscannable", ""):
             raise UnsupportedConfig(
                 f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
@@ -173,17 +180,6 @@ def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool
     return quantization is not None and all(name in quantization.passthrough for s in binding.dst for name in s.names)
 
 
-@dataclass(frozen=True)
-class _CutConfig:
-    """A config of which only some layers are wanted."""
-
-    config: HasAxes
-    axes: Mapping[str, int | Sequence[int]]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
-
-
 def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
     if layers is None:
         return config
@@ -193,7 +189,7 @@ def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
         wanted = f"{layers.start}-{layers.stop - 1}"
         raise UsageError(f"--layers {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
     cut = {x: [i for i in _layer_numbers(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
-    return _CutConfig(config, axes | cut)
+    return WithAxes(config, axes | cut)
 
 
 def _layer_numbers(axis: int | Sequence[int]) -> Sequence[int]:

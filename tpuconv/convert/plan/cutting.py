@@ -22,10 +22,15 @@ from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
 from tpuconv.mapping.table import EXPERTS, LAYERS, Binding
 from tpuconv.sharding import MESH_AXES
 from tpuconv.sources.source import Source
+from tpuconv.targets.target import OWN, Target
 
 
 def cut_binding(
-    tensors: Mapping[str, Tensor], binding: Binding, dtype: str, encoders: Mapping[str, Encoder]
+    tensors: Mapping[str, Tensor],
+    binding: Binding,
+    dtype: str,
+    encoders: Mapping[str, Encoder],
+    target: Target = OWN,
 ) -> tuple[list[OutputArray], list[Slab]]:
     """Divides the work of a binding.
 
@@ -34,11 +39,11 @@ def cut_binding(
         binding: a row of the table.
         dtype: that of `Options`.
         encoders: of the parameters that are quantized.
+        target: what the output is for; it names the parts of quantized parameters.
 
     Returns:
         The arrays that it makes, and its slabs: boxes of about SLAB_BYTES at most. They are cut along the letters that
-            are
-        outermost in the source first, so that it is read in long runs. What is encoded together stays together.
+        are outermost in the source first, so that it is read in long runs. What is encoded together stays together.
     """
     layout, lengths = binding.layout, binding.sizes
     letters = list(
@@ -47,8 +52,8 @@ def cut_binding(
     first = tensors[binding.src[0].names[0]]
     values = first.dtype if dtype == "auto" or binding.row.buffer or first.passthrough else FLOAT_DTYPES[dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
-    targets = [
-        _Target(axes, shape, encoders.get(stack.names[0]), values, letters)
+    cuts = [
+        _Cut(axes, shape, encoders.get(stack.names[0]), values, letters)
         for axes, shape, stack in zip(layout.dst, layout.dst_shapes(lengths), binding.dst, strict=True)
     ]
     steps: dict[str, int] = {}
@@ -60,7 +65,7 @@ def cut_binding(
         if nbytes() <= sizes.SLAB_BYTES:
             break
         # The smallest range of the letter that is a whole number of chunks and blocks in every target, times what fits.
-        least = lcm(*(target.least(letter, lengths[letter]) for target in targets))
+        least = lcm(*(cut.least(letter, lengths[letter]) for cut in cuts))
         if least < lengths[letter]:
             steps[letter] = least
             steps[letter] = min(-(-lengths[letter] // least), max(1, sizes.SLAB_BYTES // nbytes())) * least
@@ -68,14 +73,14 @@ def cut_binding(
     sources = tuple(name for stack in binding.src for name in stack.names)
     arrays = [
         array
-        for target, stack in zip(targets, binding.dst, strict=True)
-        for array in target.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer)
+        for cut, stack in zip(cuts, binding.dst, strict=True)
+        for array in cut.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer, target)
     ]
     ranges = [[(x, (a, min(a + step, lengths[x]))) for a in range(0, lengths[x], step)] for x, step in steps.items()]
     return arrays, [Slab(binding, dict(box), values) for box in product(*ranges)]
 
 
-class _Target:
+class _Cut:
     """A parameter that is being divided: the first letters of its axes, the shape of its chunks, and its blocks."""
 
     def __init__(
@@ -96,7 +101,13 @@ class _Target:
         return lcm(self.chunks[axis], self.blocks[axis], inner) // inner
 
     def arrays(
-        self, name: str, lengths: Mapping[str, int], steps: Mapping[str, int], sources: tuple[str, ...], buffer: bool
+        self,
+        name: str,
+        lengths: Mapping[str, int],
+        steps: Mapping[str, int],
+        sources: tuple[str, ...],
+        buffer: bool,
+        target: Target,
     ) -> Iterator[OutputArray]:
         slabs = tuple(
             n // lengths[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
@@ -106,9 +117,10 @@ class _Target:
             slab = tuple(n // b for n, b in zip(slabs, part.blocks, strict=True))
             chunks = self.chunks if part.own else slab
             shards = tuple(-(-n // c) * c for n, c in zip(slab, chunks, strict=True))
-            full_name = f"{name}.{part.suffix}" if part.suffix else name
+            full_name = target.part(name, part.suffix) if part.suffix else name
             is_buffer = buffer or not part.own
-            yield OutputArray(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
+            array = OutputArray(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
+            yield array.squeezed() if target.squeezes_scales and part.suffix and not part.own else array
 
 
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:

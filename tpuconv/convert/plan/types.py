@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Protocol
@@ -11,18 +11,19 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.manifest import OWN_TARGET, Manifest
 from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
-from tpuconv.layout import Ranges, Shape, cut_sizes, lead, runs
+from tpuconv.layout import Ranges, Shape, cut_sizes, lead, parse_axes, runs
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.table import Binding, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 from tpuconv.storage.sealed import MANIFEST_FORMAT
+from tpuconv.targets.target import OWN, Target
 
 REPORT = "quantization.html"
 
@@ -42,6 +43,7 @@ class Options:
         encoding: what becomes of encoded tensors; "dequantize" or "keep".
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
+        target: the name of the program that the output is for.
     """
 
     dtype: str = "auto"
@@ -51,6 +53,7 @@ class Options:
     encoding: str = "dequantize"
     allow_nonfinite: bool = False
     allow_config: tuple[str, ...] = ()
+    target: str = OWN_TARGET
 
     @classmethod
     def of_checkpoint(cls, manifest: Manifest) -> "Options":
@@ -73,6 +76,7 @@ class Options:
             "encoding": self.encoding,
             **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
             **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
+            **({"target": self.target} if self.target != OWN_TARGET else {}),
         }
 
 
@@ -141,12 +145,25 @@ class Quantization:
 @dataclass(frozen=True)
 class OutputArray(ShardedArraySpec):
     """One array of the output: a parameter, or a part of an encoded one. `axes` are its axes in letters. A `buffer`
-    does not count as parameters."""
+    does not count as parameters. Its values lack the axes
+    `dropped`, all of size 1."""
 
     name: str
     axes: str
     sources: tuple[str, ...]
     buffer: bool = False
+    dropped: tuple[int, ...] = ()
+
+    def squeezed(self) -> "OutputArray":
+        """The array without its axes of size 1."""
+        dropped = tuple(i for i, n in enumerate(self.shape) if n == 1)
+
+        def kept(sizes: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(size for i, size in enumerate(sizes) if i not in dropped)
+
+        axes = " ".join(map(str, kept(parse_axes(self.axes))))
+        shape, shards, chunks = kept(self.shape), kept(self.shards), kept(self.chunks)
+        return replace(self, shape=shape, shards=shards, chunks=chunks, axes=axes, dropped=dropped)
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +262,8 @@ class Skip:
 @dataclass(frozen=True, repr=False)
 class Plan:
     """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
-    raises them. `ignored_config` are the keys of config.json that are not read."""
+    raises them. `ignored_config` are the keys of config.json that are not read. The output is for `target`, whose tree
+    has the names `empty` without arrays."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -262,6 +280,8 @@ class Plan:
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
     ignored_config: tuple[IgnoredKey, ...] = ()
+    target: Target = OWN
+    empty: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
@@ -332,7 +352,7 @@ class Plan:
     def stored_names(self, parameter: str) -> tuple[str, ...]:
         """The names of the arrays that hold a parameter."""
         encoder = self.encoders.get(parameter)
-        return tuple(f"{parameter}.{part.suffix}" for part in encoder.parts) if encoder else (parameter,)
+        return tuple(self.target.part(parameter, part.suffix) for part in encoder.parts) if encoder else (parameter,)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""From a family's table and a target's tree to the table from released tensors to the target's parameters."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.errors import LayoutError, UnsupportedConfig
+from tpuconv.layout import Axes, Axis, Layout, format_axes
+from tpuconv.mapping.table import (
+    LAYERS,
+    MTP,
+    PLACES,
+    HasAxes,
+    Map,
+    MappingTable,
+    WithAxes,
+    row_indices,
+)
+from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+
+_LAYER = re.compile(r"layers\.\{(\w)\}\.")
+
+
+def target_table(
+    target: Target,
+    family: str,
+    model_type: str,
+    table: MappingTable,
+    config: HasAxes,
+    *,
+    scan_layers: bool = False,
+    include_mtp: bool = False,
+) -> tuple[MappingTable, HasAxes]:
+    """Returns the table of a target, and the config with the letters that this table needs besides its own.
+
+    Args:
+        target: what the output is for.
+        family: name of the family.
+        model_type: of config.json.
+        table: of the family.
+        config: the family's reading of config.json.
+        scan_layers: stack the layers.
+        include_mtp: with the layers that predict further tokens.
+
+    Raises:
+        UnsupportedConfig: the target does not have the family, a parameter of this model, or stacked layers.
+    """
+    if scan_layers and target.layer_axis is None:
+        raise UnsupportedConfig(f"{target.name} has no stacked layers", hint="leave out --scan-layers")
+    if target.trees is None:
+        if scan_layers and target.name != OWN_TARGET and (why := getattr(config, "unscannable", "")):
+            raise UnsupportedConfig(f"--scan-layers cannot stack the layers of this model: {why}", hint="leave it out")
+        table = table.stack_layers() if scan_layers else table
+        return (table, config) if target.name == OWN_TARGET else (_renamed(table, target), config)
+    tree = find_tree(target, family, model_type, config)
+    period = tree.period(config) if scan_layers else 1
+    config = WithAxes(config, {**config.axes, **_own_letters(config, period)})
+    composer = _Composer(target, tree, period, scan_layers)
+    rows: list[Map] = []
+    for row in table:
+        exists = (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
+        if not exists:
+            continue
+        placed = list(composer.rows(row))
+        if not placed:
+            what = "layers for multi-token prediction" if MTP in row_indices(row)[0] else ", ".join(row.jax_names)
+            raise UnsupportedConfig(
+                f"{target.name} has no place for {what} of {family}",
+                hint="convert without --target" + (" or without --include-mtp" if include_mtp else ""),
+            )
+        rows += placed
+    return MappingTable(rows, ignore=table.ignore, copies=table.copies), config
+
+
+def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree:
+    """Returns the tree of a model.
+
+    Raises:
+        UnsupportedConfig: the target does not have the family, or not with this config.
+    """
+    assert target.trees is not None
+    trees = target.trees.get(model_type, target.trees.get(family))
+    for tree in trees if isinstance(trees, tuple) else (trees,):
+        if tree is not None and tree.when(config):
+            return tree
+    raise UnsupportedConfig(
+        f"the target {target.name} has no table for {family}",
+        hint=f"it has {', '.join(target.trees)}; `tpuconv families --target {target.name}` lists them",
+    )
+
+
+def _own_letters(config: HasAxes, period: int) -> dict[str, Any]:
+    """Half of the head dimension, and the layers at each place of a period."""
+    axes = config.axes
+    head = axes.get("H")
+    half = {"h": head // 2} if isinstance(head, int) else {}
+    if period == 1:
+        return half
+    layers = axes[LAYERS]
+    numbers = range(layers) if isinstance(layers, int) else layers
+    if len(numbers) % period:
+        raise UnsupportedConfig(
+            f"--scan-layers: {len(numbers)} layers are not a whole number of periods of {period}", hint="leave it out"
+        )
+    return half | {PLACES[i]: list(numbers[i::period]) for i in range(period)}
+
+
+def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
+    letters = row_indices(row)[0]
+    if MTP in letters and not include_mtp:
+        return False
+    sizes = (config.axes.get(letter, 0) for letter in letters)
+    return all(size if isinstance(size, int) else len(size) for size in sizes)
+
+
+def _renamed(table: MappingTable, target: Target) -> MappingTable:
+    """The table with our own names between the target's root and leaf."""
+    rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
+    return MappingTable(rows, ignore=table.ignore, copies=table.copies)
+
+
+class _Composer:
+    """Places the rows of a family's table in a tree."""
+
+    def __init__(self, target: Target, tree: Tree, period: int, scan: bool):
+        self.target, self.tree, self.period, self.scan = target, tree, period, scan
+
+    def rows(self, row: Map) -> Iterator[Map]:
+        """Yields the rows that a row of the family's table becomes; none if the tree has no place for it."""
+        layer = _LAYER.match(row.jax_names[0])
+        if layer is None:
+            if (placed := _find(self.tree.places, row.jax_names)) is not None:
+                yield self._row(row, placed)
+            return
+        own = layer[1]
+        for layers in self.tree.layers:
+            letter = layers.letter if own == LAYERS else own
+            if layers.letter not in (LAYERS, letter):
+                continue
+            names = tuple(name.removeprefix(layer[0]) for name in row.jax_names)
+            if (placed := _find(layers.places, names)) is None:
+                continue
+            if self.period == 1:
+                yield self._layer_row(row, placed, layers, own, letter)
+            else:
+                for place, letter_of_place in enumerate(PLACES[: self.period]):
+                    yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
+
+    def _layer_row(self, row: Map, placed: "_Placed", layers: Layers, own: str, letter: str, place: str = "") -> Map:
+        """The row for the layers of one letter."""
+        if own != letter:
+            row = replace(
+                row,
+                hf=tuple(name.replace(f"{{{own}}}", f"{{{letter}}}") for name in row.hf_names),
+                jax=tuple(name.replace(f"{{{own}}}", f"{{{letter}}}") for name in row.jax_names),
+            )
+        if self.scan:
+            return self._row(row, placed, f"{layers.stacked.replace('{#}', place)}.", letter)
+        return self._row(row, placed, layers.apart.replace(f"{{{layers.letter}}}", f"{{{letter}}}") + ".")
+
+    def _row(self, row: Map, placed: "_Placed", front: str = "", stack: str = "") -> Map:
+        sources, targets = _joined(row, placed)
+        if stack:
+            targets = [
+                _stacked(axes, stack, self._axis(place)) for axes, (_, place) in zip(targets, placed, strict=True)
+            ]
+        arithmetic = tuple(place.arithmetic for _, place in placed)
+        layout = " -> ".join(", ".join(map(format_axes, side)) for side in (sources, targets))
+        return replace(
+            row,
+            jax=tuple(f"{self._root(place)}{front}{place.name}{self.target.leaf}" for _, place in placed),
+            layout=layout,
+            arithmetic=arithmetic if any(arithmetic) else (),
+        )
+
+    def _root(self, place: Place) -> str:
+        return self.target.root if place.root is None else place.root
+
+    def _axis(self, place: Place) -> int:
+        axis = self.target.layer_axis if place.layer_axis is None else place.layer_axis
+        assert axis is not None
+        return axis
+
+
+_Placed = list[tuple[tuple[int, ...], Place]]
+"""Each place, with the numbers of the row's parameters that it takes."""
+
+
+def _find(places: Places, names: Collection[str]) -> _Placed | None:
+    """The places of a row's parameters; None unless all have one."""
+    number = {name: i for i, name in enumerate(names)}
+    found: _Placed = []
+    for ours, theirs in places.items():
+        parts = (ours,) if isinstance(ours, str) else ours
+        if all(part in number for part in parts):
+            place = Place(theirs) if isinstance(theirs, str) else theirs
+            found.append((tuple(number[part] for part in parts), place))
+    taken = sorted(i for numbers, _ in found for i in numbers)
+    return sorted(found, key=lambda each: each[0]) if taken == list(range(len(number))) else None
+
+
+def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
+    """The axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H as
+    (h + h), is taken apart in the sources too."""
+    stack = "".join(row_indices(row)[1])
+    layout = Layout.parse(row.layout, stack)
+    apart: dict[str, Axis] = {}
+    targets: list[Axes] = []
+    for numbers, place in placed:
+        own = [layout.dst[i] for i in numbers]
+        if not place.layout:
+            (axes,) = own
+            targets.append(axes)
+            continue
+        wanted = Layout.parse(place.layout)
+        for axes, given in zip(own, wanted.src, strict=True):
+            for axis, part in zip(axes, given, strict=True):
+                if axis != part:
+                    if axis.op or not part.op:
+                        raise LayoutError(f"'{place.layout}' of {place.name} does not begin with {format_axes(axes)}")
+                    apart[axis.letter] = part
+        targets.append(wanted.dst[0])
+    sources = [axes[len(stack) :] for axes in layout.src]
+    return [_taken_apart(axes, apart) for axes in sources], [_taken_apart(axes, apart) for axes in targets]
+
+
+def _taken_apart(axes: Axes, apart: Mapping[str, Axis]) -> Axes:
+    def change(axis: Axis) -> Axis:
+        if axis.op:
+            return replace(axis, parts=tuple(map(change, axis.parts)))
+        return apart.get(axis.letter, axis)
+
+    return tuple(map(change, axes))
+
+
+def _stacked(axes: Axes, letter: str, at: int) -> Axes:
+    at = min(at, len(axes))
+    return (*axes[:at], Axis(letter), *axes[at:])

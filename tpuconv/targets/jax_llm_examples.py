@@ -1,0 +1,98 @@
+"""The models of github.com/jax-ml/jax-llm-examples: `Weights` of qwen3, llama3, llama4, gpt_oss, deepseek_r1_jax and
+kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays."""
+
+from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+
+MODEL: Places = {"embed.embedding": "embedding", "norm.scale": "gamma_final", "lm_head.kernel": "lm_head"}
+ATTENTION: Places = {
+    **{f"attn.{x}.kernel": f"attn.{x}" for x in "qkvo"},
+    **{f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkvo"},
+    "attn.q_norm.scale": "attn.q_gamma",
+    "attn.k_norm.scale": "attn.k_gamma",
+    "attn.sinks": "attn.sinks",
+}
+NORMS: Places = {
+    "attn_norm.scale": "attn_pre_gamma",
+    "mlp_norm.scale": "attn_post_gamma",
+    "moe_norm.scale": "attn_post_gamma",
+}
+
+
+def _mlp(name: str) -> Places:
+    """The places of a dense MLP."""
+    return {f"mlp.{x}.kernel": f"{name}w_{x}" for x in ("gate", "up", "down")}
+
+
+def _experts(name: str) -> Places:
+    """The places of experts, their router and the expert that all tokens share."""
+    return {
+        "moe.router.kernel": f"{name}.w_router",
+        "moe.router.correction": f"{name}.b_router",
+        **{f"moe.{x}.kernel": f"{name}.we_{x}" for x in ("gate", "up", "down")},
+        **{f"moe.shared.{x}.kernel": f"{name}.ws_{x}" for x in ("gate", "up", "down")},
+    }
+
+
+def _tree(places: Places) -> Tree:
+    """The tree of a model."""
+    return Tree(MODEL, (Layers(places, "layers.{L}"),))
+
+
+LLAMA = _tree(
+    {
+        **{f"attn.{x}.kernel": x for x in "qkvo"},
+        **_mlp(""),
+        **NORMS,
+    }
+)
+GPT_OSS = _tree(
+    {
+        **ATTENTION,
+        **NORMS,
+        "moe.router.kernel": "ffw.w_router",
+        "moe.router.bias": "ffw.w_router_bias",
+        ("moe.gate.kernel", "moe.up.kernel"): Place("ffw.we_gate_up", "E D M, E D M -> E D (M (1 + 1))"),
+        ("moe.gate.bias", "moe.up.bias"): Place("ffw.we_gate_up_bias", "E M, E M -> E (M (1 + 1))"),
+        "moe.down.kernel": "ffw.we_down",
+        "moe.down.bias": "ffw.we_down_bias",
+    }
+)
+LATENT = Tree(
+    MODEL,
+    (
+        Layers(
+            {
+                **_mlp("mlp."),
+                **_experts("mlp"),
+                **{f"attn.{x}.kernel": f"attn.{x}" for x in ("q_a", "kv_a", "k_b", "v_b", "o")},
+                ("attn.q_nope.kernel", "attn.q_rope.kernel"): Place("attn.q_b", "Q N P, Q N R -> Q N (P + R)"),
+                "attn.k_rope.kernel": "attn.k_pe",
+                "attn.q_a_norm.scale": "attn.q_gamma",
+                "attn.kv_a_norm.scale": "attn.kv_gamma",
+                "attn_norm.scale": "gamma_pre_attn",
+                "mlp_norm.scale": "gamma_post_attn",
+            },
+            "layers.{L}",
+        ),
+    ),
+    when=lambda config: config.has_query_latent,
+)
+
+JAX_LLM_EXAMPLES = Target(
+    name="jax-llm-examples",
+    summary="jax-llm-examples and engines built on it: load_pytree",
+    loading="load_pytree(OUT, Weights.shardings(config))",
+    trees={
+        "llama": LLAMA,
+        "qwen3": _tree({**ATTENTION, **NORMS, **_mlp("ffw.")}),
+        "qwen3_moe": _tree({**ATTENTION, **NORMS, **_experts("ffw")}),
+        "gpt_oss": GPT_OSS,
+        "llama4": _tree({**ATTENTION, **NORMS, **_mlp("mlp."), **_experts("mlp")}),
+        "deepseek_v3": LATENT,
+        "kimi_k2": LATENT,
+    },
+    folder=".",
+    quantized={"array.qvalue": ".quant", "array.scale": ".scale"},
+    squeezes_scales=True,
+    empty={"lm_head": lambda config: not config.has_lm_head},
+)

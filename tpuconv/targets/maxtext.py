@@ -1,0 +1,156 @@
+"""MaxText (github.com/AI-Hypercomputer/maxtext), version 0.2.5: names and shapes of its own models.
+
+The value changes are those of its `checkpoint_conversion/utils/param_mapping.py`: queries are stored with the factor
+1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
+"""
+
+from typing import Any
+
+from tpuconv.mapping.arithmetic import Times
+from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+
+SCALED_QUERY = Times("H", -0.5)
+
+MODEL: Places = {
+    "embed.embedding": "token_embedder.embedding",
+    "norm.scale": "decoder.decoder_norm.scale",
+    "lm_head.kernel": "decoder.logits_dense.kernel",
+}
+NORMS: Places = {
+    "attn_norm.scale": "pre_self_attention_layer_norm.scale",
+    "mlp_norm.scale": "post_self_attention_layer_norm.scale",
+    "moe_norm.scale": "post_self_attention_layer_norm.scale",
+}
+DENSE_MLP: Places = {
+    "mlp.gate.kernel": "mlp.wi_0.kernel",
+    "mlp.up.kernel": "mlp.wi_1.kernel",
+    "mlp.down.kernel": "mlp.wo.kernel",
+}
+
+
+def _attention(name: str = "self_attention") -> Places:
+    """The places of attention with grouped queries."""
+    parts = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    return {
+        **{
+            f"attn.{ours}.{kind}": f"{name}.{theirs}.{kind}"
+            for ours, theirs in parts.items()
+            for kind in ("kernel", "bias")
+        },
+        "attn.q_norm.scale": f"{name}.query_norm.scale",
+        "attn.k_norm.scale": f"{name}.key_norm.scale",
+    }
+
+
+def _experts(name: str) -> Places:
+    """The places of experts and their router."""
+    return {
+        "moe.router.kernel": f"{name}.gate.kernel",
+        "moe.gate.kernel": f"{name}.wi_0",
+        "moe.up.kernel": f"{name}.wi_1",
+        "moe.down.kernel": f"{name}.wo",
+    }
+
+
+def _alike(places: Places, **changes: Any) -> Tree:
+    """The tree of a model whose layers are all alike."""
+    return Tree(MODEL, (Layers(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
+
+
+def _periodic(places: Places, **changes: Any) -> Tree:
+    """The tree of a model whose layers are alike at the same place of a period."""
+    return Tree(MODEL, (Layers(places, "decoder.layers_{L}", "decoder.layers.layers_{#}"),), **changes)
+
+
+QWEN = _alike({**NORMS, **_attention(), **DENSE_MLP})
+
+SCALED: Places = {
+    **NORMS,
+    **_attention(),
+    **DENSE_MLP,
+    "attn.q.kernel": Place("self_attention.query.kernel", arithmetic=SCALED_QUERY),
+}
+PAIRS: Places = {
+    **SCALED,
+    "attn.q.kernel": Place("self_attention.query.kernel", "D N (h + h) -> D N (h (1 + 1))", SCALED_QUERY),
+    "attn.k.kernel": Place("self_attention.key.kernel", "D K (h + h) -> D K (h (1 + 1))"),
+}
+LLAMA = (
+    _alike(
+        PAIRS,
+        when=lambda config: config.rope.type == "llama3",
+        note="give rope_type=llama3.1, which the model names llama3.1-... imply",
+    ),
+    _alike(SCALED),
+)
+
+GPT_OSS = _periodic(
+    {
+        **NORMS,
+        **_attention("GptOssAttention"),
+        **_experts("GptOssMlp"),
+        "attn.sinks": "GptOssAttention.sinks",
+        "moe.router.bias": "GptOssMlp.gate.bias",
+        "moe.gate.bias": "GptOssMlp.wi_0_bias",
+        "moe.up.bias": "GptOssMlp.wi_1_bias",
+        "moe.down.bias": "GptOssMlp.wo_bias",
+    },
+    period=lambda config: 2,
+)
+
+LATENT_ATTENTION: Places = {
+    **NORMS,
+    "attn.q_a.kernel": "self_attention.wq_a.kernel",
+    "attn.q_a_norm.scale": "self_attention.q_norm.scale",
+    ("attn.kv_a.kernel", "attn.k_rope.kernel"): Place("self_attention.wkv_a.kernel", "D C, D R -> D (C + R)"),
+    "attn.kv_a_norm.scale": "self_attention.kv_norm.scale",
+    ("attn.k_b.kernel", "attn.v_b.kernel"): Place("self_attention.wkv_b.kernel", "C N P, C N H -> C N (P + H)"),
+    "attn.o.kernel": "self_attention.out.kernel",
+}
+QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
+BLOCK = "DeepSeekMoeBlock_0"
+SHARED_EXPERTS: Places = {
+    **_experts(f"{BLOCK}.MoeBlock_0"),
+    "moe.router.correction": Place(f"{BLOCK}.MoeBlock_0.gate.bias", root="params.MoEBiasVar.", layer_axis=0),
+    "moe.shared.gate.kernel": f"{BLOCK}.shared_experts.wi_0.kernel",
+    "moe.shared.up.kernel": f"{BLOCK}.shared_experts.wi_1.kernel",
+    "moe.shared.down.kernel": f"{BLOCK}.shared_experts.wo.kernel",
+}
+
+
+def _latent(query: Place, **changes: Any) -> Tree:
+    """The tree of a model with latent attention, of which the first layers are dense."""
+    own = {**LATENT_ATTENTION, QUERIES: query}
+    dense = Layers({**own, **DENSE_MLP}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
+    sparse = Layers({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")
+    return Tree(MODEL, (dense, sparse), **changes)
+
+
+DEEPSEEK = (
+    _latent(
+        Place("self_attention.wq_b.kernel", "Q N P, Q N R -> Q N (P + R)"), when=lambda config: config.has_query_latent
+    ),
+    _latent(Place("self_attention.query.kernel", "D N P, D N R -> D N (P + R)")),
+)
+
+MAXTEXT = Target(
+    name="maxtext",
+    summary="MaxText: pre-training, fine-tuning and RL; scanned layers or not",
+    loading="load_parameters_path=OUT/0/items",
+    trees={
+        "llama": LLAMA,
+        "mistral": _alike(SCALED),
+        "qwen2": QWEN,
+        "qwen3": QWEN,
+        "qwen3_moe": _alike({**NORMS, **_attention(), **_experts("moe_block")}),
+        "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
+        "gpt_oss": GPT_OSS,
+        "deepseek_v3": DEEPSEEK,
+        "kimi_k2": DEEPSEEK,
+    },
+    folder="0/items",
+    root="params.params.",
+    layer_axis=1,
+    custom_metadata=lambda scanned: {"scan_layers": scanned},
+    step_item="items",
+)

@@ -1,0 +1,59 @@
+"""The table of targets. Other packages add theirs by entry points."""
+
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.errors import UsageError
+from tpuconv.targets.target import OWN, Target
+
+GROUP = "tpuconv.targets"
+"""The group of entry points for targets."""
+
+TARGETS = {
+    "maxtext": "tpuconv.targets.maxtext:MAXTEXT",
+    "tunix": "tpuconv.targets.tunix:TUNIX",
+    "nnx": "tpuconv.targets.nnx:NNX",
+    "jax-llm-examples": "tpuconv.targets.jax_llm_examples:JAX_LLM_EXAMPLES",
+}
+"""The targets of this package besides the default, by name."""
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (OWN_TARGET, *TARGETS)}
+
+
+def target_names() -> list[str]:
+    """Returns the names of all targets: the default first, then those of this package."""
+    return [OWN_TARGET, *TARGETS, *_plugins()]
+
+
+def get_target(name: str) -> Target:
+    """Returns the target of this name.
+
+    Raises:
+        UsageError: there is no such target, or its package cannot be imported.
+    """
+    if name == OWN_TARGET:
+        return OWN
+    if name in TARGETS:
+        module, _, attribute = TARGETS[name].partition(":")
+        found: Target = getattr(import_module(module), attribute)
+        return found
+    if name not in _plugins():
+        near = get_close_matches(name, target_names(), n=1)
+        raise UsageError(
+            f"there is no target '{name}'",
+            hint=f"known are {', '.join(target_names())}" + (f"; the nearest is {near[0]}" if near else ""),
+        )
+    point = _plugins()[name]
+    try:
+        plugin = point.load()
+    except Exception as error:
+        raise UsageError(f"the target '{name}' cannot be imported from {point.value}: {error!r}") from error
+    if not isinstance(plugin, Target):
+        raise UsageError(f"the target '{name}', {point.value}, is not a tpuconv.targets.target.Target")
+    return plugin

@@ -1,0 +1,129 @@
+"""What a target is: where it has its arrays, and for each family a table from our parameters to its own.
+
+A tree is written in the letters of the mapping tables. It says only what differs: its names, the parameters that it
+joins, the axis on which it stacks layers, and the few values that it changes. The way there from the tensors of a
+release, and the way back, follow from it and from the family's table (`tpuconv.targets.compose`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.mapping.arithmetic import Arithmetic
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter, or several joined, is in a target's tree.
+
+    Attributes:
+        name: the target's name of the parameter.
+        layout: how our axes become the target's, as in a mapping table; by default they are the same.
+        arithmetic: how its values differ from ours; by default they are the same.
+        layer_axis: the axis on which scanned layers are stacked; by default that of the target.
+        root: what stands before the name; by default that of the target.
+    """
+
+    name: str
+    layout: str = ""
+    arithmetic: Arithmetic | None = None
+    layer_axis: int | None = None
+    root: str | None = None
+
+
+Places = Mapping[str | tuple[str, ...], str | Place]
+"""By our name, or by the names of parameters that are joined, the target's place; a name alone if axes and values are
+ours."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a tree.
+
+    Attributes:
+        places: by our names after `layers.{L}.`.
+        apart: what stands before the names of one layer. `{L}` is the number of the layer, `{#J}` its place among the
+            layers of the letter J.
+        stacked: what stands before the names of scanned layers; `{#}` is the place in a period.
+        letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts.
+    """
+
+    places: Places
+    apart: str
+    stacked: str = ""
+    letter: str = "L"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A family's parameters in a target.
+
+    Attributes:
+        places: of the parameters outside of the layers.
+        layers: all layers, or each kind of layers.
+        period: from the config, how many layers repeat; scanned layers are stacked for each place of a period.
+        when: whether the tree is that of a config. The first that is counts.
+        note: what a user must know to load it.
+    """
+
+    places: Places
+    layers: tuple[Layers, ...]
+    period: Callable[[Any], int] = lambda config: 1
+    when: Callable[[Any], bool] = lambda config: True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program, or a family of programs, that loads the output.
+
+    Attributes:
+        name: of the target.
+        summary: one line about it.
+        loading: how the output is loaded there, as Python.
+        trees: by family, or by the model_type of config.json. None: every family, under our own names.
+        folder: where the Orbax checkpoint of the arrays is in the output.
+        root: what stands before each name.
+        leaf: what stands after each name.
+        layer_axis: the axis on which scanned layers are stacked; None if the target has no scanned layers.
+        custom_metadata: for Orbax, from whether the layers are scanned.
+        step_item: the name of the arrays in a step of a `CheckpointManager`, whose folder is the parent of `folder`.
+        quantized: what is appended to a parameter's name for the arrays that hold it quantized, by our suffix. None if
+            the target has no quantized parameters.
+        squeezes_scales: whether scales lack the axes that are contracted.
+        empty: names that must be in the tree without an array, if the config has the property.
+    """
+
+    name: str
+    summary: str
+    loading: str
+    trees: Mapping[str, Tree | tuple[Tree, ...]] | None = None
+    folder: str = "params"
+    root: str = ""
+    leaf: str = ""
+    layer_axis: int | None = None
+    custom_metadata: Callable[[bool], dict[str, Any]] = lambda scanned: {}
+    step_item: str = ""
+    quantized: Mapping[str, str] | None = None
+    squeezes_scales: bool = False
+    empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+
+    def part(self, parameter: str, suffix: str) -> str:
+        """Returns the name of an array that holds a part of a quantized parameter, such as its scales."""
+        assert self.quantized is not None
+        return f"{parameter.removesuffix(self.leaf)}{self.quantized[suffix]}{self.leaf}"
+
+
+OWN_PARTS = {suffix.removeprefix("."): suffix for suffix in (QVALUE, SCALE, ZERO_POINT)}
+"""How parts of quantized parameters are named in our own tree."""
+
+OWN = Target(
+    name=OWN_TARGET,
+    summary="tpuconv.load, and every command of tpuconv",
+    loading="tpuconv.load(OUT)",
+    layer_axis=0,
+    quantized=OWN_PARTS,
+)
+"""The default target."""

@@ -1,0 +1,43 @@
+"""Tunix (github.com/google/tunix), version 0.1.7: the trees of its models, as their `params.py` name them."""
+
+from tpuconv.targets.target import Layers, Places, Target, Tree
+
+MODEL: Places = {
+    "embed.embedding": "embedder.input_embedding",
+    "norm.scale": "final_norm.w",
+    "lm_head.kernel": "lm_head.w",
+}
+ATTENTION: Places = {
+    **{f"attn.{x}.kernel": f"attn.{x}_proj.w" for x in "qkvo"},
+    "attn.q_norm.scale": "attn.q_norm.w",
+    "attn.k_norm.scale": "attn.k_norm.w",
+    "attn_norm.scale": "input_layernorm.w",
+    "mlp_norm.scale": "post_attention_layernorm.w",
+}
+BIASES: Places = {f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkv"}
+DENSE_MLP: Places = {f"mlp.{x}.kernel": f"mlp.{x}_proj.kernel" for x in ("gate", "up", "down")}
+EXPERTS: Places = {
+    "moe.router.kernel": "mlp.router.kernel",
+    **{f"moe.{x}.kernel": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+
+
+def _tree(places: Places) -> Tree:
+    """The tree of a model."""
+    return Tree(MODEL, (Layers(places, "layers.{L}"),))
+
+
+TUNIX = Target(
+    name="tunix",
+    summary="Tunix: fine-tuning and RL of Flax NNX models",
+    loading="CheckpointManager(OUT).maybe_restore(model)",
+    trees={
+        "llama": _tree({**ATTENTION, **DENSE_MLP}),
+        "qwen2": _tree({**ATTENTION, **BIASES, **DENSE_MLP}),
+        "qwen3": _tree({**ATTENTION, **DENSE_MLP}),
+        "qwen3_moe": _tree({**ATTENTION, **EXPERTS}),
+    },
+    folder="0/model_params",
+    leaf=".value",
+    step_item="model_params",
+)
