@@ -78,7 +78,7 @@ SAME_NAME_IN_EACH_FAMILY = (
 """A family is read by itself, and its files have the same structure. `common` has the `Block` and `RMSNorm` that most
 families use."""
 
-SAME_NAME_IN_EACH_TARGET = ("MODEL", "ATTENTION", "NORMS", "DENSE_MLP", "EXPERTS", "LLAMA", "GPT_OSS")
+SAME_NAME_IN_EACH_TARGET = ("MODEL", "ATTENTION", "NORMS", "DENSE_MLP", "LLAMA", "GPT_OSS")
 """A target is read by itself too."""
 
 SAME_VALUE = ("CHUNK_BYTES",)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -327,22 +327,23 @@ def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "P
 def _make_plan(
     source: Any, family: Any, table: Any, options: "Options", rules: "QuantConfig | None", *, runs: bool
 ) -> "Plan":
+    """The plan for a table, or for the family's and the target's if it is None."""
     from tpuconv.convert.plan.coverage import make_plan
-    from tpuconv.targets.compose import target_table
+    from tpuconv.targets.compose import same_parameters, target_table
     from tpuconv.targets.registry import get_target
+    from tpuconv.targets.target import OWN
 
+    target = get_target(options.target)
+    if rules is not None and target.quantized is None:
+        raise UsageError(f"the target {target.name} has no quantized parameters", hint="leave out --quantize")
     report = family.check_config(source.config, options.allow_config, source.tensors)
-    config, ignored = report.config, report.ignored
-    if table is None:
-        table, config = target_table(
-            get_target(options.target),
-            family.name,
-            source.config["model_type"],
-            family.table,
-            config,
-            scan_layers=options.scan_layers,
-            include_mtp=options.include_mtp,
-        )
+    own_config, ignored = report.config, report.ignored
+
+    def for_target(target: Any) -> Any:
+        names, forms = (family.name, source.config["model_type"]), (options.scan_layers, options.include_mtp)
+        return target_table(target, *names, family.table, own_config, scan_layers=forms[0], include_mtp=forms[1])
+
+    table, config = (table, own_config) if table is not None else for_target(target)
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan
@@ -351,7 +352,13 @@ def _make_plan(
 
     if runs:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
         read_ahead(plan)
-    how = quantization(plan, family, config, rules)
+    if target is OWN:
+        how = quantization(plan, family, own_config, rules)
+    else:
+        own_table, _ = for_target(OWN)
+        own_plan = make_plan(source, family.name, own_table, own_config, replace(options, target=OWN.name))
+        names = same_parameters(own_table, own_config, table, config, options.include_mtp)
+        how = quantization(own_plan, family, own_config, rules).renamed(names, target.name)
     return make_plan(source, family.name, table, config, options, how, ignored)
 
 

@@ -14,7 +14,7 @@ from tpuconv.convert.card import model_card
 from tpuconv.convert.describe import describe
 from tpuconv.convert.plan.types import REPORT, Plan, WorkUnit
 from tpuconv.convert.sizing import Limits, jobs
-from tpuconv.convert.store import Store, step_files
+from tpuconv.convert.store import OrbaxTree, Store, step_files
 from tpuconv.convert.workers import HASH_ENTRY, UNIT_ENTRY, Checksums, Workers, add_sums, hash_entry
 from tpuconv.errors import OutputError, UsageError
 from tpuconv.jsonfile import MIB, Each
@@ -146,8 +146,9 @@ def _forget_changed(plan: Plan, journal: Journal) -> bool:
 
 
 def _work(plan: Plan, journal: Journal, jobs: int) -> Iterator[RunProgress]:
-    custom_metadata = plan.target.custom_metadata(plan.options.scan_layers)
-    store = Store(journal.staging / plan.target.folder, plan.arrays, plan.empty, custom_metadata)
+    target = plan.target
+    tree = OrbaxTree(plan.empty, target.has_lists, target.custom_metadata(plan.options.scan_layers))
+    store = Store(journal.staging / target.folder, plan.arrays, tree)
     todo = [unit for unit in plan.units if journal.done(unit.uid, UNIT_ENTRY) is None]
     resumed = plan.source_bytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.out.parent, todo)

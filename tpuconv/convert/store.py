@@ -6,8 +6,8 @@ no merging and any process may do them.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tpuconv.checkpoint.manifest import ORBAX_FILES
@@ -18,25 +18,30 @@ from tpuconv.private import INTERFACES
 from tpuconv.storage import disk
 from tpuconv.storage.sealed import size_faults
 
+LIST_PLACE, DICT_KEY = 1, 2
+"""Orbax's numbers for the kinds of keys in a tree."""
 
-class Store:
-    """An Orbax checkpoint under construction in `folder`.
+
+@dataclass(frozen=True)
+class OrbaxTree:
+    """What Orbax's metadata say about the tree of a checkpoint besides its arrays.
 
     Attributes:
-        arrays: by name.
         empty: names that are in the tree without an array.
+        has_lists: whether numbers in names are places in lists; else they are keys of dicts.
         custom_metadata: what Orbax keeps for the program that loads it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        arrays: Mapping[str, OutputArray],
-        empty: Sequence[str] = (),
-        custom_metadata: Mapping[str, Any] = MappingProxyType({}),
-    ):
-        self.folder, self.arrays = folder, arrays
-        self.empty, self.custom_metadata = empty, custom_metadata
+    empty: Sequence[str] = ()
+    has_lists: bool = False
+    custom_metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Store:
+    """An Orbax checkpoint under construction in `folder`."""
+
+    def __init__(self, folder: Path, arrays: Mapping[str, OutputArray], tree: OrbaxTree = OrbaxTree()):
+        self.folder, self.arrays, self.tree = folder, arrays, tree
 
     def make_folders(self) -> None:
         """Creates a folder for every array."""
@@ -78,7 +83,7 @@ class Store:
             raise OutputError(
                 f"{self.folder / name} {fault}", hint=f"remove {self.folder.parent.parent} and convert again"
             )
-        orbax_files = _orbax_files(self.arrays, self.empty, self.custom_metadata)
+        orbax_files = _orbax_files(self.arrays, self.tree)
         for name, content in orbax_files.items():
             disk.write_file(self.folder / name, content)
         disk.sync(self.folder)
@@ -95,13 +100,16 @@ def step_files(item: str) -> dict[str, bytes]:
     return dict(zip(ORBAX_FILES[1:], contents, strict=True))
 
 
-def _orbax_files(names: Iterable[str], empty: Iterable[str], custom_metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def _orbax_files(names: Iterable[str], form: OrbaxTree) -> dict[str, bytes]:
     """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
-    kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in empty}
+    kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in form.empty}
     tree = {
         str(tuple(name.split("."))): {
-            # Key type 2 is a key of a dict. No sharding is stored: a restore must not need the mesh of whoever saved.
-            "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
+            # No sharding is stored: a restore must not need the mesh of whoever saved.
+            "key_metadata": [
+                {"key": key, "key_type": LIST_PLACE if form.has_lists and key.isdigit() else DICT_KEY}
+                for key in name.split(".")
+            ],
             "value_metadata": {"value_type": kind, "skip_deserialize": is_empty},
         }
         for name, (kind, is_empty) in kinds.items()
@@ -113,7 +121,7 @@ def _orbax_files(names: Iterable[str], empty: Iterable[str], custom_metadata: Ma
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    checkpoint = _checkpoint_metadata(INTERFACES["StandardCheckpointHandler"].name, custom_metadata)
+    checkpoint = _checkpoint_metadata(INTERFACES["StandardCheckpointHandler"].name, form.custom_metadata)
     contents = (json.dumps(metadata).encode(), json.dumps(checkpoint).encode(), b"ok")
     return dict(zip(ORBAX_FILES, contents, strict=True))
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import element_bytes
-from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.checkpoint.manifest import OWN_TARGET, element_bytes
+from tpuconv.names import collapse
 from tpuconv.sizes import format_size
+from tpuconv.targets.registry import get_target
 from tpuconv.text import html as escape
 
 
@@ -87,9 +88,10 @@ def report(manifest: Mapping[str, Any]) -> Report:
                 source=next((how for how in ("kept", "requantized") if how in facts), ""),
             )
         )
-    parts = (QVALUE, SCALE, ZERO_POINT)
+    target = get_target(manifest["options"].get("target", OWN_TARGET))
+    parts = {target.part(row.name, suffix) for row in rows for suffix in target.quantized or ()}
     sizes = {n: (prod(a["shape"]), element_bytes(a["dtype"])) for n, a in manifest["arrays"].items()}
-    plain = [(count, 8 * size) for name, (count, size) in sizes.items() if not name.endswith(parts)]
+    plain = [(count, 8 * size) for name, (count, size) in sizes.items() if name not in parts]
     bits = sum(row.bits * row.count for row in rows) + sum(count * each for count, each in plain)
     parameters = sum(row.count for row in rows) + sum(count for count, _ in plain)
     return Report(

@@ -1,7 +1,7 @@
 """From a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from tpuconv.mapping.table import (
     LAYERS,
     MTP,
     PLACES,
+    Binding,
     HasAxes,
     Map,
     MappingTable,
@@ -59,10 +60,10 @@ def target_table(
     config = WithAxes(config, {**config.axes, **_own_letters(config, period)})
     composer = _Composer(target, tree, period, scan_layers)
     rows: list[Map] = []
-    for row in table:
-        exists = (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
-        if not exists:
-            continue
+    own = [
+        row for row in table if (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
+    ]
+    for row in _merged(own, tree):
         placed = list(composer.rows(row))
         if not placed:
             what = "layers for multi-token prediction" if MTP in row_indices(row)[0] else ", ".join(row.jax_names)
@@ -72,6 +73,23 @@ def target_table(
             )
         rows += placed
     return MappingTable(rows, ignore=table.ignore, copies=table.copies), config
+
+
+def same_parameters(
+    own: MappingTable, own_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
+) -> dict[str, str]:
+    """Returns the target's names of the parameters that are ours but for the name: not joined, not changed."""
+    ours = {_sources(binding): binding for binding in own.bind(own_config, include_mtp)}
+    out: dict[str, str] = {}
+    for binding in theirs.bind(config, include_mtp):
+        other = ours.get(_sources(binding))
+        if other is not None and other.layout.dst == binding.layout.dst and not binding.arithmetic:
+            out |= {a.names[0]: b.names[0] for a, b in zip(other.dst, binding.dst, strict=True)}
+    return out
+
+
+def _sources(binding: Binding) -> tuple[str, ...]:
+    return tuple(name for stack in binding.src for name in stack.names)
 
 
 def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree:
@@ -119,6 +137,36 @@ def _renamed(table: MappingTable, target: Target) -> MappingTable:
     """The table with our own names between the target's root and leaf."""
     rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
     return MappingTable(rows, ignore=table.ignore, copies=table.copies)
+
+
+def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
+    """The rows, those merged into one whose parameters a place joins."""
+    out = list(rows)
+    for places in (tree.places, *(layers.places for layers in tree.layers)):
+        for joined in places:
+            if isinstance(joined, str):
+                continue
+            parts = [row for name in joined for row in out if any(_in_layer(own) == name for own in row.jax_names)]
+            parts = list(dict.fromkeys(parts))
+            if len(parts) > 1:
+                sides = zip(*(_sides(row.layout) for row in parts), strict=True)
+                merged = replace(
+                    parts[0],
+                    hf=tuple(name for row in parts for name in row.hf_names),
+                    jax=tuple(name for row in parts for name in row.jax_names),
+                    layout=" -> ".join(", ".join(side) for side in sides),
+                )
+                out = [merged if row is parts[0] else row for row in out if row not in parts[1:]]
+    return out
+
+
+def _in_layer(name: str) -> str:
+    return _LAYER.sub("", name, count=1)
+
+
+def _sides(layout: str) -> tuple[str, str]:
+    src, arrow, dst = (part.strip() for part in layout.partition("->"))
+    return src, dst if arrow else src
 
 
 class _Composer:
@@ -170,13 +218,10 @@ class _Composer:
         layout = " -> ".join(", ".join(map(format_axes, side)) for side in (sources, targets))
         return replace(
             row,
-            jax=tuple(f"{self._root(place)}{front}{place.name}{self.target.leaf}" for _, place in placed),
+            jax=tuple(f"{self.target.root}{front}{place.name}{self.target.leaf}" for _, place in placed),
             layout=layout,
             arithmetic=arithmetic if any(arithmetic) else (),
         )
-
-    def _root(self, place: Place) -> str:
-        return self.target.root if place.root is None else place.root
 
     def _axis(self, place: Place) -> int:
         axis = self.target.layer_axis if place.layer_axis is None else place.layer_axis

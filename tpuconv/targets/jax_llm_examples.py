@@ -94,5 +94,6 @@ JAX_LLM_EXAMPLES = Target(
     folder=".",
     quantized={"array.qvalue": ".quant", "array.scale": ".scale"},
     squeezes_scales=True,
+    has_lists=True,
     empty={"lm_head": lambda config: not config.has_lm_head},
 )

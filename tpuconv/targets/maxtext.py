@@ -111,7 +111,9 @@ QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 BLOCK = "DeepSeekMoeBlock_0"
 SHARED_EXPERTS: Places = {
     **_experts(f"{BLOCK}.MoeBlock_0"),
-    "moe.router.correction": Place(f"{BLOCK}.MoeBlock_0.gate.bias", root="params.MoEBiasVar.", layer_axis=0),
+    # In MaxText a collection of its own (MoEBiasVar), of which `from_pretrained` reads nothing. Both of its loaders
+    # find the bias among the parameters.
+    "moe.router.correction": Place(f"{BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
     "moe.shared.gate.kernel": f"{BLOCK}.shared_experts.wi_0.kernel",
     "moe.shared.up.kernel": f"{BLOCK}.shared_experts.wi_1.kernel",
     "moe.shared.down.kernel": f"{BLOCK}.shared_experts.wo.kernel",

@@ -23,14 +23,12 @@ class Place:
         layout: how our axes become the target's, as in a mapping table; by default they are the same.
         arithmetic: how its values differ from ours; by default they are the same.
         layer_axis: the axis on which scanned layers are stacked; by default that of the target.
-        root: what stands before the name; by default that of the target.
     """
 
     name: str
     layout: str = ""
     arithmetic: Arithmetic | None = None
     layer_axis: int | None = None
-    root: str | None = None
 
 
 Places = Mapping[str | tuple[str, ...], str | Place]
@@ -94,6 +92,7 @@ class Target:
             the target has no quantized parameters.
         squeezes_scales: whether scales lack the axes that are contracted.
         empty: names that must be in the tree without an array, if the config has the property.
+        has_lists: whether numbers in names are places in lists; else they are keys of dicts.
     """
 
     name: str
@@ -109,6 +108,7 @@ class Target:
     quantized: Mapping[str, str] | None = None
     squeezes_scales: bool = False
     empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    has_lists: bool = False
 
     def part(self, parameter: str, suffix: str) -> str:
         """Returns the name of an array that holds a part of a quantized parameter, such as its scales."""

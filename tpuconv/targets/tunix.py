@@ -16,7 +16,7 @@ ATTENTION: Places = {
 }
 BIASES: Places = {f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkv"}
 DENSE_MLP: Places = {f"mlp.{x}.kernel": f"mlp.{x}_proj.kernel" for x in ("gate", "up", "down")}
-EXPERTS: Places = {
+ROUTED: Places = {
     "moe.router.kernel": "mlp.router.kernel",
     **{f"moe.{x}.kernel": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
@@ -35,7 +35,7 @@ TUNIX = Target(
         "llama": _tree({**ATTENTION, **DENSE_MLP}),
         "qwen2": _tree({**ATTENTION, **BIASES, **DENSE_MLP}),
         "qwen3": _tree({**ATTENTION, **DENSE_MLP}),
-        "qwen3_moe": _tree({**ATTENTION, **EXPERTS}),
+        "qwen3_moe": _tree({**ATTENTION, **ROUTED}),
     },
     folder="0/model_params",
     leaf=".value",

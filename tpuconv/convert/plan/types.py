@@ -15,7 +15,7 @@ from tpuconv.checkpoint.manifest import OWN_TARGET, Manifest
 from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.encodings.decode import Tensor
-from tpuconv.errors import MappingError, shorten
+from tpuconv.errors import MappingError, UnsupportedConfig, shorten
 from tpuconv.layout import Ranges, Shape, cut_sizes, lead, parse_axes, runs
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.table import Binding, MappingTable
@@ -140,6 +140,21 @@ class Quantization:
     config: Mapping[str, Any]
     report: Callable[[Mapping[str, Any]], str]
     passthrough: Mapping[str, int] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str], target: str) -> "Quantization":
+        """The same with other names of the parameters.
+
+        Raises:
+            UnsupportedConfig: a parameter that is quantized has none, since the target joins or changes it.
+        """
+        if missing := [name for name in (*self.encoders, *self.passthrough) if name not in names]:
+            raise UnsupportedConfig(
+                f"{target} has no quantized {', '.join(collapse(missing))}: it joins or changes the parameter",
+                hint="leave them out of the rules, or convert without --quantize",
+            )
+        encoders = {names[name]: encoder for name, encoder in self.encoders.items()}
+        passthrough = {names[name]: rule for name, rule in self.passthrough.items()}
+        return replace(self, encoders=encoders, passthrough=passthrough)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""Programs that load what targets write, each in an environment of its own: their requirements exclude ours.
+
+An environment is made in build/oracles the first time, with the packages named here. A test that needs one is slow, and
+is skipped with the reason where it cannot be made.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "oracles"
+
+REQUIREMENTS = {
+    # MaxText itself requires nothing but names hundreds of packages: these are what its models import.
+    "maxtext": (
+        "3.12",
+        ("--no-deps", "maxtext==0.2.5"),
+        (
+            *("jax==0.12.0.1", "flax", "orbax-checkpoint", "aqtp", "qwix", "omegaconf", "pydantic", "transformers"),
+            *("pathwaysutils", "grain", "drjax", "jaxtyping", "tokamax", "pillow", "tiktoken", "sentencepiece"),
+            *("jinja2", "sympy"),
+        ),
+    ),
+    "tunix": (
+        "3.11",
+        ("--no-deps", "google-tunix==0.1.7"),
+        ("jax==0.10.2", "flax", "orbax-checkpoint", "qwix", "safetensors<0.8", "jaxtyping", "absl-py", "transformers"),
+    ),
+}
+
+
+def oracle(name: str) -> Path:
+    """The Python of an environment; skips the test if it cannot be made."""
+    version, *packages = REQUIREMENTS[name]
+    folder = FOLDER / name
+    if not (folder / "installed").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        python = find_python(version)
+        if python is None:
+            pytest.skip(f"{name} needs Python {version}, which is not on this machine")
+        done = run([python, "-m", "venv", folder])
+        for group in packages:
+            done = done or run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *group])
+        if done:
+            pytest.skip(f"the environment of {name} cannot be made: {done}")
+        (folder / "installed").touch()
+    return folder / "bin" / "python"
+
+
+def find_python(version: str) -> str | None:
+    """A Python of this version, that of pyenv too."""
+    found = shutil.which(f"python{version}")
+    if found and not run([found, "-c", "import venv, ensurepip"]):
+        return found
+    versions = sorted(
+        Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
+    )
+    return str(versions[-1]) if versions else None
+
+
+def run(command: Sequence[str | Path]) -> str:
+    """Runs a command; returns the end of its error output if it failed."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    return done.stderr[-500:] or f"exit code {done.returncode}" if done.returncode else ""
+
+
+def ask(name: str, script: str, request: object) -> None:
+    """Runs a script of this folder in an environment, with a request as JSON."""
+    done = subprocess.run(
+        [oracle(name), Path(__file__).parent / script],
+        input=json.dumps(request),
+        env={"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]

@@ -1,0 +1,279 @@
+"""Targets: the names and shapes that other programs expect, what they restore, and the way back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tpuconv
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
+from helpers.conversions import same_bits
+from helpers.families import Case, one_fast_of_each
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
+from tpuconv.mapping.arithmetic import Plus, Times
+from tpuconv.mapping.table import Map, MappingTable
+from tpuconv.models.registry import FAMILIES, find_family
+from tpuconv.names import expand
+from tpuconv.targets import registry
+from tpuconv.targets.compose import target_table
+from tpuconv.targets.registry import get_target, target_names
+from tpuconv.targets.target import Layers, Place, Target, Tree
+
+HELPERS = Path(__file__).parent / "helpers"
+LISTINGS = json.loads((HELPERS / "listings.json").read_text())
+MAXTEXT = json.loads((HELPERS / "maxtext_shapes.json").read_text())
+OTHERS = [name for name in target_names() if name != "tpuconv"]
+
+
+# -- names and shapes -------------------------------------------------------------------------------------------------
+
+
+def expected_of_maxtext(model: str, form: str) -> dict[str, tuple[int, ...]]:
+    """MaxText's own listing. The correction bias of its router is in a collection of its own there, and found among the
+    parameters by all that load a checkpoint."""
+    out = {}
+    for pattern, shape in MAXTEXT[model][form]:
+        for name in expand(pattern):
+            out["params.params." + name.partition("-")[2].replace("-", ".")] = tuple(shape)
+    return out
+
+
+@pytest.mark.parametrize("form", ["unscanned", "scanned"])
+@pytest.mark.parametrize("model", MAXTEXT)
+def test_names_and_shapes_are_those_of_maxtext(model, form):
+    raw = LISTINGS[MAXTEXT[model]["release"]]["config"]
+    family = find_family(raw)
+    table, config = target_table(
+        get_target("maxtext"),
+        family.name,
+        raw["model_type"],
+        family.table,
+        family.read_config(raw),
+        scan_layers=form == "scanned",
+    )
+    shapes = {name: shape for binding in table.bind(config) for name, shape in binding.dst_shapes().items()}
+    assert shapes == expected_of_maxtext(model, form)
+
+
+# -- the way back -----------------------------------------------------------------------------------------------------
+
+
+def back(src: Path, folder: Path, target: str, **options) -> dict[str, np.ndarray]:
+    """The tensors that come back from a target."""
+    api.convert(src, folder / "out", target=target, **options)
+    api.verify(folder / "out").check()
+    api.export(folder / "out", folder / "back")
+    return read_tensors(folder / "back")
+
+
+def has_table(target: str, case: Case) -> bool:
+    trees = get_target(target).trees
+    return trees is None or (case.written_as or case.model_type) in trees
+
+
+FORMS = [
+    pytest.param(case.values[0], target, scan, id=f"{case.id}-{target}{'-scanned' * scan}", marks=case.marks)
+    for case in one_fast_of_each(FAMILIES.keys())
+    for target in OTHERS
+    for scan in (False, True)
+    if has_table(target, case.values[0]) and not (scan and get_target(target).layer_axis is None)
+]
+
+
+@pytest.mark.parametrize(("case", "target", "scan"), FORMS)
+def test_every_tensor_comes_back_as_it_was(case, target, scan, hf, tmp_path, small_cuts):
+    """Bit for bit, but for queries with a factor that is no power of two, which are rounded twice."""
+    try:
+        found = back(hf(case), tmp_path, target, scan_layers=scan)
+    except UnsupportedConfig as error:
+        pytest.skip(f"{target} has no such model: {error.message}")
+    source = read_tensors(hf(case))
+    assert found.keys() == source.keys() or "vision_model.layernorm_pre.weight" in source.keys() - found.keys()
+    for name in found:
+        values = source[name]
+        changed = target == "maxtext" and name.endswith("q_proj.weight") and case.family in ("llama", "mixtral")
+        if changed:
+            np.testing.assert_allclose(found[name], values, rtol=2e-7)
+        else:
+            assert same_bits(found[name], values), name
+
+
+def test_a_factor_that_is_a_power_of_two_changes_no_bit(tmp_path):
+    config = qwen3_config(architectures=["LlamaForCausalLM"], model_type="llama", head_dim=16)
+    source = random_checkpoint(tmp_path / "hf", config)
+    tensors = read_tensors(source)
+    found = back(source, tmp_path, "maxtext")
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+
+
+def test_what_stays_encoded_comes_back_for_flax(tmp_path):
+    """Quantized values and scales have the names that Flax gives them, and come back bit for bit."""
+    from helpers.encoded import encoded, fp8
+
+    encoded(random_checkpoint(tmp_path / "plain", qwen3_config()), tmp_path / "hf", fp8)
+    tensors, found = read_tensors(tmp_path / "hf"), back(tmp_path / "hf", tmp_path, "nnx", encoding="keep")
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    arrays = read_manifest(tmp_path / "out").arrays
+    assert {"layers.0.mlp.up.kernel.array.qvalue.value", "layers.0.mlp.up.kernel.array.scale.value"} <= arrays.keys()
+
+
+# -- what programs restore --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
+def test_flax_restores_into_the_state_of_a_model(case, hf, orbax, tmp_path):
+    """The idiom of Flax's documentation."""
+    import orbax.checkpoint as ocp
+    from flax import nnx
+
+    api.convert(hf(case), tmp_path / "out", target="nnx")
+    model = tpuconv.load(orbax(case))
+    graph, state = nnx.split(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "out" / "params", target=state)
+    ids = np.random.default_rng(0).integers(3, 100, (1, 7))
+    assert np.array_equal(np.asarray(nnx.merge(graph, restored)(ids)), np.asarray(model(ids)))
+
+
+def test_an_empty_place_of_the_tree_is_restored_as_none(tmp_path):
+    """jax-llm-examples has a head of None where the embedding is used."""
+    import orbax.checkpoint as ocp
+
+    random_checkpoint(tmp_path / "hf", qwen3_config(tie_word_embeddings=True))
+    api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "out")
+    assert tree["lm_head"] is None
+    assert set(tree) == {"embedding", "gamma_final", "layers", "lm_head"}
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "options", "message"),
+    [
+        ("maxtext", {"attention_bias": True, "num_hidden_layers": 1}, {}, None),
+        ("tunix", {"attention_bias": True}, {}, "tunix has no place for layers.{L}.attn.q.bias of qwen3"),
+        ("tunix", {}, {"scan_layers": True}, "tunix has no stacked layers"),
+        ("jax-llm-examples", {}, {"scan_layers": True}, "jax-llm-examples has no stacked layers"),
+        ("maxtext", {}, {"quantize": "int8_weight_only"}, "the target maxtext has no quantized parameters"),
+        ("tunix", {}, {"quantize": "int8_weight_only"}, "the target tunix has no quantized parameters"),
+        ("tunics", {}, {}, "there is no target 'tunics'"),
+    ],
+)
+def test_what_a_target_does_not_have_is_refused_before_a_byte_is_read(target, config, options, message, tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config(**config))
+    if message is None:
+        api.convert(tmp_path / "hf", tmp_path / "out", target=target)
+        return
+    with pytest.raises((UnsupportedConfig, UsageError)) as error:
+        api.convert(tmp_path / "hf", tmp_path / "out", target=target, **options)
+    assert error.value.message == message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_a_target_does_not_have_is_named(tmp_path):
+    config = qwen3_config(architectures=["Olmo2ForCausalLM"], model_type="olmo2")
+    del config["head_dim"]
+    random_checkpoint(tmp_path / "hf", config)
+    with pytest.raises(UnsupportedConfig, match="the target tunix has no table for olmo2"):
+        api.plan(tmp_path / "hf", target="tunix")
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_commands_for_our_own_tree_say_what_a_checkpoint_is_for(target, tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config())
+    api.convert(tmp_path / "hf", tmp_path / "out", target=target)
+    for use in (
+        lambda: tpuconv.load(tmp_path / "out"),
+        lambda: api.quantize(tmp_path / "out", config="int8_weight_only"),
+        lambda: api.benchmark(tmp_path / "out"),
+    ):
+        with pytest.raises(UsageError, match=f"is a checkpoint for {target}"):
+            use()
+
+
+# -- targets of others ------------------------------------------------------------------------------------------------
+
+MINE = Target(
+    name="mine",
+    summary="a model of my own",
+    loading="restore(OUT/weights)",
+    trees={
+        "qwen3": Tree(
+            {"embed.embedding": "tokens", "norm.scale": Place("last.norm", arithmetic=Plus(-1.0))},
+            (
+                Layers(
+                    {
+                        "attn_norm.scale": "norm_1",
+                        "mlp_norm.scale": "norm_2",
+                        ("attn.k.kernel", "attn.v.kernel"): Place("kv", "D K H, D K H -> D K (H + H)"),
+                        **{name: name.removesuffix(".kernel") for name in ("attn.q.kernel", "attn.o.kernel")},
+                        **{f"mlp.{x}.kernel": Place(x, layer_axis=0) for x in ("gate", "up", "down")},
+                        "attn.q_norm.scale": "qn",
+                        "attn.k_norm.scale": Place("kn", arithmetic=Times("H", 0.5)),
+                    },
+                    apart="block_{L}",
+                    stacked="blocks",
+                ),
+            ),
+        )
+    },
+    folder="weights",
+    layer_axis=1,
+)
+
+
+class Point:
+    """An entry point."""
+
+    def __init__(self, name, value):
+        self.name, self.value, self.loaded = name, f"mine:{name}", value
+
+    def load(self):
+        return self.loaded
+
+
+def test_other_packages_register_targets(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point("mine", MINE), Point("wrong", 3)])
+    registry._plugins.cache_clear()
+    try:
+        assert target_names()[-2:] == ["mine", "wrong"]
+        with pytest.raises(UsageError, match=r"is not a tpuconv\.targets\.target\.Target"):
+            get_target("wrong")
+        random_checkpoint(tmp_path / "hf", qwen3_config(tie_word_embeddings=True), dtype="float32")
+        source = read_tensors(tmp_path / "hf")
+        for scan in (False, True):
+            found = back(tmp_path / "hf", tmp_path / str(scan), "mine", scan_layers=scan)
+            for name, values in source.items():
+                if "norm" in name:
+                    np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6)
+                else:
+                    assert same_bits(found[name], values), name
+        arrays = read_manifest(tmp_path / "True" / "out").arrays
+        assert arrays["blocks.kv"].axes == "D L K (H + H)"
+        assert arrays["blocks.gate"].axes == "L D F"
+    finally:
+        registry._plugins.cache_clear()
+
+
+def test_a_row_whose_parameters_have_only_some_places_has_none():
+    table = MappingTable([Map("x", ("layers.a", "layers.b"), "D (F + F) -> D F, D F")])
+    config = replace(find_family(qwen3_config()).read_config(qwen3_config()))
+    target = replace(MINE, trees={"qwen3": Tree({"layers.a": "a"}, ())})
+    with pytest.raises(UnsupportedConfig, match=r"mine has no place for layers\.a, layers\.b"):
+        target_table(target, "qwen3", "qwen3", table, config)
+
+
+def test_a_place_must_begin_with_our_axes():
+    table = MappingTable([Map("x", "a", "D F")])
+    config = find_family(qwen3_config()).read_config(qwen3_config())
+    target = replace(MINE, trees={"qwen3": Tree({"a": Place("b", "D H -> H D")}, ())})
+    with pytest.raises(LayoutError, match="does not begin with D F"):
+        target_table(target, "qwen3", "qwen3", table, config)
