@@ -273,6 +273,29 @@ CASES: list[Case] = [
 
 
 FAMILIES = {case.family for case in CASES}
+CORE = {
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2"),
+    *("llama4", "llama4_text"),
+}
+"""Families whose cases run in the fast tests. Between them they have every part of the converter."""
+
+FAST = {
+    "test_every_parameter_is_one_target_of_the_table",
+    "test_every_tensor_is_one_source_of_the_table",
+    "test_logits_of_a_sequence",
+}
+"""The tests that are fast for the first case of every other family; all else of those families is slow."""
+
+
+def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether a test, by the name of its function, is slow because of the case among its parameters."""
+    case = next((value for value in parameters.values() if isinstance(value, Case)), None)
+    if case is None or case.family in CORE:
+        return False
+    first = next(other for other in CASES if other.family == case.family)
+    return test not in FAST or case != first or parameters.get("scan", False)
+
+
 COMPUTED_BY = {"kimi_k2": "deepseek_v3", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
