@@ -100,6 +100,8 @@ class DecoderConfig:
     most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     """Fields that are computed from keys of config.json with other names."""
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    """The keys of config.json of fields that have another name."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -124,7 +126,7 @@ class DecoderConfig:
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
         check_rope_keys(raw)
-        hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
+        hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
         wrong = [
@@ -139,7 +141,8 @@ class DecoderConfig:
         ]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
-        values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
+        fields_of = {key: name for name, key in cls.hf_names.items()}
+        values: Any = {fields_of.get(k, k): tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in given}
         config = cls(**values)
         raw = _with_default_rope(raw, cls.default_rope)
         return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
@@ -157,8 +160,13 @@ class DecoderConfig:
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
-        known = [field.name for field in fields(cls) if field.name not in cls.derived]
-        return ignored_keys(raw, known, {**SUPPORTED_VALUES, **cls.only}, cls.model_type)
+        known = [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
+        supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
+        return ignored_keys(raw, known, {**supported, **cls.only}, cls.model_type)
+
+    @classmethod
+    def _key(cls, field: str) -> str:
+        return cls.hf_names.get(field, field)
 
     def __post_init__(self) -> None:
         faults = []
@@ -190,7 +198,7 @@ class DecoderConfig:
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
         if self.rms_norm_eps < 0:
-            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+            yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -388,7 +396,8 @@ def report_ignored(
         UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    known = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
+    names = [field.name for field in fields(config) if field.name not in config.derived]
+    known = [key for key in map(config._key, names) if key not in config.only]
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
             raise UsageError(
