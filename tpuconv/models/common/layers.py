@@ -93,9 +93,12 @@ class RMSNorm(nnx.Module):
         return normalize(x, scale.ndim, self.eps).astype(x.dtype) * scale
 
 
-def rope_cos_sin(rope: Rope, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(rope: Rope | None, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine, each [B, T, 1, H/2] in float32, of the rotary angle of each pair of dimensions. `pos_BT`
-    are the positions."""
+    are the positions. Without rotary positions (`rope` is None) all angles are 0."""
+    if rope is None:
+        zeros = jnp.zeros((*pos_BT.shape, 1, head_dim // 2), jnp.float32)
+        return jnp.ones_like(zeros), zeros
     rates, factor = rope.inverse_frequencies(head_dim)
     angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
