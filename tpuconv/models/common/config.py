@@ -144,8 +144,13 @@ class DecoderConfig:
         fields_of = {key: name for name, key in cls.hf_names.items()}
         values: Any = {fields_of.get(k, k): tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in given}
         config = cls(**values)
-        raw = _with_default_rope(raw, cls.default_rope)
-        return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
+        return replace(config, **cls.read_ropes(raw, config.max_position_embeddings))
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """Returns the fields for rotary positions that a parsed config.json describes. `context` is the value of
+        `max_position_embeddings`."""
+        return {"rope": Rope.from_hf(_with_default_rope(raw, cls.default_rope), cls.model_type, context)}
 
     @classmethod
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,8 +226,19 @@ class DecoderConfig:
         return int(self.axes["H"])
 
     @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """For each layer the number of dimensions of a head that have rotary positions."""
+        return (self.rope_dim,) * self.num_hidden_layers
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary positions of each layer; None for a layer without."""
+        return (self.rope,) * self.num_hidden_layers
+
+    @property
     def unscannable(self) -> str:
-        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows only."""
+        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows and rotary
+        positions only."""
         return ""
 
     @property

@@ -112,23 +112,27 @@ class LayerNorm(nnx.Module):
 
 
 def rope_cos_sin(
-    rope: Rope, rope_dim: int, pos_BT: jax.Array, slots: int | None = None
+    rope: Rope | None, rope_dim: int, pos_BT: jax.Array, slots: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine, each [B, T, 1, R/2] in float32, of the rotary angle of each pair of the R dimensions
     that have rotary positions.
 
     Args:
-        rope: the rotary positions.
+        rope: the rotary positions; without (None) all angles are 0.
         rope_dim: R.
         pos_BT: positions of the tokens, -1 for padding.
         slots: length of the cache, None without one. Where rates depend on the length of a sequence, this is the
             length: keys in the cache cannot be turned again when the sequence grows.
     """
+    if rope is None:
+        zeros = jnp.zeros((*pos_BT.shape, 1, rope_dim // 2), jnp.float32)
+        return jnp.ones_like(zeros), zeros
     rates, factor = rope.inverse_frequencies(rope_dim)
     if rope.type in ("longrope", "dynamic"):
         length_B111 = jnp.max(pos_BT, axis=1)[:, None, None, None] + 1 if slots is None else slots
-        rates = _rates_of_length(rope, rope_dim, length_B111)
-    angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * _rates_of_length(rope, rope_dim, length_B111)
+    else:
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -215,6 +215,18 @@ def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
     return tuple(given)
 
 
+def rope_of_layers(raw: Mapping[str, Any], kind: str, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `ROPE_KEYS` for the layers of one `layer_types`. If `rope_parameters` is an object for each type of
+    layer, as newer files have it, they are in the one for `kind`. Otherwise they are `others`."""
+    check_rope_keys(raw)
+    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not nested or not all(value is None or isinstance(value, Mapping) for value in nested.values()):
+        return dict(others)
+    if kind not in nested:
+        raise ConfigError(f"config.json: rope_parameters={short(nested, 300)} has nothing for {kind}")
+    return {"rope_parameters": nested[kind] or {}}
+
+
 def check_rope_keys(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError if `rope_scaling` or `rope_parameters` is not an object."""
     for key in ROPE_KEYS[1:]:
