@@ -426,7 +426,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     raw = case.hf_config().to_diff_dict()
     hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
-    everywhere = case.model_type in {"mistral", "mixtral", "qwen3_moe"}
+    everywhere = case.model_type in {"mistral", "mixtral", "qwen3_moe", "phi3", "starcoder2"}
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if everywhere else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(config.windows) == windows[: hf.num_hidden_layers]

@@ -27,6 +27,11 @@ FAMILIES: Mapping[str, str] = {
     "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
     "llama4": "tpuconv.models.llama4.family:FAMILY",
     "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
+    "phi3": "tpuconv.models.phi3.family:FAMILY",
+    "glm": "tpuconv.models.glm.family:FAMILY",
+    "glm4": "tpuconv.models.glm4.family:FAMILY",
+    "seed_oss": "tpuconv.models.seed_oss.family:FAMILY",
+    "arcee": "tpuconv.models.arcee.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

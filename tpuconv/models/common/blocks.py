@@ -33,7 +33,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window), self.scale)), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale)), kv
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys with rotary positions."""
@@ -77,15 +77,9 @@ class GatedMLP(nnx.Module):
         return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-def relu2(x: jax.Array) -> jax.Array:
-    """Returns the square of the positive part (arXiv:2109.08668)."""
-    return jnp.square(nnx.relu(x))
-
-
 class PlainMLP(nnx.Module):
-    """MLP without a gate, x [B, T, D] to [B, T, D]."""
-
-    act: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(relu2)
+    """MLP without a gate, x [B, T, D] to [B, T, D]. Its activation is the square of the positive part
+    (arXiv:2109.08668), or what a family overrides it with."""
 
     def __init__(self, config: DecoderConfig, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
         self.up = Einsum("BTD,DF->BTF", config.axes, bias=bias, dtype=dtype, keys=keys)
@@ -93,6 +87,10 @@ class PlainMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.act(self.up(x_BTD)))
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        """Returns the hidden activations [B, T, F]."""
+        return jnp.square(nnx.relu(x_BTF))
 
 
 class PreNormBlock(nnx.Module):

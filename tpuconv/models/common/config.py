@@ -202,6 +202,9 @@ class DecoderConfig:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
+                yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
         if self.rms_norm_eps < 0:
             yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,16 +137,16 @@ def rope_cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def _rates_of_length(rope: Rope, rope_dim: int, length: jax.Array | int) -> jax.Array:
+def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
     """The rates [R/2] for sequences of a length that may not be known before the model runs."""
     short, _ = rope.inverse_frequencies(rope_dim)
     original = rope.original_max_position_embeddings
     if rope.type == "longrope":
         long, _ = rope.inverse_frequencies(rope_dim, original + 1)
         return jnp.where(length > original, long, short)
-    growth = rope.growth(jnp.maximum(length, original).astype(jnp.float32))
+    growth = rope.growth(jnp.maximum(jnp.asarray(length, jnp.float32), original))
     exponents = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim - 2)
-    return short * jnp.exp(-exponents * jnp.log(growth))
+    return jnp.asarray(short) * jnp.exp(-exponents * jnp.log(growth))
 
 
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -154,7 +155,7 @@ def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.A
     cos, sin = cos_sin
     R = 2 * cos.shape[-1]
     a, b = x_BTNH[..., : R // 2], x_BTNH[..., R // 2 : R]
-    rest = [x_BTNH[..., R:]] if R < x_BTNH.shape[-1] else []
+    rest = [x_BTNH[..., R:]] if x_BTNH.shape[-1] > R else []
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x_BTNH.dtype)
 
 
@@ -179,12 +180,14 @@ def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) ->
     return visible_BTS
 
 
-def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, scale: float | None = None) -> jax.Array:
+def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, *, scale: float | None = None) -> jax.Array:
     """Returns softmax attention [B, T, N, H]. G = N/K query heads share a key-value head (arXiv:2305.13245), which is
     not repeated in memory. `visible_BTS` is the mask, `scale` the factor of scores, by default H^-0.5."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), MASKED_SCORE)
+    scores_BKGTS = jnp.where(
+        visible_BTS[:, None, None], kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), MASKED_SCORE
+    )
     y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

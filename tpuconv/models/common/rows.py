@@ -52,6 +52,16 @@ FUSED_MLP = (
     Map("down_proj.weight", "down.kernel", "D F -> F D"),
 )
 
+PLAIN_MLP = (
+    Map("up_proj.weight", "up.kernel", "F D -> D F"),
+    Map("down_proj.weight", "down.kernel", "D F -> F D"),
+)
+
+PLAIN_MLP_BIAS = (
+    Map("up_proj.bias", "up.bias", "F"),
+    Map("down_proj.bias", "down.bias", "D"),
+)
+
 EXPERTS = (
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
