@@ -32,6 +32,13 @@ FAMILIES: Mapping[str, str] = {
     "glm4": "tpuconv.models.glm4.family:FAMILY",
     "seed_oss": "tpuconv.models.seed_oss.family:FAMILY",
     "arcee": "tpuconv.models.arcee.family:FAMILY",
+    "glm4_moe": "tpuconv.models.glm4_moe.family:FAMILY",
+    "glm4_moe_lite": "tpuconv.models.glm4_moe_lite.family:FAMILY",
+    "deepseek_v2": "tpuconv.models.deepseek_v2.family:FAMILY",
+    "qwen2_moe": "tpuconv.models.qwen2_moe.family:FAMILY",
+    "olmoe": "tpuconv.models.olmoe.family:FAMILY",
+    "granite": "tpuconv.models.granite.family:FAMILY",
+    "granitemoe": "tpuconv.models.granitemoe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

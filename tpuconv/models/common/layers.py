@@ -82,6 +82,11 @@ def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(mean_square + eps)
 
 
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a number that is not rounded to the dtype of x before, in the dtype of x."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """RMS norm (arXiv:1910.07467) over the last axes, which have these letters. Rounds to the dtype of x, then
     scales."""
