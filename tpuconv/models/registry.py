@@ -27,6 +27,9 @@ FAMILIES: Mapping[str, str] = {
     "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
     "llama4": "tpuconv.models.llama4.family:FAMILY",
     "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
+    "gemma": "tpuconv.models.gemma.family:FAMILY",
+    "gemma2": "tpuconv.models.gemma2.family:FAMILY",
+    "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
