@@ -39,6 +39,9 @@ FAMILIES: Mapping[str, str] = {
     "olmoe": "tpuconv.models.olmoe.family:FAMILY",
     "granite": "tpuconv.models.granite.family:FAMILY",
     "granitemoe": "tpuconv.models.granitemoe.family:FAMILY",
+    "gemma": "tpuconv.models.gemma.family:FAMILY",
+    "gemma2": "tpuconv.models.gemma2.family:FAMILY",
+    "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -35,7 +35,14 @@ NO_EFFECT = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
         *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
         *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "typical_p"),
+        *(
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "cache_implementation",
+            "num_return_sequences",
+            "output_scores",
+            "typical_p",
+        ),
         *("return_dict_in_generate", "remove_invalid_values", "output_router_logits", "tf_legacy_loss"),
         *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     }
@@ -290,6 +297,38 @@ class WindowedConfig(DecoderConfig):
         if self.layer_types is not None:
             return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
         return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+
+
+@dataclass(frozen=True)
+class PatternConfig(DecoderConfig):
+    """A decoder with sliding windows in the layers with "sliding_attention" in `layer_types` or, if that is absent, in
+    all but every `full_every`-th layer."""
+
+    full_every: ClassVar[int]
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...] | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.kinds and self.sliding_window is None:
+            yield "layers have 'sliding_attention' with sliding_window=None"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(1, self.num_hidden_layers + 1)
+        return tuple("sliding_attention" if i % self.full_every else "full_attention" for i in layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:

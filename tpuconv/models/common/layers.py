@@ -100,6 +100,22 @@ class RMSNorm(nnx.Module):
         return normalize(x, scale.ndim, self.eps).astype(x.dtype) * scale
 
 
+class ScaledRMSNorm(RMSNorm):
+    """RMS norm that scales in float32, then rounds to the dtype of x."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
+class CenteredRMSNorm(RMSNorm):
+    """RMS norm whose scale is stored less 1 (Gemma). Scales by 1 + w in float32, then rounds to the dtype of x."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = 1 + self.scale[...].astype(jnp.float32)
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Layer norm (arXiv:1607.06450) over the last axes, which have these letters. Scales and adds the bias, if any, in
     float32, then rounds to the dtype of x."""
@@ -115,6 +131,16 @@ class LayerNorm(nnx.Module):
         centered -= jnp.mean(centered, axis=tuple(range(-self.scale.ndim, 0)), keepdims=True)
         y = normalize(centered, self.scale.ndim, self.eps) * self.scale[...].astype(jnp.float32)
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
+    return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def rope_cos_sin(
@@ -185,14 +211,16 @@ def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) ->
     return visible_BTS
 
 
-def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, *, scale: float | None = None) -> jax.Array:
+def attention(
+    q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, *, scale: float | None = None, cap: float | None = None
+) -> jax.Array:
     """Returns softmax attention [B, T, N, H]. G = N/K query heads share a key-value head (arXiv:2305.13245), which is
-    not repeated in memory. `visible_BTS` is the mask, `scale` the factor of scores, by default H^-0.5."""
+    not repeated in memory. `visible_BTS` is the mask. The products of queries and keys are multiplied by `scale`, by
+    default H^-0.5, and limited by a soft `cap`."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(
-        visible_BTS[:, None, None], kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), MASKED_SCORE
-    )
+    scores_BKGTS = soft_capped(kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), cap)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

@@ -215,16 +215,26 @@ def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
     return tuple(given)
 
 
-def rope_of_layers(raw: Mapping[str, Any], kind: str, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `ROPE_KEYS` for the layers of one `layer_types`. If `rope_parameters` is an object for each type of
-    layer, as newer files have it, they are in the one for `kind`. Otherwise they are `others`."""
+def rope_of_layers(
+    raw: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the `rope_parameters` of the layers of one of the `layer_types`, as `Rope.from_hf` reads them.
+
+    Args:
+        raw: a parsed config.json. Newer files have an object for each type of layer in `rope_parameters`.
+        kind: the type of layer.
+        theta: its base in older files, and where the object of its type has none.
+        scaling: its `rope_scaling` in older files.
+
+    Raises:
+        ConfigError: `rope_parameters` is not an object of objects.
+    """
     check_rope_keys(raw)
-    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not nested or not all(value is None or isinstance(value, Mapping) for value in nested.values()):
-        return dict(others)
-    if kind not in nested:
-        raise ConfigError(f"config.json: rope_parameters={short(nested, 300)} has nothing for {kind}")
-    return {"rope_parameters": nested[kind] or {}}
+    nested = raw.get("rope_parameters") or {}
+    if not all(value is None or isinstance(value, Mapping) for value in nested.values()):
+        raise ConfigError(f"config.json: rope_parameters={short(nested, 300)} has no object for each type of layer")
+    own = nested.get(kind) or (scaling if not nested else None) or {}
+    return {"rope_parameters": {"rope_theta": theta, **{k: v for k, v in own.items() if v is not None}}}
 
 
 def check_rope_keys(raw: Mapping[str, Any]) -> None:
