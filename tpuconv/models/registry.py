@@ -42,6 +42,14 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "tpuconv.models.gemma.family:FAMILY",
     "gemma2": "tpuconv.models.gemma2.family:FAMILY",
     "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
+    "minimax_m2": "tpuconv.models.minimax_m2.family:FAMILY",
+    "starcoder2": "tpuconv.models.starcoder2.family:FAMILY",
+    "nemotron": "tpuconv.models.nemotron.family:FAMILY",
+    "hunyuan_v1_dense": "tpuconv.models.hunyuan_v1_dense.family:FAMILY",
+    "hunyuan_v1_moe": "tpuconv.models.hunyuan_v1_moe.family:FAMILY",
+    "ernie4_5": "tpuconv.models.ernie4_5.family:FAMILY",
+    "ernie4_5_moe": "tpuconv.models.ernie4_5_moe.family:FAMILY",
+    "apertus": "tpuconv.models.apertus.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

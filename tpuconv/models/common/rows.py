@@ -35,6 +35,13 @@ PRE_NORMS = (
     Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
 )
 
+PRE_NORM_BIASES = (
+    Map("input_layernorm.bias", "attn_norm.bias", "D"),
+    Map("post_attention_layernorm.bias", "mlp_norm.bias", "D"),
+)
+
+NORM_BIAS = Map("model.norm.bias", "norm.bias", "D")
+
 MLP = (
     Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
     Map("up_proj.weight", "up.kernel", "F D -> D F"),
@@ -67,6 +74,13 @@ EXPERTS = (
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
     Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
 )
+
+NUMBERED_EXPERTS = (
+    Map("experts.{E}.w1.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.w3.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.w2.weight", "down.kernel", "D M -> E M D"),
+)
+"""`EXPERTS` with the names of Mixtral."""
 
 SHARED = (
     Map("gate_proj.weight", "gate.kernel", "W D -> D W"),
