@@ -128,6 +128,14 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 10,
+}
+
 
 CASES: list[Case] = [
     _case("llama-plain", num_key_value_heads=None),
@@ -268,6 +276,41 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
         num_key_value_heads=6,
     ),
+    _case("phi3-plain", sliding_window=None),
+    _case(
+        "phi3-longrope",
+        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
+        original_max_position_embeddings=10,
+        sliding_window=6,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("phi3-short", rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75}, max_position_embeddings=128),
+    _case("glm-plain", head_dim=12),
+    _case("glm-no-bias", head_dim=10, attention_bias=False, tie_word_embeddings=True, partial_rotary_factor=1.0),
+    _case("glm4-plain", head_dim=12),
+    _case(
+        "glm4-odd-heads",
+        head_dim=20,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        rope_parameters=LLAMA3 | {"partial_rotary_factor": 0.4},
+        attention_bias=False,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("seed_oss-plain", head_dim=12),
+    _case(
+        "seed_oss-biases",
+        head_dim=10,
+        attention_bias=False,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+    ),
+    _case("arcee-plain"),
+    _case("arcee-biases", attention_bias=True, mlp_bias=True, rope_parameters=YARN, tie_word_embeddings=True),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu"),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),

@@ -30,6 +30,11 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "tpuconv.models.gemma.family:FAMILY",
     "gemma2": "tpuconv.models.gemma2.family:FAMILY",
     "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
+    "phi3": "tpuconv.models.phi3.family:FAMILY",
+    "glm": "tpuconv.models.glm.family:FAMILY",
+    "glm4": "tpuconv.models.glm4.family:FAMILY",
+    "seed_oss": "tpuconv.models.seed_oss.family:FAMILY",
+    "arcee": "tpuconv.models.arcee.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

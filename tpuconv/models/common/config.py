@@ -107,6 +107,8 @@ class DecoderConfig:
     most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     """Fields that are computed from keys of config.json with other names."""
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    """The keys of config.json of fields that have another name."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -131,7 +133,7 @@ class DecoderConfig:
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
         check_rope_keys(raw)
-        hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
+        hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
         wrong = [
@@ -146,7 +148,8 @@ class DecoderConfig:
         ]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
-        values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
+        fields_of = {key: name for name, key in cls.hf_names.items()}
+        values: Any = {fields_of.get(k, k): tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in given}
         config = cls(**values)
         return replace(config, **cls.read_ropes(raw, config.max_position_embeddings))
 
@@ -169,8 +172,13 @@ class DecoderConfig:
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
-        known = [field.name for field in fields(cls) if field.name not in cls.derived]
-        return ignored_keys(raw, known, {**SUPPORTED_VALUES, **cls.only}, cls.model_type)
+        known = [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
+        supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
+        return ignored_keys(raw, known, {**supported, **cls.only}, cls.model_type)
+
+    @classmethod
+    def _key(cls, field: str) -> str:
+        return cls.hf_names.get(field, field)
 
     def __post_init__(self) -> None:
         faults = []
@@ -201,8 +209,11 @@ class DecoderConfig:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
+                yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
         if self.rms_norm_eps < 0:
-            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+            yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -249,75 +260,6 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
-
-
-@dataclass(frozen=True)
-class WindowedConfig(DecoderConfig):
-    """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
-    absent, the layers from `max_window_layers` on."""
-
-    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
-
-    use_sliding_window: bool
-    sliding_window: int | None
-    max_window_layers: int
-    layer_types: tuple[str, ...] | None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.layer_types is None:
-            return
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
-        if "sliding_attention" in self.layer_types and self._window is None:
-            yield (
-                f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
-                f"sliding_window={self.sliding_window}"
-            )
-
-    @property
-    def _window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        if self.layer_types is not None:
-            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
-        return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
-
-
-@dataclass(frozen=True)
-class PatternConfig(DecoderConfig):
-    """A decoder with sliding windows in the layers with "sliding_attention" in `layer_types` or, if that is absent, in
-    all but every `full_every`-th layer."""
-
-    full_every: ClassVar[int]
-
-    sliding_window: int | None
-    layer_types: tuple[str, ...] | None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
-        if "sliding_attention" in self.kinds and self.sliding_window is None:
-            yield "layers have 'sliding_attention' with sliding_window=None"
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The `layer_types` of all layers."""
-        if self.layer_types is not None:
-            return self.layer_types
-        layers = range(1, self.num_hidden_layers + 1)
-        return tuple("sliding_attention" if i % self.full_every else "full_attention" for i in layers)
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -443,7 +385,8 @@ def report_ignored(
         UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    known = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
+    names = [field.name for field in fields(config) if field.name not in config.derived]
+    known = [key for key in map(config._key, names) if key not in config.only]
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
             raise UsageError(

@@ -55,10 +55,12 @@ class Steps:
 
     @classmethod
     def of(cls, config: DecoderConfig, pos_BT: jax.Array, pos_BS: jax.Array, slot: jax.Array | int) -> "Steps":
-        """Returns the inputs of the layers of a model; the arguments are those of `Step`."""
+        """Returns the inputs of the layers of a model; the arguments are those of `Step`. Without a cache `pos_BS` is
+        `pos_BT` itself."""
+        slots = None if pos_BS is pos_BT else pos_BS.shape[1]
         rotations = list(zip(config.ropes, config.rope_dims, strict=True))
         kinds = list(dict.fromkeys(rotations))
-        steps = [Step(pos_BT, pos_BS, slot, rope_cos_sin(rope, dim, pos_BT)) for rope, dim in kinds]
+        steps = [Step(pos_BT, pos_BS, slot, rope_cos_sin(rope, dim, pos_BT, slots)) for rope, dim in kinds]
         return cls(steps, [kinds.index(rotation) for rotation in rotations])
 
     def __getitem__(self, layer: int) -> Step:

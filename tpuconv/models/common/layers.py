@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -119,23 +121,75 @@ def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
-def rope_cos_sin(rope: Rope | None, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine, each [B, T, 1, H/2] in float32, of the rotary angle of each pair of dimensions. `pos_BT`
-    are the positions. Without rotary positions (`rope` is None) all angles are 0."""
+class LayerNorm(nnx.Module):
+    """Layer norm (arXiv:1607.06450) over the last axes, which have these letters. Scales and adds the bias, if any, in
+    float32, then rounds to the dtype of x."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, bias: bool = True, dtype: DTypeLike):
+        shape = tuple(sizes[letter] for letter in letters)
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        centered = x.astype(jnp.float32)
+        centered -= jnp.mean(centered, axis=tuple(range(-self.scale.ndim, 0)), keepdims=True)
+        y = normalize(centered, self.scale.ndim, self.eps) * self.scale[...].astype(jnp.float32)
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_cos_sin(
+    rope: Rope | None, rope_dim: int, pos_BT: jax.Array, slots: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine, each [B, T, 1, R/2] in float32, of the rotary angle of each pair of the R dimensions
+    that have rotary positions.
+
+    Args:
+        rope: the rotary positions; without (None) all angles are 0.
+        rope_dim: R.
+        pos_BT: positions of the tokens, -1 for padding.
+        slots: length of the cache, None without one. Where rates depend on the length of a sequence, this is the
+            length: keys in the cache cannot be turned again when the sequence grows.
+    """
     if rope is None:
-        zeros = jnp.zeros((*pos_BT.shape, 1, head_dim // 2), jnp.float32)
+        zeros = jnp.zeros((*pos_BT.shape, 1, rope_dim // 2), jnp.float32)
         return jnp.ones_like(zeros), zeros
-    rates, factor = rope.inverse_frequencies(head_dim)
-    angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
+    rates, factor = rope.inverse_frequencies(rope_dim)
+    if rope.type in ("longrope", "dynamic"):
+        length_B111 = jnp.max(pos_BT, axis=1)[:, None, None, None] + 1 if slots is None else slots
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * _rates_of_length(rope, rope_dim, length_B111)
+    else:
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
+    """The rates [R/2] for sequences of a length that may not be known before the model runs."""
+    short, _ = rope.inverse_frequencies(rope_dim)
+    original = rope.original_max_position_embeddings
+    if rope.type == "longrope":
+        long, _ = rope.inverse_frequencies(rope_dim, original + 1)
+        return jnp.where(length > original, long, short)
+    growth = rope.growth(jnp.maximum(jnp.asarray(length, jnp.float32), original))
+    exponents = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim - 2)
+    return jnp.asarray(short) * jnp.exp(-exponents * jnp.log(growth))
+
+
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head in the dtype of `cos_sin`. Returns [B, T, N, H] in the dtype of
-    `x_BTNH`."""
+    """Rotates the pairs (i, i + R/2) of the first R dimensions of each head in the dtype of `cos_sin`, which has R/2
+    angles. Returns [B, T, N, H] in the dtype of `x_BTNH`."""
     cos, sin = cos_sin
-    a, b = jnp.split(x_BTNH, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    R = 2 * cos.shape[-1]
+    a, b = x_BTNH[..., : R // 2], x_BTNH[..., R // 2 : R]
+    rest = [x_BTNH[..., R:]] if x_BTNH.shape[-1] > R else []
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x_BTNH.dtype)
+
+
+def apply_rope_to_neighbours(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """`apply_rope` for families that rotate the pairs (2i, 2i + 1) of the first R dimensions. The result has another
+    order of these dimensions, the same for queries and keys."""
+    R = 2 * cos_sin[0].shape[-1]
+    return apply_rope(jnp.concatenate([deinterleave(x_BTNH[..., :R]), x_BTNH[..., R:]], axis=-1), cos_sin)
 
 
 def deinterleave(x_BTNH: jax.Array) -> jax.Array:
