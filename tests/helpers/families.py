@@ -92,6 +92,7 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "qwen2_moe-dense-layers"), "as deepseek_v3"),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
 }
@@ -128,6 +129,18 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
 }
 
+GLM4_MOE = {
+    "head_dim": 20,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+}
+GRANITE = {
+    "embedding_multiplier": 3.3,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
@@ -311,6 +324,122 @@ CASES: list[Case] = [
     ),
     _case("arcee-plain"),
     _case("arcee-biases", attention_bias=True, mlp_bias=True, rope_parameters=YARN, tie_word_embeddings=True),
+    _case(
+        "glm4_moe-air",
+        **GLM4_MOE,
+        attention_bias=True,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    _case(
+        "glm4_moe-norms",  # more experts than tokens
+        **GLM4_MOE | {"n_routed_experts": 96, "n_group": 4, "topk_group": 2},
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+        num_hidden_layers=4,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        partial_rotary_factor=0.4,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "glm4_moe_lite-plain",
+        **DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 6},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    _case(
+        "glm4_moe_lite-two-dense",
+        **DEEPSEEK | {"q_lora_rank": None, "num_key_value_heads": 6},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "dense", "sparse"],
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "deepseek_v2-lite",
+        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    _case(
+        "deepseek_v2-groups",
+        **DEEPSEEK,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        n_shared_experts=1,
+    ),
+    _case(
+        "qwen2_moe-plain",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen2_moe-windows",  # more experts than tokens
+        num_experts=96,
+        num_experts_per_tok=5,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=36,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=2,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "qwen2_moe-dense-layers",
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        num_hidden_layers=4,
+        mlp_only_layers=[2],
+    ),
+    _case("olmoe-plain", num_experts=6, num_experts_per_tok=3),
+    _case(
+        "olmoe-clipped",  # more experts than tokens
+        num_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        clip_qkv=0.7,
+        attention_bias=True,
+        norm_topk_prob=True,
+        num_key_value_heads=None,
+        tie_word_embeddings=True,
+    ),
+    _case("granite-plain", **GRANITE),
+    _case(
+        "granite-biases",
+        **GRANITE,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+        num_hidden_layers=3,
+    ),
+    _case("granitemoe-plain", **GRANITE, num_local_experts=5),
+    _case(
+        "granitemoe-shared",  # more experts than tokens
+        "granitemoeshared",
+        **GRANITE,
+        num_local_experts=88,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        shared_intermediate_size=28,
+        tie_word_embeddings=True,
+    ),
+    _case("granitemoe-none-shared", "granitemoeshared", **GRANITE, num_local_experts=4, attention_bias=True),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu"),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -378,7 +507,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "llama4_text": "llama4"}
+COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 

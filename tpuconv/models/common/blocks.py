@@ -34,8 +34,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
+        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale, cap=self.cap)), kv
+
+    def values(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the values [B, T, K, H]."""
+        return self.v(x_BTD)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys with rotary positions."""
@@ -65,7 +69,11 @@ class NormedAttention(Attention):
         self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        return super().positioned(self.q_norm(q_BTNH), self.k_norm(k_BTKH), step)
+        return super().positioned(*self.normalized(q_BTNH, k_BTKH), step)
+
+    def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys before they get rotary positions."""
+        return self.q_norm(q_BTNH), self.k_norm(k_BTKH)
 
 
 class GatedMLP(nnx.Module):
@@ -107,7 +115,7 @@ class PreNormBlock(nnx.Module):
 
     Attributes:
         attention_type, mlp_type, norm_type: the classes of the parts.
-        moe_type: the class of experts, which the layers J have; None in a family without.
+        moe_type: the class of experts; None in a family without. The layers J have them, or all where J is not given.
     """
 
     attention_type: ClassVar[Callable[..., Any]] = Attention
@@ -119,7 +127,7 @@ class PreNormBlock(nnx.Module):
         self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.attn = self.attention_type(config, dtype=dtype, keys=keys)
         self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        if self.moe_type is not None and layer in config.axes["J"]:
+        if self.moe_type is not None and layer in config.axes.get("J", (layer,)):
             self.moe = self.moe_type(config, dtype=dtype, keys=keys)
         else:
             self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)

@@ -82,6 +82,11 @@ def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(mean_square + eps)
 
 
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a number that is not rounded to the dtype of x before, in the dtype of x."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """RMS norm (arXiv:1910.07467) over the last axes, which have these letters. Rounds to the dtype of x, then
     scales."""
@@ -111,16 +116,6 @@ class CenteredRMSNorm(RMSNorm):
         return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
-    return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-
-
-def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
-    return x if cap is None else jnp.tanh(x / cap) * cap
-
-
 class LayerNorm(nnx.Module):
     """Layer norm (arXiv:1607.06450) over the last axes, which have these letters. Scales and adds the bias, if any, in
     float32, then rounds to the dtype of x."""
@@ -136,6 +131,16 @@ class LayerNorm(nnx.Module):
         centered -= jnp.mean(centered, axis=tuple(range(-self.scale.ndim, 0)), keepdims=True)
         y = normalize(centered, self.scale.ndim, self.eps) * self.scale[...].astype(jnp.float32)
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
+    return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def rope_cos_sin(

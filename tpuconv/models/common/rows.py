@@ -74,6 +74,21 @@ SHARED = (
     Map("down_proj.weight", "down.kernel", "D W -> W D"),
 )
 
+MTP = (
+    Map("enorm.weight", "embed_norm.scale", "D"),
+    Map("hnorm.weight", "hidden_norm.scale", "D"),
+    # The kernel of the next token's embedding, then that of the hidden state.
+    Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
+    Map("shared_head.norm.weight", "norm.scale", "D"),
+)
+"""A layer for multi-token prediction, besides the rows of every layer (arXiv:2412.19437, section 2.2)."""
+
+MTP_IGNORE = {"model.layers.{U}.*": "predicts further tokens (MTP), which the model's own logits do not need"}
+MTP_COPIES = {
+    "model.layers.{U}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{U}.shared_head.head.weight": "lm_head.weight",
+}
+
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
     """The rows under a condition, a property of the config."""
