@@ -73,10 +73,10 @@ def test_files_are_short():
 
 SAME_NAME_IN_EACH_FAMILY = (
     *("Config", "TABLE", "FAMILY"),
-    *("Attention", "MLP", "MoE", "RMSNorm", "Block", "Model"),
+    *("Attention", "MLP", "MoE", "Block", "Model"),
 )
-"""A family is read by itself, and its files have the same structure. `common` has the `Block` and `RMSNorm` that most
-families use."""
+"""A family is read by itself, and its files have the same structure. `common` has what most families use, under the
+same names."""
 
 SAME_VALUE = ("CHUNK_BYTES",)
 """The planner's own setting, part of a plan's fingerprint, and the default that it is taken from."""

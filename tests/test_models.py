@@ -408,6 +408,37 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
 
 
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_defaults_of_layers_are_those_of_transformers(model_type: str) -> None:
+    hf = AutoConfig.for_model(model_type)
+    config = find_family({"model_type": model_type}).config.from_hf({"model_type": model_type})
+    kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
+    assert config.windows == tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    nested = "full_attention" in hf.rope_parameters
+    ropes = [Rope(theta=(hf.rope_parameters[kind] if nested else hf.rope_parameters)["rope_theta"]) for kind in kinds]
+    assert list(config.ropes) == ropes
+    stated = {field.name for field in fields(config) if hasattr(hf, field.name)} - {"layer_types", "rope"}
+    assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"rope_theta": 77.0},
+        {"rope_local_base_freq": 70.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": None}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta": 9.0},
+    ],
+)
+def test_rotary_positions_of_two_kinds_of_layers(given: dict[str, Any]) -> None:
+    theirs = AutoConfig.for_model("gemma3_text", **json.loads(json.dumps(given))).rope_parameters
+    config = get_family("gemma3_text").config.from_hf({"model_type": "gemma3_text", **given})
+    ropes = [config.ropes[layer] for layer in (5, 0)]
+    for rope, kind in zip(ropes, ("full_attention", "sliding_attention"), strict=True):
+        assert rope == Rope.from_hf({"rope_parameters": theirs[kind]}, "gemma3_text", 131072)
+
+
 def test_defaults_of_llama4_are_those_of_transformers() -> None:
     hf = AutoConfig.for_model("llama4").text_config
     config = get_family("llama4").config.from_hf({"model_type": "llama4"})
@@ -537,6 +568,8 @@ UNSUPPORTED = {
     "further tokens": ("kimi_k2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 .*for kimi_k2, only 0"),
     "beside the text": ("llama4", {"hidden_size": 8}, "hidden_size=8"),
     "in the text": ("llama4", {"text_config": {"sliding_window": 5}}, "sliding_window=5"),
+    "cap of gemma3": ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 .*only None"),
+    "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
 
@@ -610,6 +643,10 @@ INVALID = {
     "windows of llama4": ("llama4", {"text_config": {"layer_types": ["sliding_attention"] * 48}}, "the unknown"),
     "few experts": ("llama4", {"text_config": {"num_experts_per_tok": 17}}, "more than 16 experts"),
     "no floor": ("llama4", {"text_config": {"floor_scale": 0}}, "floor_scale=0 is not positive"),
+    "no rope by layer": ("gemma3_text", {"rope_parameters": LINEAR}, "no object for each type of layer"),
+    "cap": ("gemma2", {"final_logit_softcapping": 0.0}, r"final_logit_softcapping=0\.0 is not positive"),
+    "no window of gemma2": ("gemma2", {"sliding_window": None}, "'sliding_attention' with sliding_window=None"),
+    "pattern": ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 is less than 1"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 

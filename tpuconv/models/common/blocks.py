@@ -17,9 +17,11 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, atte
 
 class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
-    is the factor of scores, by default H^-0.5. Biases are those of queries, keys and values, and that of the output."""
+    is the factor of scores, by default H^-0.5, and `cap` their
+    soft limit. Biases are those of queries, keys and values, and that of the output."""
 
     scale: float | None = None
+    cap: float | None = None
 
     def __init__(
         self, config: DecoderConfig, *, bias: bool = False, out_bias: bool = False, dtype: DTypeLike, keys: Keys
@@ -33,7 +35,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale)), kv
+        return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale, cap=self.cap)), kv
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the values [B, T, K, H]."""
@@ -49,6 +51,8 @@ class NormedAttention(Attention):
     """Attention with queries and keys that are normalized before they get rotary positions: each head separately, or
     all heads together."""
 
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -61,8 +65,8 @@ class NormedAttention(Attention):
     ):
         super().__init__(config, bias=bias, out_bias=out_bias, dtype=dtype, keys=keys)
         queries, keys_ = ("NH", "KH") if all_heads else ("H", "H")
-        self.q_norm = RMSNorm(queries, config.axes, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
+        self.q_norm = self.norm_type(queries, config.axes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         return super().positioned(*self.normalized(q_BTNH, k_BTKH), step)
@@ -73,7 +77,8 @@ class NormedAttention(Attention):
 
 
 class GatedMLP(nnx.Module):
-    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is SiLU,
+    or what a family overrides it with."""
 
     def __init__(self, config: DecoderConfig, F: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -82,7 +87,11 @@ class GatedMLP(nnx.Module):
         self.down = Einsum(f"BT{F},{F}D->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(self.act(self.gate(x_BTD)) * self.up(x_BTD))
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        """Returns the gate [B, T, F] after its activation."""
+        return nnx.silu(x_BTF)
 
 
 class PlainMLP(nnx.Module):
@@ -132,3 +141,17 @@ class PreNormBlock(nnx.Module):
     def joined(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Returns the hidden states with the output of a part."""
         return x_BTD + y_BTD
+
+
+class SandwichBlock(PreNormBlock):
+    """One layer: attention and MLP, each between two norms, with residual connections."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        return x_BTD + self.post_mlp_norm(self.mlp(self.mlp_norm(x_BTD))), kv

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map
-from tpuconv.models.common.config import PatternConfig
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.gemma.family import ATTENTION, CAUSAL, MLP, table
+from tpuconv.models.common.rows import MLP, decoder_table
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.gemma.family import BIASED_ATTENTION, CAUSAL
 from tpuconv.models.registry import Family
 
 
@@ -55,7 +56,7 @@ NORMS = (
     Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D"),
 )
 
-TABLE = table(*NORMS, *ATTENTION, *MLP)
+TABLE = decoder_table(*NORMS, *BIASED_ATTENTION, *under("mlp", "mlp", *MLP))
 
 FAMILY = Family(
     name="gemma2",

@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import Rope, rope_of_layers
-from tpuconv.models.gemma.family import ATTENTION, MLP, table
+from tpuconv.mapping.table import under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
+from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
+from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
 from tpuconv.models.registry import Family
+
+GLOBAL_ROPE = Rope(theta=1e6)
+"""The rotary positions of layers that see all tokens, of a config.json without any."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class Config(gemma2.Config):
 
     vocab_size: int = 262208
     max_position_embeddings: int = 131072
-    rope: Rope = Rope(theta=1e6)
-    local_rope: Rope = Rope(theta=1e4)
+    rope: Rope = GLOBAL_ROPE
+    local_rope: Rope = PLAIN_ROPE
     rope_local_base_freq: float = 1e4
     sliding_window_pattern: int = 6
     final_logit_softcapping: float | None = None
@@ -52,13 +56,7 @@ class Config(gemma2.Config):
         return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
 
 
-TABLE = table(
-    *gemma2.NORMS,
-    *ATTENTION,
-    Map("self_attn.q_norm.weight", "attn.q_norm.scale", "H"),
-    Map("self_attn.k_norm.weight", "attn.k_norm.scale", "H"),
-    *MLP,
-)
+TABLE = decoder_table(*gemma2.NORMS, *BIASED_ATTENTION, *HEAD_NORMS, *under("mlp", "mlp", *MLP))
 
 FAMILY = Family(
     name="gemma3_text",
