@@ -509,6 +509,50 @@ CASES: list[Case] = [
     ),
     _case("apertus-plain"),
     _case("apertus-biases", attention_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3, num_hidden_layers=3),
+    _case("smollm3-plain", num_hidden_layers=4, no_rope_layer_interval=2),
+    _case(
+        "smollm3-windows",
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=YARN,
+    ),
+    _case("exaone4-hybrid", sliding_window=5, sliding_window_pattern=2, num_hidden_layers=4, rope_parameters=LLAMA3),
+    _case(
+        "exaone4-full",
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        head_dim=10,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("olmo3-plain", num_key_value_heads=None, sliding_window=6, num_hidden_layers=4),
+    _case(
+        "olmo3-scaled",
+        sliding_window=5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    _case("cohere2-plain", sliding_window=5, num_hidden_layers=4),
+    _case(
+        "cohere2-biases",
+        sliding_window=6,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        logit_scale=0.3,
+        layer_norm_eps=1e-3,
+        rope_parameters=LINEAR,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu"),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -576,7 +620,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "llama4_text": "llama4"}
+COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo3": "olmo2", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 

@@ -50,6 +50,10 @@ FAMILIES: Mapping[str, str] = {
     "ernie4_5": "tpuconv.models.ernie4_5.family:FAMILY",
     "ernie4_5_moe": "tpuconv.models.ernie4_5_moe.family:FAMILY",
     "apertus": "tpuconv.models.apertus.family:FAMILY",
+    "smollm3": "tpuconv.models.smollm3.family:FAMILY",
+    "exaone4": "tpuconv.models.exaone4.family:FAMILY",
+    "olmo3": "tpuconv.models.olmo3.family:FAMILY",
+    "cohere2": "tpuconv.models.cohere2.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -193,7 +193,7 @@ class DecoderConfig:
         faults = []
         for field, hint in _hints(type(self)):
             value, least = getattr(self, field.name), self.least.get(field.name, 1)
-            if int not in (hint, *get_args(hint)) or value is None:
+            if int not in (hint, *get_args(hint)) or not isinstance(value, int):
                 continue
             if value < least:
                 faults.append(f"{field.name}={value} is less than {least}")

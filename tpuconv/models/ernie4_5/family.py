@@ -10,8 +10,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.registry import Family
 
-THETA = 500_000.0
-ERNIE_ROPE = Rope(theta=THETA)
+ERNIE_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
 
 
@@ -20,7 +19,7 @@ class Config(DecoderConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "ernie4_5"
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": THETA}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": ERNIE_ROPE.theta}
 
     vocab_size: int = 103424
     hidden_size: int = 1024
@@ -36,10 +35,10 @@ class Config(DecoderConfig):
     use_bias: bool | None = False
 
 
-ATTENTION_ROWS = (*PRE_NORMS, *ATTENTION, *when("use_bias", *QKV_BIAS, O_BIAS))
+LAYER_ROWS = (*PRE_NORMS, *ATTENTION, *when("use_bias", *QKV_BIAS, O_BIAS))
 
 TABLE = decoder_table(
-    *ATTENTION_ROWS,
+    *LAYER_ROWS,
     *under("mlp", "mlp", *MLP),
     *under("mlp", "mlp", *when("use_bias", *MLP_BIAS)),
 )

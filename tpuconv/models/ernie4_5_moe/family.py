@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rows import EXPERTS, MLP, SHARED, decoder_table, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, SHARED, decoder_table, when
 from tpuconv.models.ernie4_5 import family as dense
 from tpuconv.models.registry import Family
 
@@ -63,7 +63,7 @@ class Config(dense.Config):
 
 
 TABLE = decoder_table(
-    *dense.ATTENTION_ROWS,
+    *dense.LAYER_ROWS,
     others=(
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under(
@@ -71,7 +71,7 @@ TABLE = decoder_table(
             "layers.{J}.moe",
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("moe_statics.e_score_correction_bias", "router.correction", "1 E -> E", buffer=True),
-            *EXPERTS,
+            *EXPERT_MLPS,
             *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
         ),
     ),

@@ -11,8 +11,8 @@ from tpuconv.models.common.rows import (
     ATTENTION,
     HEAD_NORMS,
     MLP,
-    MTP,
     MTP_COPIES,
+    MTP_HEAD,
     MTP_IGNORE,
     PRE_NORMS,
     QKV_BIAS,
@@ -95,7 +95,7 @@ TABLE = decoder_table(
     others=(
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
-        *under("model.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP),
+        *under("model.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP_HEAD),
     ),
     ignore=MTP_IGNORE,
     copies=MTP_COPIES,

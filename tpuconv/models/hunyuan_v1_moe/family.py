@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rows import EXPERTS, SHARED, decoder_table
+from tpuconv.models.common.rows import EXPERT_MLPS, SHARED, decoder_table
 from tpuconv.models.hunyuan_v1_dense import family as dense
 from tpuconv.models.registry import Family
 
@@ -65,7 +65,7 @@ TABLE = decoder_table(
         "mlp",
         "moe",
         Map("gate.wg.weight", "router.kernel", "E D -> D E"),
-        *EXPERTS,
+        *EXPERT_MLPS,
         *under("shared_mlp", "shared", *SHARED),
     ),
 )

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Self
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import ATTENTION, NORMS_OF_ALL_HEADS, NUMBERED_EXPERTS, PRE_NORMS, decoder_table
+from tpuconv.models.common.rows import ATTENTION, NORMS_OF_ALL_HEADS, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
 from tpuconv.models.registry import Family
 
-THETA = 5_000_000.0
-MINIMAX_ROPE = Rope(theta=THETA)
+MINIMAX_ROPE = Rope(theta=5_000_000.0)
 """The rotary positions of a config.json without any."""
 
 
@@ -22,7 +21,7 @@ class Config(PartialRopeConfig):
 
     model_type: ClassVar[str] = "minimax_m2"
     only: ClassVar = {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": THETA}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MINIMAX_ROPE.theta}
 
     vocab_size: int = 200064
     hidden_size: int = 3072
@@ -69,7 +68,7 @@ TABLE = decoder_table(
         "moe",
         Map("gate.weight", "router.kernel", "E D -> D E"),
         Map("e_score_correction_bias", "router.correction", "E", buffer=True),
-        *NUMBERED_EXPERTS,
+        *NUMBERED_EXPERT_MLPS,
     ),
 )
 

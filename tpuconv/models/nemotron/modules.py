@@ -3,13 +3,13 @@
 import jax
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import blocks, layers
+from tpuconv.models.common import blocks
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Keys
+from tpuconv.models.common.layers import Keys, LayerNorm
 from tpuconv.models.nemotron.family import Config
 
 
-class LayerNorm(layers.LayerNorm):
+class CenteredLayerNorm(LayerNorm):
     """Layer norm whose scale is stored less 1. The sum is rounded to the dtype of the stored scale."""
 
     def stretch(self) -> jax.Array:
@@ -35,11 +35,11 @@ class Block(blocks.PreNormBlock):
 
     attention_type = Attention
     mlp_type = MLP
-    norm_type = LayerNorm
+    norm_type = CenteredLayerNorm
 
 
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    norm_type = LayerNorm
+    norm_type = CenteredLayerNorm
