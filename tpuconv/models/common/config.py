@@ -27,7 +27,8 @@ NO_EFFECT = frozenset(
         # storage of weights, read by tpuconv.encodings.decode
         *("quantization_config", "compression_config"),
         # training
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
+        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
+        *("initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),

@@ -41,8 +41,6 @@ class Config(DecoderConfig):
     rope: Rope = PLAIN_ROPE
     sliding_window: int | None = None
     use_bias: bool = True
-    residual_dropout: float = 0.0
-    embedding_dropout: float = 0.0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
