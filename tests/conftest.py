@@ -38,6 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks slow what `is_slow` says, before pytest chooses by marks."""
+    from helpers.families import is_slow
+
+    for item in items:
+        if (call := getattr(item, "callspec", None)) and is_slow(getattr(item, "originalname", ""), call.params):
+            item.add_marker(pytest.mark.slow)
+
+
 settings.register_profile(
     "tpuconv",
     deadline=None,

@@ -22,8 +22,10 @@ from helpers.checkpoints import (
     write_checkpoint,
 )
 from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
+from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import cli
+from tpuconv.models.registry import find_family
 
 COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families", "doctor")
 
@@ -237,7 +239,13 @@ def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
-@pytest.mark.parametrize("model", LISTINGS)
+REAL_MODELS = [
+    pytest.param(model, marks=[pytest.mark.slow] * (find_family(listing["config"]).name not in CORE))
+    for model, listing in LISTINGS.items()
+]
+
+
+@pytest.mark.parametrize("model", REAL_MODELS)
 def test_real_models_are_planned_whole(model, tmp_path):
     """Names, shapes and configs of real checkpoints: nothing unmapped, the published number of parameters."""
     listing = LISTINGS[model]

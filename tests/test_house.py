@@ -73,10 +73,10 @@ def test_files_are_short():
 
 SAME_NAME_IN_EACH_FAMILY = (
     *("Config", "TABLE", "FAMILY"),
-    *("Attention", "MLP", "MoE", "RMSNorm", "Block", "Model"),
+    *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "Model"),
 )
-"""A family is read by itself, and its files have the same structure. `common` has the `Block` and `RMSNorm` that most
-families use."""
+"""A family is read by itself, and its files have the same structure. `common` has what most families use, under the
+same names."""
 
 SAME_NAME_IN_EACH_TARGET = ("MODEL", "ATTENTION", "NORMS", "DENSE_MLP", "LLAMA", "GPT_OSS")
 """A target is read by itself too."""

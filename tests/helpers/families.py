@@ -92,6 +92,8 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
+    **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
 }
@@ -126,6 +128,26 @@ DEEPSEEK = {
     "n_group": 3,
     "topk_group": 2,
     "num_experts_per_tok": 4,
+}
+
+GLM4_MOE = {
+    "head_dim": 20,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+}
+GRANITE = {
+    "embedding_multiplier": 3.3,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 10,
 }
 
 
@@ -268,12 +290,337 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
         num_key_value_heads=6,
     ),
+    _case("phi3-plain", sliding_window=None),
+    _case(
+        "phi3-longrope",
+        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
+        original_max_position_embeddings=10,
+        sliding_window=6,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("phi3-short", rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75}, max_position_embeddings=128),
+    _case("glm-plain", head_dim=12),
+    _case("glm-no-bias", head_dim=10, attention_bias=False, tie_word_embeddings=True, partial_rotary_factor=1.0),
+    _case("glm4-plain", head_dim=12),
+    _case(
+        "glm4-odd-heads",
+        head_dim=20,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        rope_parameters=LLAMA3 | {"partial_rotary_factor": 0.4},
+        attention_bias=False,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("seed_oss-plain", head_dim=12),
+    _case(
+        "seed_oss-biases",
+        head_dim=10,
+        attention_bias=False,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+    ),
+    _case("arcee-plain"),
+    _case("arcee-biases", attention_bias=True, mlp_bias=True, rope_parameters=YARN, tie_word_embeddings=True),
+    _case(
+        "glm4_moe-air",
+        **GLM4_MOE,
+        attention_bias=True,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    _case(
+        "glm4_moe-norms",  # more experts than tokens
+        **GLM4_MOE | {"n_routed_experts": 96, "n_group": 4, "topk_group": 2},
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+        num_hidden_layers=4,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        partial_rotary_factor=0.4,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "glm4_moe_lite-plain",
+        **DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 6},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    _case(
+        "glm4_moe_lite-two-dense",
+        **DEEPSEEK | {"q_lora_rank": None, "num_key_value_heads": 6},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "dense", "sparse"],
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "deepseek_v2-lite",
+        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    _case(
+        "deepseek_v2-groups",
+        **DEEPSEEK,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        n_shared_experts=1,
+    ),
+    _case(
+        "qwen2_moe-plain",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen2_moe-windows",  # more experts than tokens
+        num_experts=96,
+        num_experts_per_tok=5,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=36,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=2,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "qwen2_moe-dense-layers",
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        num_hidden_layers=4,
+        mlp_only_layers=[2],
+    ),
+    _case("olmoe-plain", num_experts=6, num_experts_per_tok=3),
+    _case(
+        "olmoe-clipped",  # more experts than tokens
+        num_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        clip_qkv=0.7,
+        attention_bias=True,
+        norm_topk_prob=True,
+        num_key_value_heads=None,
+        tie_word_embeddings=True,
+    ),
+    _case("granite-plain", **GRANITE),
+    _case(
+        "granite-biases",
+        **GRANITE,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+        num_hidden_layers=3,
+    ),
+    _case("granitemoe-plain", **GRANITE, num_local_experts=5),
+    _case(
+        "granitemoe-shared",  # more experts than tokens
+        "granitemoeshared",
+        **GRANITE,
+        num_local_experts=88,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        shared_intermediate_size=28,
+        tie_word_embeddings=True,
+    ),
+    _case("granitemoe-none-shared", "granitemoeshared", **GRANITE, num_local_experts=4, attention_bias=True),
+    _case("minimax_m2-plain", head_dim=12, num_local_experts=6, num_experts_per_tok=3, rotary_dim=8),
+    _case(
+        "minimax_m2-many-experts",  # more than tokens
+        head_dim=10,
+        num_local_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("starcoder2-plain", sliding_window=None),
+    _case(
+        "starcoder2-window",
+        sliding_window=5,
+        use_bias=False,
+        tie_word_embeddings=False,
+        rope_parameters=LINEAR,
+        num_hidden_layers=3,
+        norm_epsilon=1e-3,
+    ),
+    _case("nemotron-plain"),
+    _case(
+        "nemotron-biases",
+        head_dim=10,
+        attention_bias=True,
+        mlp_bias=True,
+        partial_rotary_factor=0.4,
+        tie_word_embeddings=True,
+        norm_eps=1e-3,
+        num_hidden_layers=3,
+    ),
+    _case("hunyuan_v1_dense-plain", head_dim=12),
+    _case(
+        "hunyuan_v1_dense-alpha",
+        head_dim=10,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        num_hidden_layers=3,
+    ),
+    _case("hunyuan_v1_moe-plain", head_dim=12, num_experts=6, moe_topk=3),
+    _case(
+        "hunyuan_v1_moe-many-experts",  # more than tokens
+        head_dim=10,
+        num_experts=90,
+        moe_topk=[4, 4],
+        intermediate_size=20,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    _case("ernie4_5-plain", head_dim=12, tie_word_embeddings=False),
+    _case("ernie4_5-biases", head_dim=10, use_bias=True, rope_parameters=LLAMA3, num_hidden_layers=3),
+    _case("ernie4_5_moe-plain", moe_num_experts=6, moe_k=3, moe_intermediate_size=20, num_hidden_layers=3),
+    _case(
+        "ernie4_5_moe-interval",  # more experts than tokens
+        moe_num_experts=90,
+        moe_k=4,
+        moe_intermediate_size=12,
+        moe_num_shared_experts=1,
+        moe_layer_interval=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        num_hidden_layers=4,
+        tie_word_embeddings=False,
+    ),
+    _case("apertus-plain"),
+    _case("apertus-biases", attention_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3, num_hidden_layers=3),
+    _case("smollm3-plain", num_hidden_layers=4, no_rope_layer_interval=2),
+    _case(
+        "smollm3-windows",
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=YARN,
+    ),
+    _case("exaone4-hybrid", sliding_window=5, sliding_window_pattern=2, num_hidden_layers=4, rope_parameters=LLAMA3),
+    _case(
+        "exaone4-full",
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        head_dim=10,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("olmo3-plain", num_key_value_heads=None, sliding_window=6, num_hidden_layers=4),
+    _case(
+        "olmo3-scaled",
+        sliding_window=5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    _case("cohere2-plain", sliding_window=5, num_hidden_layers=4),
+    _case(
+        "cohere2-biases",
+        sliding_window=6,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        logit_scale=0.3,
+        layer_norm_eps=1e-3,
+        rope_parameters=LINEAR,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
+    _case("gemma-plain", head_dim=20, hidden_act="gelu"),
+    _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
+    _case("gemma2-plain", head_dim=12, num_hidden_layers=3, sliding_window=5, query_pre_attn_scalar=40),
+    _case(
+        "gemma2-no-caps",
+        head_dim=14,
+        num_hidden_layers=3,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=LINEAR,
+    ),
+    _case("gemma2-small-caps", head_dim=10, sliding_window=4, attn_logit_softcapping=3.0, final_logit_softcapping=60.0),
+    _case(
+        "gemma3_text-plain",
+        head_dim=12,
+        num_hidden_layers=4,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=30,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+        },
+    ),
+    _case(
+        "gemma3_text-pattern",
+        head_dim=10,
+        num_hidden_layers=7,
+        sliding_window=6,
+        final_logit_softcapping=50.0,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
 ]
 
 
 FAMILIES = {case.family for case in CASES}
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "llama4_text": "llama4"}
+CORE = {
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2"),
+    *("llama4", "llama4_text"),
+}
+"""Families whose cases run in the fast tests. Between them they have every part of the converter."""
+
+FAST = {
+    "test_every_parameter_is_one_target_of_the_table",
+    "test_every_tensor_is_one_source_of_the_table",
+    "test_logits_of_a_sequence",
+}
+"""The tests that are fast for the first case of every other family; all else of those families is slow."""
+
+
+def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether a test, by the name of its function, is slow because of the case among its parameters."""
+    case = next((value for value in parameters.values() if isinstance(value, Case)), None)
+    if case is None or case.family in CORE:
+        return False
+    first = next(other for other in CASES if other.family == case.family)
+    return test not in FAST or case != first or parameters.get("scan", False)
+
+
+COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo3": "olmo2", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 
@@ -312,6 +659,8 @@ def hf_model(case: Case, seed: int = 0) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0, 0.3)
+            elif ".alpha_" in name:
+                parameter.uniform_(-1, 1)
             elif "embed_tokens" in name:
                 parameter.normal_(0, 0.25)  # the padding token's too, which is zero when new
         for name, buffer in model.named_buffers():

@@ -283,8 +283,7 @@ class _Ours:
         import jax.numpy as jnp
         from flax import nnx
 
-        from tpuconv.models.common.decoder import NO_WINDOW, Step
-        from tpuconv.models.common.layers import rope_cos_sin
+        from tpuconv.models.common.decoder import NO_WINDOW, Steps
         from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx
@@ -297,18 +296,18 @@ class _Ours:
         self.steps = []
         for length in self.lengths:
             pos_BT = jnp.where(jnp.arange(width) < length, jnp.arange(width), -1)[None]
-            self.steps.append(Step(pos_BT, pos_BT, 0, rope_cos_sin(config.rope, config.rope_dim, pos_BT)))
+            self.steps.append(Steps.of(config, pos_BT, pos_BT, 0))
         self.hidden: list[Any] = []
         # By default a TPU multiplies float32 as bfloat16.
         self.precision = "highest" if dtype == "float32" else None
-        self.run_embed = nnx.jit(lambda part, ids_BT: part(ids_BT))
+        self.run_embed = nnx.jit(lambda part, ids_BT: self.model.scaled(part(ids_BT)))
         self.run_block = nnx.jit(
             lambda block, x_BTD, step, window: block(x_BTD, step, window, None)[0], static_argnames="window"
         )
         self.run_head = nnx.jit(
-            lambda norm, head, x_BTD: (head.attend if self.model.lm_head is None else head)(norm(x_BTD)).astype(
-                jnp.float32
-            )
+            lambda norm, head, x_BTD: self.model.adjusted(
+                (head.attend if self.model.lm_head is None else head)(norm(x_BTD))
+            ).astype(jnp.float32)
         )
 
     def embed(self) -> list[np.ndarray]:
@@ -329,8 +328,8 @@ class _Ours:
         for inputs in (padded, self.hidden):
             with self.jax.default_matmul_precision(self.precision):
                 outs = [
-                    self.run_block(block, x_BTD, step, window=self.windows[number])
-                    for x_BTD, step in zip(inputs, self.steps, strict=True)
+                    self.run_block(block, x_BTD, steps[number], window=self.windows[number])
+                    for x_BTD, steps in zip(inputs, self.steps, strict=True)
                 ]
             both.append(outs)
         self.hidden = both[1]

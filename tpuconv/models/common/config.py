@@ -27,15 +27,32 @@ NO_EFFECT = frozenset(
         # storage of weights, read by tpuconv.encodings.decode
         *("quantization_config", "compression_config"),
         # training
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
+        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
+        *("initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
         # generation, and options of the forward pass
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "sep_token_id",
+            "eod_token_id",
+            "use_cache",
+            "max_length",
+            "do_sample",
+        ),
         *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
         *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "typical_p"),
+        *(
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "cache_implementation",
+            "num_return_sequences",
+            "output_scores",
+            "typical_p",
+        ),
         *("return_dict_in_generate", "remove_invalid_values", "output_router_logits", "tf_legacy_loss"),
         *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     }
@@ -100,6 +117,8 @@ class DecoderConfig:
     most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     """Fields that are computed from keys of config.json with other names."""
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    """The keys of config.json of fields that have another name."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -124,7 +143,7 @@ class DecoderConfig:
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
         check_rope_keys(raw)
-        hints = {field.name: hint for field, hint in _hints(cls) if field.name not in cls.derived}
+        hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
         wrong = [
@@ -139,10 +158,16 @@ class DecoderConfig:
         ]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
-        values: Any = {k: tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in hints if k in raw}
+        fields_of = {key: name for name, key in cls.hf_names.items()}
+        values: Any = {fields_of.get(k, k): tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in given}
         config = cls(**values)
-        raw = _with_default_rope(raw, cls.default_rope)
-        return replace(config, rope=Rope.from_hf(raw, cls.model_type, config.max_position_embeddings))
+        return replace(config, **cls.read_ropes(raw, config.max_position_embeddings))
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """Returns the fields for rotary positions that a parsed config.json describes. `context` is the value of
+        `max_position_embeddings`."""
+        return {"rope": Rope.from_hf(_with_default_rope(raw, cls.default_rope), cls.model_type, context)}
 
     @classmethod
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,14 +182,19 @@ class DecoderConfig:
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
-        known = [field.name for field in fields(cls) if field.name not in cls.derived]
-        return ignored_keys(raw, known, {**SUPPORTED_VALUES, **cls.only}, cls.model_type)
+        known = [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
+        supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
+        return ignored_keys(raw, known, {**supported, **cls.only}, cls.model_type)
+
+    @classmethod
+    def _key(cls, field: str) -> str:
+        return cls.hf_names.get(field, field)
 
     def __post_init__(self) -> None:
         faults = []
         for field, hint in _hints(type(self)):
             value, least = getattr(self, field.name), self.least.get(field.name, 1)
-            if int not in (hint, *get_args(hint)) or value is None:
+            if int not in (hint, *get_args(hint)) or not isinstance(value, int):
                 continue
             if value < least:
                 faults.append(f"{field.name}={value} is less than {least}")
@@ -189,8 +219,13 @@ class DecoderConfig:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
+        if self.rope.type == "dynamic" and self.rope_dim <= 2:
+            yield f"rotary positions of the type 'dynamic' need more than {self.rope_dim} dimensions"
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
+                yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
         if self.rms_norm_eps < 0:
-            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+            yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -213,8 +248,19 @@ class DecoderConfig:
         return int(self.axes["H"])
 
     @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """For each layer the number of dimensions of a head that have rotary positions."""
+        return (self.rope_dim,) * self.num_hidden_layers
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary positions of each layer; None for a layer without."""
+        return (self.rope,) * self.num_hidden_layers
+
+    @property
     def unscannable(self) -> str:
-        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows only."""
+        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows and rotary
+        positions only."""
         return ""
 
     @property
@@ -226,43 +272,6 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
-
-
-@dataclass(frozen=True)
-class WindowedConfig(DecoderConfig):
-    """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
-    absent, the layers from `max_window_layers` on."""
-
-    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
-
-    use_sliding_window: bool
-    sliding_window: int | None
-    max_window_layers: int
-    layer_types: tuple[str, ...] | None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.layer_types is None:
-            return
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
-        if "sliding_attention" in self.layer_types and self._window is None:
-            yield (
-                f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
-                f"sliding_window={self.sliding_window}"
-            )
-
-    @property
-    def _window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        if self.layer_types is not None:
-            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
-        return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
 
 
 def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -388,7 +397,8 @@ def report_ignored(
         UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    known = [field.name for field in fields(config) if field.name not in {*config.derived, *config.only}]
+    names = [field.name for field in fields(config) if field.name not in config.derived]
+    known = [key for key in map(config._key, names) if key not in config.only]
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
             raise UsageError(

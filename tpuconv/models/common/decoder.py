@@ -1,6 +1,7 @@
 """The base class of the families' models: embedding, blocks, norm and head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, overload
@@ -21,13 +22,13 @@ NO_WINDOW = 2**31 - 1
 
 
 class Step(NamedTuple):
-    """The inputs of a layer that are the same for all layers of one call.
+    """The inputs of a layer besides the hidden states. All but `cos_sin` are the same for all layers of one call.
 
     Attributes:
         pos_BT: positions of the call's tokens, -1 for padding.
         pos_BS: positions of all keys, those of the cache included.
         slot: slot of the cache for the first token.
-        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles, in float32.
+        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
     """
 
     pos_BT: jax.Array
@@ -43,6 +44,27 @@ class Step(NamedTuple):
     def visible(self, window: jax.Array | int) -> jax.Array:
         """Returns the causal mask [B, T, S] of a layer with this window."""
         return is_visible(self.pos_BT, self.pos_BS, window)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets."""
+
+    kinds: Sequence[Step]
+    of_layer: Sequence[int]
+
+    @classmethod
+    def of(cls, config: DecoderConfig, pos_BT: jax.Array, pos_BS: jax.Array, slot: jax.Array | int) -> "Steps":
+        """Returns the inputs of the layers of a model; the arguments are those of `Step`. Without a cache `pos_BS` is
+        `pos_BT` itself."""
+        slots = None if pos_BS is pos_BT else pos_BS.shape[1]
+        rotations = list(zip(config.ropes, config.rope_dims, strict=True))
+        kinds = list(dict.fromkeys(rotations))
+        steps = [Step(pos_BT, pos_BS, slot, rope_cos_sin(rope, dim, pos_BT, slots)) for rope, dim in kinds]
+        return cls(steps, [kinds.index(rotation) for rotation in rotations])
+
+    def __getitem__(self, layer: int) -> Step:
+        return self.kinds[self.of_layer[layer]]
 
 
 class Block(Protocol):
@@ -157,39 +179,52 @@ class Decoder(nnx.Module):
             )
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        cos_sin = rope_cos_sin(self.config.rope, self.config.rope_dim, pos_BT)
-        x_BTD = self.embed(ids_BT)
+        x_BTD = self.scaled(self.embed(ids_BT))
         if cache is None:
-            x_BTD, _ = self._run(x_BTD, Step(pos_BT, pos_BT, 0, cos_sin), None)
+            x_BTD, _ = self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0), None)
             return self._logits(x_BTD)
         taken = cache.take(pos_BT)
-        x_BTD, layers = self._run(x_BTD, Step(pos_BT, taken.positions_BS, cache.used, cos_sin), cache.layers)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used)
+        x_BTD, layers = self._run(x_BTD, steps, cache.layers)
         overrun = taken.used > taken.positions_BS.shape[1]
         x_BTD = x_BTD[:, -1:] if last_only else x_BTD
         logits_BTV = self._logits(jnp.where(overrun, jnp.nan, x_BTD))
         return logits_BTV, Cache(layers, taken.positions_BS, taken.used)
 
-    def _run(self, x_BTD: jax.Array, step: Step, kvs: Any) -> tuple[jax.Array, Any]:
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the first layer's input [B, T, D], made of the embeddings of the tokens. Families with a factor
+        override this."""
+        return x_BTD
+
+    def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V], made of the products with the head. Families with a factor or a limit override
+        this."""
+        return logits_BTV
+
+    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
         """Runs all blocks. `kvs` and the second result are the `layers` of a cache, or None."""
         windows = [min(window or NO_WINDOW, NO_WINDOW) for window in self.config.windows]
         if not self.scan_layers:
             new_kvs = []
             for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x_BTD, kv = block(placed(x_BTD, "B T D"), step, window, None if kvs is None else kvs[i])
+                x_BTD, kv = block(placed(x_BTD, "B T D"), steps[i], window, None if kvs is None else kvs[i])
                 new_kvs.append(kv)
             return x_BTD, tuple(new_kvs)
 
         graph, blocks = nnx.split(self.layers)
+        step, *others = steps.kinds
+        cos_sins = jax.tree.map(lambda *kinds: jnp.stack(kinds), *(kind.cos_sin for kind in steps.kinds))
 
         def run_block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
-            block, kv, window = layer
-            x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), step, window, kv)
+            block, kv, window, kind = layer
+            own = step._replace(cos_sin=jax.tree.map(lambda kinds: kinds[kind], cos_sins)) if others else step
+            x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), own, window, kv)
             return x_BTD, None if kv is None else new_kv
 
-        layers: Any = (blocks, kvs, jnp.asarray(windows))
+        layers: Any = (blocks, kvs, jnp.asarray(windows), jnp.asarray(steps.of_layer))
         return jax.lax.scan(run_block, x_BTD, layers)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.norm(placed(x_BTD, "B T D"))
         logits_BTV = self.embed.attend(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
-        return placed(logits_BTV, "B T V").astype(jnp.float32)
+        return self.adjusted(placed(logits_BTV, "B T V")).astype(jnp.float32)

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -80,6 +82,11 @@ def normalize(x: jax.Array, axes: int, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(mean_square + eps)
 
 
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a number that is not rounded to the dtype of x before, in the dtype of x."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """RMS norm (arXiv:1910.07467) over the last axes, which have these letters. Rounds to the dtype of x, then
     scales."""
@@ -93,20 +100,105 @@ class RMSNorm(nnx.Module):
         return normalize(x, scale.ndim, self.eps).astype(x.dtype) * scale
 
 
-def rope_cos_sin(rope: Rope, head_dim: int, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine, each [B, T, 1, H/2] in float32, of the rotary angle of each pair of dimensions. `pos_BT`
-    are the positions."""
-    rates, factor = rope.inverse_frequencies(head_dim)
-    angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
+class ScaledRMSNorm(RMSNorm):
+    """RMS norm that scales in float32, then rounds to the dtype of x."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
+class CenteredRMSNorm(RMSNorm):
+    """RMS norm whose scale is stored less 1 (Gemma). Scales by 1 + w in float32, then rounds to the dtype of x."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = 1 + self.scale[...].astype(jnp.float32)
+        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm (arXiv:1607.06450) over the last axes, which have these letters. Scales and adds the bias, if any, in
+    float32, then rounds to the dtype of x."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, bias: bool = True, dtype: DTypeLike):
+        shape = tuple(sizes[letter] for letter in letters)
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        centered = x.astype(jnp.float32)
+        centered -= jnp.mean(centered, axis=tuple(range(-self.scale.ndim, 0)), keepdims=True)
+        y = normalize(centered, self.scale.ndim, self.eps) * self.stretch().astype(jnp.float32)
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+    def stretch(self) -> jax.Array:
+        """Returns what the normalized x is multiplied by."""
+        return self.scale[...]
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
+    return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def rope_cos_sin(
+    rope: Rope | None, rope_dim: int, pos_BT: jax.Array, slots: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine, each [B, T, 1, R/2] in float32, of the rotary angle of each pair of the R dimensions
+    that have rotary positions.
+
+    Args:
+        rope: the rotary positions; without (None) all angles are 0.
+        rope_dim: R.
+        pos_BT: positions of the tokens, -1 for padding.
+        slots: length of the cache, None without one. Where rates depend on the length of a sequence, this is the
+            length: keys in the cache cannot be turned again when the sequence grows.
+    """
+    if rope is None:
+        zeros = jnp.zeros((*pos_BT.shape, 1, rope_dim // 2), jnp.float32)
+        return jnp.ones_like(zeros), zeros
+    rates, factor = rope.inverse_frequencies(rope_dim)
+    if rope.type in ("longrope", "dynamic"):
+        length_B111 = jnp.max(pos_BT, axis=1)[:, None, None, None] + 1 if slots is None else slots
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * _rates_of_length(rope, rope_dim, length_B111)
+    else:
+        angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
+    """The rates [R/2] for sequences of a length that may not be known before the model runs."""
+    short, _ = rope.inverse_frequencies(rope_dim)
+    original = rope.original_max_position_embeddings
+    if rope.type == "longrope":
+        long, _ = rope.inverse_frequencies(rope_dim, original + 1)
+        return jnp.where(length > original, long, short)
+    growth = rope.growth(jnp.maximum(jnp.asarray(length, jnp.float32), original))
+    exponents = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim - 2)
+    return jnp.asarray(short) * jnp.exp(-exponents * jnp.log(growth))
+
+
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head in the dtype of `cos_sin`. Returns [B, T, N, H] in the dtype of
-    `x_BTNH`."""
+    """Rotates the pairs (i, i + R/2) of the first R dimensions of each head in the dtype of `cos_sin`, which has R/2
+    angles. Returns [B, T, N, H] in the dtype of `x_BTNH`."""
     cos, sin = cos_sin
-    a, b = jnp.split(x_BTNH, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    R = 2 * cos.shape[-1]
+    a, b = x_BTNH[..., : R // 2], x_BTNH[..., R // 2 : R]
+    rest = [x_BTNH[..., R:]] if x_BTNH.shape[-1] > R else []
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x_BTNH.dtype)
+
+
+def apply_rope_to_neighbours(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """`apply_rope` for families that rotate the pairs (2i, 2i + 1) of the first R dimensions. The result has another
+    order of these dimensions, the same for queries and keys."""
+    R = 2 * cos_sin[0].shape[-1]
+    return apply_rope(jnp.concatenate([deinterleave(x_BTNH[..., :R]), x_BTNH[..., R:]], axis=-1), cos_sin)
 
 
 def deinterleave(x_BTNH: jax.Array) -> jax.Array:
@@ -123,12 +215,16 @@ def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) ->
     return visible_BTS
 
 
-def attention(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array) -> jax.Array:
+def attention(
+    q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, *, scale: float | None = None, cap: float | None = None
+) -> jax.Array:
     """Returns softmax attention [B, T, N, H]. G = N/K query heads share a key-value head (arXiv:2305.13245), which is
-    not repeated in memory. `visible_BTS` is the mask."""
+    not repeated in memory. `visible_BTS` is the mask. The products of queries and keys are multiplied by `scale`, by
+    default H^-0.5, and limited by a soft `cap`."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
+    scores_BKGTS = soft_capped(kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), cap)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)

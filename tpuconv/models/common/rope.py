@@ -20,6 +20,8 @@ REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 OPTIONAL = {
     "default": (),
@@ -34,11 +36,16 @@ OPTIONAL = {
         "mscale_all_dim",
         "truncate",
     ),
+    "dynamic": (),
+    "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
 }
 """The parameters of each implemented type, besides the type and `rope_theta`."""
 
 LARGEST_ROPE_VALUE = 1e15
 """The largest value of a parameter."""
+
+MOST_FACTORS = 1 << 15
+"""The largest number of factors in a list."""
 
 FloatArray = NDArray[np.float32]
 
@@ -59,6 +66,8 @@ class Rope:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], model_type: str, max_position_embeddings: int) -> Self:
@@ -97,10 +106,17 @@ class Rope:
             raise ConfigError(f"config.json: {key}={short(given, 300)} lacks {', '.join(missing)}")
         if "original_max_position_embeddings" in OPTIONAL[kind]:
             values.setdefault("original_max_position_embeddings", max_position_embeddings)
+        for name in ("short_factor", "long_factor"):
+            if name in values:
+                values[name] = _checked_factors(name, values[name])
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             if values.get(name) == 0:  # means the default, as in transformers
                 del values[name]
         _check_numbers(values | {"rope_theta": theta})
+        if kind == "dynamic":
+            values["original_max_position_embeddings"] = max_position_embeddings
+        if kind == "longrope":
+            values.setdefault("factor", max_position_embeddings / values["original_max_position_embeddings"])
         rope = cls(kind, theta, **values)
         if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor):
             raise ConfigError(
@@ -108,13 +124,16 @@ class Rope:
             )
         return rope
 
-    def inverse_frequencies(self, head_dim: int) -> tuple[FloatArray, float]:
+    def inverse_frequencies(self, head_dim: int, length: int = 0) -> tuple[FloatArray, float]:
         """Returns the angular frequencies [H/2] in radians per position, and a factor for cosine and sine. The float32
         operations are those of transformers, in the same order: at position 100,000 the last bit of a frequency changes
-        the angle noticeably."""
+        the angle noticeably. The types `longrope` and `dynamic` depend on the length of the sequence."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        theta = self.theta
+        if self.type == "dynamic":
+            theta *= self.growth(max(length, self.original_max_position_embeddings)) ** (head_dim / (head_dim - 2))
         # Computed in float64, then rounded: numpy's powers in float32 are less accurate than torch's.
-        periods = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        periods = (theta ** exponents.astype(np.float64)).astype(np.float32)
         rates: FloatArray = np.float32(1) / periods
         match self.type:
             case "linear":
@@ -123,7 +142,16 @@ class Rope:
                 return self._llama3(rates), 1.0
             case "yarn":
                 return self._yarn(periods), self._yarn_attention_factor()
+            case "longrope":
+                is_long = length > self.original_max_position_embeddings
+                factors = np.asarray(self.long_factor if is_long else self.short_factor, np.float32)
+                return np.float32(1) / (factors * periods), self._longrope_attention_factor()
         return rates, 1.0
+
+    def growth(self, length: Any) -> Any:
+        """Returns what `dynamic` raises theta by, to the power H / (H - 2), for sequences of this length, which is at
+        least the original one: NTK-aware scaling, as transformers computes it."""
+        return self.factor * length / self.original_max_position_embeddings - (self.factor - 1)
 
     def _llama3(self, rates: FloatArray) -> FloatArray:
         """The scaling of Llama 3.1, as in transformers: high frequencies are kept, low ones are divided by `factor`,
@@ -170,6 +198,44 @@ class Rope:
             return scale(self.mscale) / scale(self.mscale_all_dim)
         return scale(1.0)
 
+    def _longrope_attention_factor(self) -> float:
+        """The factor of LongRoPE (arXiv:2402.13753, section 3.3)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
+    """The factors of LongRoPE, one for each pair."""
+    if not isinstance(given, list) or len(given) > MOST_FACTORS:
+        raise ConfigError(f"config.json: {name}={short(given)} of the rotary positions is not a list of numbers")
+    _check_numbers({f"{name}[{i}]": value for i, value in enumerate(given)})
+    return tuple(given)
+
+
+def rope_of_layers(
+    raw: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the `rope_parameters` of the layers of one of the `layer_types`, as `Rope.from_hf` reads them.
+
+    Args:
+        raw: a parsed config.json. Newer files have an object for each type of layer in `rope_parameters`.
+        kind: the type of layer.
+        theta: its base in older files, and where the object of its type has none.
+        scaling: its `rope_scaling` in older files.
+
+    Raises:
+        ConfigError: `rope_parameters` is not an object of objects.
+    """
+    check_rope_keys(raw)
+    nested = raw.get("rope_parameters") or {}
+    if not all(value is None or isinstance(value, Mapping) for value in nested.values()):
+        raise ConfigError(f"config.json: rope_parameters={short(nested, 300)} has no object for each type of layer")
+    own = nested.get(kind) or (scaling if not nested else None) or {}
+    return {"rope_parameters": {"rope_theta": theta, **{k: v for k, v in own.items() if v is not None}}}
+
 
 def check_rope_keys(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError if `rope_scaling` or `rope_parameters` is not an object."""
@@ -181,6 +247,8 @@ def check_rope_keys(raw: Mapping[str, Any]) -> None:
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
+        if name in ("short_factor", "long_factor"):
+            continue  # checked one by one
         if name == "truncate":
             if type(value) is not bool:
                 raise ConfigError(f"config.json: truncate={short(value)} of the rotary positions is not a bool")

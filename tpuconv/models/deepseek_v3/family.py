@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
 from tpuconv.models.registry import Family
 
 
@@ -54,7 +55,7 @@ class Config(DecoderConfig):
     attention_bias: bool = False
 
     def contradictions(self) -> Iterator[str]:
-        heads, experts = self.num_attention_heads, self.n_routed_experts
+        heads = self.num_attention_heads
         if self.num_key_value_heads not in (None, heads):
             yield f"num_key_value_heads={self.num_key_value_heads} is not num_attention_heads={heads}"
         if self.head_dim not in (None, self.qk_rope_head_dim):
@@ -65,12 +66,7 @@ class Config(DecoderConfig):
             yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd: rotary positions need pairs"
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
-        if experts % self.n_group or experts // self.n_group < 2:
-            yield f"n_routed_experts={experts} are not n_group={self.n_group} groups of two or more"
-        elif self.topk_group > self.n_group:
-            yield f"topk_group={self.topk_group} is more than n_group={self.n_group}"
-        elif self.num_experts_per_tok > self.topk_group * (experts // self.n_group):
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than {self.topk_group} groups have"
+        yield from contradictions_of_groups(self)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -135,6 +131,17 @@ class Config(DecoderConfig):
         return scale
 
 
+def contradictions_of_groups(config: Any) -> Iterator[str]:
+    """Yields a sentence for each contradiction between the numbers of experts and of their groups."""
+    experts, groups = config.n_routed_experts, config.n_group
+    if experts % groups or experts // groups < 2:
+        yield f"n_routed_experts={experts} are not n_group={groups} groups of two or more"
+    elif config.topk_group > groups:
+        yield f"topk_group={config.topk_group} is more than n_group={groups}"
+    elif config.num_experts_per_tok > config.topk_group * (experts // groups):
+        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than {config.topk_group} groups have"
+
+
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
 
@@ -162,49 +169,19 @@ ATTENTION_ROWS = (
 EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
-    Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
-    Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
-    Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
-    Map("shared_experts.gate_proj.weight", "shared.gate.kernel", "W D -> D W", when="has_shared_experts"),
-    Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W", when="has_shared_experts"),
-    Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D", when="has_shared_experts"),
+    *EXPERT_MLPS,
+    *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
 )
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under("model.layers.{L}", "layers.{L}", *ATTENTION_ROWS),
-        *under(
-            "model.layers.{I}.mlp",
-            "layers.{I}.mlp",
-            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
-            Map("up_proj.weight", "up.kernel", "F D -> D F"),
-            Map("down_proj.weight", "down.kernel", "D F -> F D"),
-        ),
+TABLE = decoder_table(
+    *ATTENTION_ROWS,
+    others=(
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
-        *under(
-            "model.layers.{U}",
-            "mtp.{U}",
-            *ATTENTION_ROWS,
-            *under("mlp", "moe", *EXPERT_ROWS),
-            Map("enorm.weight", "embed_norm.scale", "D"),
-            Map("hnorm.weight", "hidden_norm.scale", "D"),
-            # The kernel of the next token's embedding, then that of the hidden state.
-            Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
-            Map("shared_head.norm.weight", "norm.scale", "D"),
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        *under("model.layers.{U}", "mtp.{U}", *ATTENTION_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP_HEAD),
     ),
-    ignore={
-        "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
-        "model.layers.{U}.*": "predicts further tokens (MTP), which the model's own logits do not need",
-    },
-    copies={
-        "lm_head.weight": "model.embed_tokens.weight",
-        "model.layers.{U}.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.{U}.shared_head.head.weight": "lm_head.weight",
-    },
+    ignore=MTP_IGNORE,
+    copies=MTP_COPIES,
 )
 
 FAMILY = Family(

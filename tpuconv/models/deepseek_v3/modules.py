@@ -1,5 +1,6 @@
 """DeepSeek V3 (arXiv:2412.19437)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -170,9 +171,11 @@ class Router(nnx.Module):
 class MoE(Experts):
     """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
+    router_type: ClassVar[Callable[..., Any]] = Router
+
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = Router(config, dtype=dtype, keys=keys)
+        self.router = self.router_type(config, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]

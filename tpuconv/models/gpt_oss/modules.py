@@ -5,21 +5,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import layers
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, apply_rope, normalize
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, apply_rope
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.gpt_oss.family import Config
-
-
-class RMSNorm(layers.RMSNorm):
-    """RMS norm that scales in float32, then rounds to the dtype of x."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.scale[...]
-        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
 def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
@@ -82,9 +73,9 @@ class Block(nnx.Module):
     """One layer: attention and experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.moe_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.moe = MoE(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
@@ -97,4 +88,4 @@ class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    norm_type = RMSNorm
+    norm_type = ScaledRMSNorm

@@ -4,19 +4,10 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import layers
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, normalize
+from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, apply_rope, attention
 from tpuconv.models.olmo2.family import Config
-
-
-class RMSNorm(layers.RMSNorm):
-    """RMS norm that scales in float32, then rounds to the dtype of x."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.scale[...]
-        return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -29,8 +20,8 @@ class Attention(nnx.Module):
         self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.q_norm = RMSNorm("NH", sizes, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm("KH", sizes, config.rms_norm_eps, dtype=dtype)
+        self.q_norm = ScaledRMSNorm("NH", sizes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = ScaledRMSNorm("KH", sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), step.cos_sin)
@@ -57,9 +48,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.post_attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_attn_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, keys=keys)
-        self.post_mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_mlp_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         y_BTD, kv = self.attn(x_BTD, step, window, kv)
@@ -71,4 +62,4 @@ class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    norm_type = RMSNorm
+    norm_type = ScaledRMSNorm

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.config import WindowedConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.windows import WindowedConfig
 from tpuconv.models.registry import Family
 
 

@@ -1,13 +1,24 @@
 """Qwen3, mixture of experts: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    EXPERT_MLPS,
+    HEAD_NORMS,
+    MLP,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
 from tpuconv.models.registry import Family
 
 
@@ -92,51 +103,25 @@ class Config(DecoderConfig):
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
 
 
-def _when(condition: str, *rows: Map) -> tuple[Map, ...]:
-    return tuple(replace(row, when=condition) for row in rows)
+MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
 
 
-MOE_ROWS = (
-    Map("gate.weight", "router.kernel", "E D -> D E"),
-    Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
-    Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
-    Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
-)
+def mlp_rows(*moe_rows: Map) -> tuple[Map, ...]:
+    """Returns the rows of dense layers and of those with experts. With {L} the layers can be stacked; with {J} they
+    cannot, since some are dense."""
+    return (
+        *when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *moe_rows)),
+        *when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *moe_rows)),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+    )
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
-            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
-            Map("self_attn.q_norm.weight", "attn.q_norm.scale", "H"),
-            Map("self_attn.k_norm.weight", "attn.k_norm.scale", "H"),
-            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-        ),
-        # With {L} the layers can be stacked; with {J} they cannot, since some are dense.
-        *_when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *MOE_ROWS)),
-        *_when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *MOE_ROWS)),
-        *under(
-            "model.layers.{I}.mlp",
-            "layers.{I}.mlp",
-            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
-            Map("up_proj.weight", "up.kernel", "F D -> D F"),
-            Map("down_proj.weight", "down.kernel", "D F -> F D"),
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *HEAD_NORMS,
+    others=mlp_rows(*MOE_ROWS),
 )
 
 FAMILY = Family(

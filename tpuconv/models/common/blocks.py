@@ -1,0 +1,176 @@
+"""Attention, MLPs and layers that many families share. A family's class derives from one of these and overrides what
+differs. `models/common/rows.py` has the rows of these parameters."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
+    is the factor of scores, by default H^-0.5, and `cap` their soft limit. Biases are those of queries, keys and
+    values, and that of the output."""
+
+    scale: float | None = None
+    cap: float | None = None
+
+    def __init__(
+        self, config: DecoderConfig, *, bias: bool = False, out_bias: bool = False, dtype: DTypeLike, keys: Keys
+    ):
+        sizes = config.axes
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=out_bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
+        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale, cap=self.cap)), kv
+
+    def values(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the values [B, T, K, H]."""
+        return self.v(x_BTD)
+
+    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys with rotary positions."""
+        cos_sin = step.cos_sin_in(q_BTNH.dtype)
+        return apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
+
+
+class NormedAttention(Attention):
+    """Attention with queries and keys that are normalized before they get rotary positions: each head separately, or
+    all heads together."""
+
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        all_heads: bool = False,
+        dtype: DTypeLike,
+        keys: Keys,
+    ):
+        super().__init__(config, bias=bias, out_bias=out_bias, dtype=dtype, keys=keys)
+        queries, keys_ = ("NH", "KH") if all_heads else ("H", "H")
+        self.q_norm = self.norm_type(queries, config.axes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        return super().positioned(*self.normalized(q_BTNH, k_BTKH), step)
+
+    def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys before they get rotary positions."""
+        return self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+
+
+class GatedMLP(nnx.Module):
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is SiLU,
+    or what a family overrides it with."""
+
+    def __init__(self, config: DecoderConfig, F: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.act(self.gate(x_BTD)) * self.up(x_BTD))
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        """Returns the gate [B, T, F] after its activation."""
+        return nnx.silu(x_BTF)
+
+
+class PlainMLP(nnx.Module):
+    """MLP without a gate, x [B, T, D] to [B, T, D]. Its activation is the square of the positive part
+    (arXiv:2109.08668), or what a family overrides it with."""
+
+    def __init__(self, config: DecoderConfig, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        self.up = Einsum("BTD,DF->BTF", config.axes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", config.axes, bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.act(self.up(x_BTD)))
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        """Returns the hidden activations [B, T, F]."""
+        return jnp.square(nnx.relu(x_BTF))
+
+
+class PreNormBlock(nnx.Module):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections.
+
+    Attributes:
+        attention_type, mlp_type, norm_type: the classes of the parts.
+        moe_type: the class of experts; None in a family without. The layers J have them, or all where J is not given.
+    """
+
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    mlp_type: ClassVar[Callable[..., Any]] = GatedMLP
+    moe_type: ClassVar[Callable[..., Any] | None] = None
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        if self.moe_type is not None and layer in config.axes.get("J", (layer,)):
+            self.moe = self.moe_type(config, dtype=dtype, keys=keys)
+        else:
+            self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = self.joined(x_BTD, y_BTD)
+        feed: Any = self.moe if hasattr(self, "moe") else self.mlp
+        return self.joined(x_BTD, feed(self.mlp_norm(x_BTD))), kv
+
+    def joined(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """Returns the hidden states with the output of a part."""
+        return x_BTD + y_BTD
+
+
+class SandwichBlock(PreNormBlock):
+    """One layer: attention and MLP, each between two norms, with residual connections."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        return x_BTD + self.post_mlp_norm(self.mlp(self.mlp_norm(x_BTD))), kv
+
+
+class PostNormBlock(nnx.Module):
+    """One layer: attention and MLP, each before a norm, with residual connections."""
+
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    mlp_type: ClassVar[Callable[..., Any]] = GatedMLP
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(x_BTD, step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        return x_BTD + self.post_mlp_norm(self.mlp(x_BTD)), kv

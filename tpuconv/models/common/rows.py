@@ -1,0 +1,144 @@
+"""Rows that the tables of many families have. `models/common/blocks.py` has the modules with these parameters."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tpuconv.mapping.table import Map, MappingTable, under
+
+ATTENTION = (
+    Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+    Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+    Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+)
+
+QKV_BIAS = (
+    Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H"),
+    Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H"),
+    Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H"),
+)
+
+O_BIAS = Map("self_attn.o_proj.bias", "attn.o.bias", "D")
+
+HEAD_NORMS = (
+    Map("self_attn.q_norm.weight", "attn.q_norm.scale", "H"),
+    Map("self_attn.k_norm.weight", "attn.k_norm.scale", "H"),
+)
+
+NORMS_OF_ALL_HEADS = (
+    Map("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
+    Map("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
+)
+
+PRE_NORMS = (
+    Map("input_layernorm.weight", "attn_norm.scale", "D"),
+    Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+)
+
+POST_NORMS = (
+    Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
+    Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D"),
+)
+
+PRE_NORM_BIASES = (
+    Map("input_layernorm.bias", "attn_norm.bias", "D"),
+    Map("post_attention_layernorm.bias", "mlp_norm.bias", "D"),
+)
+
+NORM_BIAS = Map("model.norm.bias", "norm.bias", "D")
+
+MLP = (
+    Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
+    Map("up_proj.weight", "up.kernel", "F D -> D F"),
+    Map("down_proj.weight", "down.kernel", "D F -> F D"),
+)
+
+MLP_BIAS = (
+    Map("gate_proj.bias", "gate.bias", "F"),
+    Map("up_proj.bias", "up.bias", "F"),
+    Map("down_proj.bias", "down.bias", "D"),
+)
+
+FUSED_MLP = (
+    Map("gate_up_proj.weight", ("gate.kernel", "up.kernel"), "(F + F) D -> D F, D F"),
+    Map("down_proj.weight", "down.kernel", "D F -> F D"),
+)
+
+PLAIN_MLP = (
+    Map("up_proj.weight", "up.kernel", "F D -> D F"),
+    Map("down_proj.weight", "down.kernel", "D F -> F D"),
+)
+
+PLAIN_MLP_BIAS = (
+    Map("up_proj.bias", "up.bias", "F"),
+    Map("down_proj.bias", "down.bias", "D"),
+)
+
+EXPERT_MLPS = (
+    Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
+)
+
+NUMBERED_EXPERT_MLPS = (
+    Map("experts.{E}.w1.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.w3.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.w2.weight", "down.kernel", "D M -> E M D"),
+)
+"""`EXPERT_MLPS` with the names of Mixtral."""
+
+SHARED = (
+    Map("gate_proj.weight", "gate.kernel", "W D -> D W"),
+    Map("up_proj.weight", "up.kernel", "W D -> D W"),
+    Map("down_proj.weight", "down.kernel", "D W -> W D"),
+)
+
+MTP_HEAD = (
+    Map("enorm.weight", "embed_norm.scale", "D"),
+    Map("hnorm.weight", "hidden_norm.scale", "D"),
+    # The kernel of the next token's embedding, then that of the hidden state.
+    Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
+    Map("shared_head.norm.weight", "norm.scale", "D"),
+)
+"""A layer for multi-token prediction, besides the rows of every layer (arXiv:2412.19437, section 2.2)."""
+
+MTP_IGNORE = {"model.layers.{U}.*": "predicts further tokens (MTP), which the model's own logits do not need"}
+MTP_COPIES = {
+    "model.layers.{U}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{U}.shared_head.head.weight": "lm_head.weight",
+}
+
+
+def when(condition: str, *rows: Map) -> tuple[Map, ...]:
+    """The rows under a condition, a property of the config."""
+    return tuple(replace(row, when=condition) for row in rows)
+
+
+def decoder_table(
+    *rows: Map,
+    others: tuple[Map, ...] = (),
+    ignore: Mapping[str, str] | None = None,
+    copies: Mapping[str, str] | None = None,
+) -> MappingTable:
+    """The table of a decoder: `rows` of each layer, without prefixes, and those of the embedding, the last norm and the
+    head.
+
+    Args:
+        rows: of each layer.
+        others: rows with their prefixes.
+        ignore, copies: as `MappingTable` has them, besides what all decoders have.
+    """
+    return MappingTable(
+        (
+            Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+            *under("model.layers.{L}", "layers.{L}", *rows),
+            *others,
+            Map("model.norm.weight", "norm.scale", "D"),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        ignore={
+            "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
+            **(ignore or {}),
+        },
+        copies={"lm_head.weight": "model.embed_tokens.weight", **(copies or {})},
+    )

@@ -1,0 +1,76 @@
+"""Configs of models in which some layers have sliding windows."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class WindowedConfig(DecoderConfig):
+    """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
+    absent, the layers from `max_window_layers` on."""
+
+    least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
+
+    use_sliding_window: bool
+    sliding_window: int | None
+    max_window_layers: int
+    layer_types: tuple[str, ...] | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.layer_types and self._window is None:
+            yield (
+                f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
+                f"sliding_window={self.sliding_window}"
+            )
+
+    @property
+    def _window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        if self.layer_types is not None:
+            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+
+
+@dataclass(frozen=True)
+class PatternConfig(DecoderConfig):
+    """A decoder with sliding windows in the layers with "sliding_attention" in `layer_types` or, if that is absent, in
+    all but every `full_every`-th layer."""
+
+    full_every: ClassVar[int]
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...] | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.kinds and self.sliding_window is None:
+            yield "layers have 'sliding_attention' with sliding_window=None"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(1, self.num_hidden_layers + 1)
+        return tuple("sliding_attention" if i % self.full_every else "full_attention" for i in layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)

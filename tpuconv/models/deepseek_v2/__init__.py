@@ -1,0 +1,1 @@
+"""DeepSeek V2 and V2-Lite."""

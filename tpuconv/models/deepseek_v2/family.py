@@ -1,0 +1,76 @@
+"""DeepSeek V2 and V2-Lite: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.rows import MLP, decoder_table
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """The keys of config.json. The weights of experts are never normalized, whatever `norm_topk_prob`."""
+
+    model_type: ClassVar[str] = "deepseek_v2"
+    only: ClassVar = {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,),
+        "num_nextn_predict_layers": (0,),
+        "rope_interleave": (True,),
+        "mlp_bias": (False,),
+    }
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    moe_intermediate_size: int = 1407
+    num_hidden_layers: int = 32
+    num_nextn_predict_layers: int = 0
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    n_routed_experts: int = 64
+    n_shared_experts: int | None = 2
+    routed_scaling_factor: float = 1.0
+    topk_method: str = "greedy"
+    n_group: int = 1
+    topk_group: int = 1
+    num_experts_per_tok: int = 6
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    max_position_embeddings: int = 2048
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`. Groups count only for the method that is limited by them, and null is as good as
+        absent."""
+        limited = raw.get("topk_method") == "group_limited_greedy"
+        unused = {"n_group", "topk_group"} if not limited else set()
+        nullable = {"n_group", "topk_group", "topk_method", "norm_topk_prob"}
+        return super().from_hf(
+            {key: x for key, x in raw.items() if key not in unused and not (key in nullable and x is None)}
+        )
+
+
+UNCORRECTED_EXPERTS = tuple(row for row in deepseek_v3.EXPERT_ROWS if not row.buffer)
+
+TABLE = decoder_table(
+    *deepseek_v3.ATTENTION_ROWS,
+    others=(
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *UNCORRECTED_EXPERTS),
+    ),
+)
+
+FAMILY = Family(
+    name="deepseek_v2",
+    summary="DeepSeek V2, V2-Lite, V2.5, Coder V2",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.deepseek_v2.modules:Model",
+    architectures={"DeepseekV2ForCausalLM": "deepseek_v2"},
+)

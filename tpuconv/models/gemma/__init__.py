@@ -1,0 +1,1 @@
+"""Gemma, the first version."""

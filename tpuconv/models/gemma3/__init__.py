@@ -1,0 +1,1 @@
+"""Gemma 3 with its vision tower, of which the text model is converted."""

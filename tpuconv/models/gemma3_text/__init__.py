@@ -1,0 +1,1 @@
+"""Gemma 3, the text model on its own."""

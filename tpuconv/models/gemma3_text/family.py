@@ -1,0 +1,68 @@
+"""Gemma 3, the text model on its own: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
+from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
+from tpuconv.models.gemma.family import BIASED_ATTENTION
+from tpuconv.models.gemma2 import family as gemma2
+from tpuconv.models.registry import Family
+
+GLOBAL_ROPE = Rope(theta=1e6)
+"""The rotary positions of layers that see all tokens, of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(gemma2.Config):
+    """The keys of config.json. Layers with a sliding window have rotary positions of their own, `local_rope`, which
+    older files describe by `rope_local_base_freq`."""
+
+    model_type: ClassVar[str] = "gemma3_text"
+    derived: ClassVar[frozenset[str]] = gemma2.Config.derived | {"local_rope"}
+    only: ClassVar = {**gemma2.Config.only, "attn_logit_softcapping": (None,)}
+
+    vocab_size: int = 262208
+    max_position_embeddings: int = 131072
+    rope: Rope = GLOBAL_ROPE
+    local_rope: Rope = PLAIN_ROPE
+    rope_local_base_freq: float = 1e4
+    sliding_window_pattern: int = 6
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: None = None
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        whole, local = (
+            cls.rope.theta if raw.get("rope_theta") is None else raw["rope_theta"],
+            raw.get("rope_local_base_freq"),
+        )
+        full = rope_of_layers(raw, "full_attention", whole, raw.get("rope_scaling"))
+        sliding = rope_of_layers(raw, "sliding_attention", cls.local_rope.theta if local is None else local)
+        return {
+            "rope": Rope.from_hf(full, cls.model_type, context),
+            "local_rope": Rope.from_hf(sliding, cls.model_type, context),
+        }
+
+    @property
+    def full_every(self) -> int:  # type: ignore[override]
+        """The last of as many layers sees all tokens."""
+        return self.sliding_window_pattern
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+
+
+TABLE = decoder_table(*gemma2.NORMS, *BIASED_ATTENTION, *HEAD_NORMS, *under("mlp", "mlp", *MLP))
+
+FAMILY = Family(
+    name="gemma3_text",
+    summary="Gemma 3, the text model on its own",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.gemma3_text.modules:Model",
+    architectures={"Gemma3ForCausalLM": "gemma3_text"},
+)

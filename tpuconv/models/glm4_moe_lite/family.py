@@ -1,0 +1,67 @@
+"""GLM-4.7-Flash: DeepSeek V3 with other sizes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """The keys of config.json. `mlp_layer_types` says which layers have experts; in files without it the first
+    `first_k_dense_replace` have none."""
+
+    model_type: ClassVar[str] = "glm4_moe_lite"
+
+    vocab_size: int = 154880
+    hidden_size: int = 2048
+    intermediate_size: int = 10240
+    moe_intermediate_size: int = 1536
+    num_hidden_layers: int = 47
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 20
+    n_routed_experts: int = 64
+    routed_scaling_factor: float = 1.8
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    num_experts_per_tok: int = 4
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        kinds = raw.get("mlp_layer_types")
+        if isinstance(kinds, list) and "first_k_dense_replace" not in raw:
+            raw = {
+                **raw,
+                "first_k_dense_replace": [*kinds, "sparse"].index("sparse") if "sparse" in kinds else len(kinds),
+            }
+        return super().from_hf(raw)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        kinds, dense = self.mlp_layer_types, self.first_k_dense_replace
+        if kinds is not None and kinds != ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense):
+            yield (
+                f"mlp_layer_types is not 'dense' for first_k_dense_replace={dense} layers, then 'sparse', for "
+                f"{self.num_hidden_layers} layers"
+            )
+
+
+TABLE = deepseek_v3.TABLE
+
+FAMILY = Family(
+    name="glm4_moe_lite",
+    summary="GLM-4.7-Flash",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.glm4_moe_lite.modules:Model",
+    architectures={"Glm4MoeLiteForCausalLM": "glm4_moe_lite"},
+)

@@ -1,0 +1,92 @@
+"""Granite 3, mixture of experts: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.granite import family as granite
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(granite.Config):
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
+
+    model_type: ClassVar[str] = "granitemoe"
+    only: ClassVar = {"mlp_bias": (False,)}
+
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        if cls is Config and raw.get("model_type") == "granitemoeshared":
+            return SharedConfig.from_hf(raw)  # type: ignore[return-value]  # a subclass of Config
+        return super().from_hf(raw)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        chosen, experts = self.num_experts_per_tok, self.num_local_experts
+        if chosen > experts:
+            yield f"num_experts_per_tok={chosen} is more than num_local_experts={experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether all tokens pass an MLP beside the experts."""
+        return False
+
+
+@dataclass(frozen=True)
+class SharedConfig(Config):
+    """Granite MoE with a shared expert."""
+
+    model_type: ClassVar[str] = "granitemoeshared"
+    least: ClassVar = {"shared_intermediate_size": 0}
+
+    shared_intermediate_size: int = 0
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "W": self.shared_intermediate_size}
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return bool(self.shared_intermediate_size)
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *under(
+        "block_sparse_moe",
+        "moe",
+        Map("router.layer.weight", "router.kernel", "E D -> D E"),
+        Map("input_linear.weight", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+        Map("output_linear.weight", "down.kernel", "E D M -> E M D"),
+    ),
+    *under(
+        "shared_mlp",
+        "moe.shared",
+        *when(
+            "has_shared_expert",
+            Map("input_linear.weight", ("gate.kernel", "up.kernel"), "(W + W) D -> D W, D W"),
+            Map("output_linear.weight", "down.kernel", "D W -> W D"),
+        ),
+    ),
+)
+
+FAMILY = Family(
+    name="granitemoe",
+    summary="Granite 3, mixture of experts",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.granitemoe.modules:Model",
+    architectures={"GraniteMoeForCausalLM": "granitemoe", "GraniteMoeSharedForCausalLM": "granitemoeshared"},
+)

@@ -1,0 +1,73 @@
+"""OLMoE: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    NORMS_OF_ALL_HEADS,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
+from tpuconv.models.qwen3_moe.family import MOE_ROWS
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
+
+    model_type: ClassVar[str] = "olmoe"
+
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+        if self.clip_qkv is not None and self.clip_qkv <= 0:
+            yield f"clip_qkv={self.clip_qkv} is not positive"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_experts, "M": self.intermediate_size}
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *NORMS_OF_ALL_HEADS,
+    *under("mlp", "moe", *MOE_ROWS),
+)
+
+FAMILY = Family(
+    name="olmoe",
+    summary="OLMoE-1B-7B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.olmoe.modules:Model",
+    architectures={"OlmoeForCausalLM": "olmoe"},
+)

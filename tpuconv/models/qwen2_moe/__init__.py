@@ -1,0 +1,1 @@
+"""Qwen1.5 and Qwen2, mixture of experts."""

@@ -1,0 +1,81 @@
+"""Qwen1.5 and Qwen2, mixture of experts: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, when
+from tpuconv.models.qwen3_moe import family as qwen3_moe
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(qwen3_moe.Config):
+    """The keys of config.json. Without `layer_types` every other layer below `max_window_layers` has the window, other
+    than in the dense Qwen2."""
+
+    model_type: ClassVar[str] = "qwen2_moe"
+    only: ClassVar = {"attention_bias": (False,)}
+    least: ClassVar = {"max_window_layers": 0, "sliding_window": 0}
+
+    intermediate_size: int = 5632
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    max_window_layers: int | None = 28
+    layer_types: tuple[str, ...] | None = None
+    qkv_bias: bool = True
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if "sliding_attention" in self.kinds and not (self.use_sliding_window and self.sliding_window):
+            yield (
+                f"layers have 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
+                f"sliding_window={self.sliding_window}"
+            )
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "W": self.shared_expert_intermediate_size}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        if self.layer_types is not None:
+            return self.layer_types
+        below = self.max_window_layers or 0 if self.use_sliding_window else 0
+        layers = range(self.num_hidden_layers)
+        return tuple("sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("qkv_bias", *QKV_BIAS),
+    others=qwen3_moe.mlp_rows(
+        *qwen3_moe.MOE_ROWS,
+        *under("shared_expert", "shared", *SHARED),
+        Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+    ),
+)
+
+FAMILY = Family(
+    name="qwen2_moe",
+    summary="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.qwen2_moe.modules:Model",
+    architectures={"Qwen2MoeForCausalLM": "qwen2_moe"},
+)
