@@ -93,7 +93,8 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "qwen2_moe-dense-layers"), "as deepseek_v3"),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
+    **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
 }
@@ -463,6 +464,118 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
     ),
     _case("granitemoe-none-shared", "granitemoeshared", **GRANITE, num_local_experts=4, attention_bias=True),
+    _case("minimax_m2-plain", head_dim=12, num_local_experts=6, num_experts_per_tok=3, rotary_dim=8),
+    _case(
+        "minimax_m2-many-experts",  # more than tokens
+        head_dim=10,
+        num_local_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case("starcoder2-plain", sliding_window=None),
+    _case(
+        "starcoder2-window",
+        sliding_window=5,
+        use_bias=False,
+        tie_word_embeddings=False,
+        rope_parameters=LINEAR,
+        num_hidden_layers=3,
+        norm_epsilon=1e-3,
+    ),
+    _case("nemotron-plain"),
+    _case(
+        "nemotron-biases",
+        head_dim=10,
+        attention_bias=True,
+        mlp_bias=True,
+        partial_rotary_factor=0.4,
+        tie_word_embeddings=True,
+        norm_eps=1e-3,
+        num_hidden_layers=3,
+    ),
+    _case("hunyuan_v1_dense-plain", head_dim=12),
+    _case(
+        "hunyuan_v1_dense-alpha",
+        head_dim=10,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        num_hidden_layers=3,
+    ),
+    _case("hunyuan_v1_moe-plain", head_dim=12, num_experts=6, moe_topk=3),
+    _case(
+        "hunyuan_v1_moe-many-experts",  # more than tokens
+        head_dim=10,
+        num_experts=90,
+        moe_topk=[4, 4],
+        intermediate_size=20,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    _case("ernie4_5-plain", head_dim=12, tie_word_embeddings=False),
+    _case("ernie4_5-biases", head_dim=10, use_bias=True, rope_parameters=LLAMA3, num_hidden_layers=3),
+    _case("ernie4_5_moe-plain", moe_num_experts=6, moe_k=3, moe_intermediate_size=20, num_hidden_layers=3),
+    _case(
+        "ernie4_5_moe-interval",  # more experts than tokens
+        moe_num_experts=90,
+        moe_k=4,
+        moe_intermediate_size=12,
+        moe_num_shared_experts=1,
+        moe_layer_interval=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        num_hidden_layers=4,
+        tie_word_embeddings=False,
+    ),
+    _case("apertus-plain"),
+    _case("apertus-biases", attention_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3, num_hidden_layers=3),
+    _case("smollm3-plain", num_hidden_layers=4, no_rope_layer_interval=2),
+    _case(
+        "smollm3-windows",
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=YARN,
+    ),
+    _case("exaone4-hybrid", sliding_window=5, sliding_window_pattern=2, num_hidden_layers=4, rope_parameters=LLAMA3),
+    _case(
+        "exaone4-full",
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        head_dim=10,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("olmo3-plain", num_key_value_heads=None, sliding_window=6, num_hidden_layers=4),
+    _case(
+        "olmo3-scaled",
+        sliding_window=5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    _case("cohere2-plain", sliding_window=5, num_hidden_layers=4),
+    _case(
+        "cohere2-biases",
+        sliding_window=6,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        logit_scale=0.3,
+        layer_norm_eps=1e-3,
+        rope_parameters=LINEAR,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -532,7 +645,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "llama4_text": "llama4"}
+COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo3": "olmo2", "llama4_text": "llama4"}
 """Families with a config or names of their own that run another one's modules."""
 
 
@@ -571,6 +684,8 @@ def hf_model(case: Case, seed: int = 0) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0, 0.3)
+            elif ".alpha_" in name:
+                parameter.uniform_(-1, 1)
             elif "embed_tokens" in name:
                 parameter.normal_(0, 0.25)  # the padding token's too, which is zero when new
         for name, buffer in model.named_buffers():

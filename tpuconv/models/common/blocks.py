@@ -17,8 +17,8 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, atte
 
 class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
-    is the factor of scores, by default H^-0.5, and `cap` their
-    soft limit. Biases are those of queries, keys and values, and that of the output."""
+    is the factor of scores, by default H^-0.5, and `cap` their soft limit. Biases are those of queries, keys and
+    values, and that of the output."""
 
     scale: float | None = None
     cap: float | None = None
@@ -155,3 +155,22 @@ class SandwichBlock(PreNormBlock):
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = x_BTD + self.post_attn_norm(y_BTD)
         return x_BTD + self.post_mlp_norm(self.mlp(self.mlp_norm(x_BTD))), kv
+
+
+class PostNormBlock(nnx.Module):
+    """One layer: attention and MLP, each before a norm, with residual connections."""
+
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    mlp_type: ClassVar[Callable[..., Any]] = GatedMLP
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(x_BTD, step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        return x_BTD + self.post_mlp_norm(self.mlp(x_BTD)), kv

@@ -27,12 +27,22 @@ NO_EFFECT = frozenset(
         # storage of weights, read by tpuconv.encodings.decode
         *("quantization_config", "compression_config"),
         # training
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "pretraining_tp"),
+        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
+        *("initializer_range", "pretraining_tp"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
         # generation, and options of the forward pass
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "max_length", "do_sample"),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "sep_token_id",
+            "eod_token_id",
+            "use_cache",
+            "max_length",
+            "do_sample",
+        ),
         *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
         *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
         *(
@@ -190,7 +200,7 @@ class DecoderConfig:
         faults = []
         for field, hint in _hints(type(self)):
             value, least = getattr(self, field.name), self.least.get(field.name, 1)
-            if int not in (hint, *get_args(hint)) or value is None:
+            if int not in (hint, *get_args(hint)) or not isinstance(value, int):
                 continue
             if value < least:
                 faults.append(f"{field.name}={value} is less than {least}")
@@ -215,6 +225,8 @@ class DecoderConfig:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
+        if self.rope.type == "dynamic" and self.rope_dim <= 2:
+            yield f"rotary positions of the type 'dynamic' need more than {self.rope_dim} dimensions"
         for name in ("short_factor", "long_factor"):
             if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
                 yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"

@@ -129,8 +129,12 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         centered = x.astype(jnp.float32)
         centered -= jnp.mean(centered, axis=tuple(range(-self.scale.ndim, 0)), keepdims=True)
-        y = normalize(centered, self.scale.ndim, self.eps) * self.scale[...].astype(jnp.float32)
+        y = normalize(centered, self.scale.ndim, self.eps) * self.stretch().astype(jnp.float32)
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+    def stretch(self) -> jax.Array:
+        """Returns what the normalized x is multiplied by."""
+        return self.scale[...]
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:

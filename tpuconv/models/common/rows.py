@@ -35,6 +35,18 @@ PRE_NORMS = (
     Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
 )
 
+POST_NORMS = (
+    Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
+    Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D"),
+)
+
+PRE_NORM_BIASES = (
+    Map("input_layernorm.bias", "attn_norm.bias", "D"),
+    Map("post_attention_layernorm.bias", "mlp_norm.bias", "D"),
+)
+
+NORM_BIAS = Map("model.norm.bias", "norm.bias", "D")
+
 MLP = (
     Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
     Map("up_proj.weight", "up.kernel", "F D -> D F"),
@@ -62,11 +74,18 @@ PLAIN_MLP_BIAS = (
     Map("down_proj.bias", "down.bias", "D"),
 )
 
-EXPERTS = (
+EXPERT_MLPS = (
     Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M"),
     Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M"),
     Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
 )
+
+NUMBERED_EXPERT_MLPS = (
+    Map("experts.{E}.w1.weight", "gate.kernel", "M D -> E D M"),
+    Map("experts.{E}.w3.weight", "up.kernel", "M D -> E D M"),
+    Map("experts.{E}.w2.weight", "down.kernel", "D M -> E M D"),
+)
+"""`EXPERT_MLPS` with the names of Mixtral."""
 
 SHARED = (
     Map("gate_proj.weight", "gate.kernel", "W D -> D W"),
@@ -74,7 +93,7 @@ SHARED = (
     Map("down_proj.weight", "down.kernel", "D W -> W D"),
 )
 
-MTP = (
+MTP_HEAD = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),
     # The kernel of the next token's embedding, then that of the hidden state.

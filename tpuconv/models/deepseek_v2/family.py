@@ -56,13 +56,13 @@ class Config(deepseek_v3.Config):
         )
 
 
-EXPERT_ROWS = tuple(row for row in deepseek_v3.EXPERT_ROWS if not row.buffer)
+UNCORRECTED_EXPERTS = tuple(row for row in deepseek_v3.EXPERT_ROWS if not row.buffer)
 
 TABLE = decoder_table(
     *deepseek_v3.ATTENTION_ROWS,
     others=(
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *UNCORRECTED_EXPERTS),
     ),
 )
 

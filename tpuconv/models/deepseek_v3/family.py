@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import EXPERTS, MLP, MTP, MTP_COPIES, MTP_IGNORE, SHARED, decoder_table, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
 from tpuconv.models.registry import Family
 
 
@@ -169,7 +169,7 @@ ATTENTION_ROWS = (
 EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
-    *EXPERTS,
+    *EXPERT_MLPS,
     *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
 )
 
@@ -178,7 +178,7 @@ TABLE = decoder_table(
     others=(
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
-        *under("model.layers.{U}", "mtp.{U}", *ATTENTION_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP),
+        *under("model.layers.{U}", "mtp.{U}", *ATTENTION_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP_HEAD),
     ),
     ignore=MTP_IGNORE,
     copies=MTP_COPIES,

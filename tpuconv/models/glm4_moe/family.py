@@ -11,8 +11,8 @@ from tpuconv.models.common.rows import (
     ATTENTION,
     HEAD_NORMS,
     MLP,
-    MTP,
     MTP_COPIES,
+    MTP_HEAD,
     MTP_IGNORE,
     PRE_NORMS,
     QKV_BIAS,
@@ -25,7 +25,7 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(PartialRopeConfig):
-    """The keys of config.json."""
+    """The keys of config.json. All files have `head_dim`, which does not follow from the width."""
 
     model_type: ClassVar[str] = "glm4_moe"
     least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}
@@ -38,7 +38,7 @@ class Config(PartialRopeConfig):
     num_nextn_predict_layers: int = 1
     num_attention_heads: int = 96
     num_key_value_heads: int | None = 8
-    head_dim: int | None = None
+    head_dim: int | None = 128
     n_routed_experts: int = 128
     n_shared_experts: int = 1
     routed_scaling_factor: float = 1.0
@@ -95,7 +95,7 @@ TABLE = decoder_table(
     others=(
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *EXPERT_ROWS),
-        *under("model.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP),
+        *under("model.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "moe", *EXPERT_ROWS), *MTP_HEAD),
     ),
     ignore=MTP_IGNORE,
     copies=MTP_COPIES,

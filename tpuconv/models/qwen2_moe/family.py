@@ -60,17 +60,15 @@ class Config(qwen3_moe.Config):
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
 
 
-MOE_ROWS = (
-    *qwen3_moe.MOE_ROWS,
-    *under("shared_expert", "shared", *SHARED),
-    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-)
-
 TABLE = decoder_table(
     *PRE_NORMS,
     *ATTENTION,
     *when("qkv_bias", *QKV_BIAS),
-    others=qwen3_moe.mlp_rows(*MOE_ROWS),
+    others=qwen3_moe.mlp_rows(
+        *qwen3_moe.MOE_ROWS,
+        *under("shared_expert", "shared", *SHARED),
+        Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+    ),
 )
 
 FAMILY = Family(

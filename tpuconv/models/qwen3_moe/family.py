@@ -10,7 +10,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
-    EXPERTS,
+    EXPERT_MLPS,
     HEAD_NORMS,
     MLP,
     O_BIAS,
@@ -103,7 +103,7 @@ class Config(DecoderConfig):
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
 
 
-MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERTS)
+MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
 
 
 def mlp_rows(*moe_rows: Map) -> tuple[Map, ...]:

@@ -30,7 +30,6 @@ class Config(DecoderConfig):
     attention_bias: bool = True
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    residual_dropout: float = 0.0
 
 
 TABLE = decoder_table(

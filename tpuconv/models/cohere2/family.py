@@ -1,0 +1,75 @@
+"""Cohere 2: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(PatternConfig):
+    """The keys of config.json. Without `layer_types` every `sliding_window_pattern`-th layer sees all tokens. Only
+    layers with the window have rotary positions."""
+
+    model_type: ClassVar[str] = "cohere2"
+    only: ClassVar = {
+        "use_parallel_block": (True,),
+        "use_gated_activation": (True,),
+        "use_qk_norm": (False,),
+        "rotary_pct": (1.0,),
+    }
+    hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
+
+    vocab_size: int = 256000
+    hidden_size: int = 8192
+    intermediate_size: int = 22528
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    logit_scale: float = 0.0625
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int = 4
+    layer_types: tuple[str, ...] | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        width, heads = self.hidden_size, self.num_attention_heads
+        if width % heads or self.head_dim not in (None, width // heads):
+            yield f"head_dim={self.head_dim} is not hidden_size={width} divided by num_attention_heads={heads}"
+
+    @property
+    def full_every(self) -> int:  # type: ignore[override]
+        """The last of as many layers sees all tokens."""
+        return self.sliding_window_pattern
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
+
+
+TABLE = decoder_table(
+    Map("input_layernorm.weight", "norm.scale", "D"),
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *under("mlp", "mlp", *MLP),
+)
+
+FAMILY = Family(
+    name="cohere2",
+    summary="Command R7B, Command A",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.cohere2.modules:Model",
+    architectures={"Cohere2ForCausalLM": "cohere2"},
+)

@@ -1,0 +1,88 @@
+"""ERNIE 4.5, mixture of experts: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, SHARED, decoder_table, when
+from tpuconv.models.ernie4_5 import family as dense
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(dense.Config):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "ernie4_5_moe"
+    only: ClassVar = {"use_bias": (False,)}
+    least: ClassVar = {"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_num_shared_experts": 0}
+
+    hidden_size: int = 2560
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = None
+    moe_intermediate_size: int = 1536
+    moe_k: int = 6
+    moe_num_experts: int = 64
+    moe_num_shared_experts: int = 2
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: int = -1
+    moe_layer_interval: int = 1
+    moe_norm_min: float = 1e-12
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.moe_k > self.moe_num_experts:
+            yield f"moe_k={self.moe_k} is more than moe_num_experts={self.moe_num_experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        layers, first, last = range(self.num_hidden_layers), self.moe_layer_start_index, self.moe_layer_end_index
+        last = self.num_hidden_layers - 1 if last == -1 else last
+        sparse = {i: None for i in layers if first <= i <= last and (i + 1) % self.moe_layer_interval == 0}
+        return {
+            **super().axes,
+            "E": self.moe_num_experts,
+            "M": self.moe_intermediate_size,
+            "W": self.moe_intermediate_size * self.moe_num_shared_experts,
+            "I": tuple(i for i in layers if i not in sparse),
+            "J": tuple(sparse),
+        }
+
+    @property
+    def unscannable(self) -> str:
+        return "its dense layers and those with experts have different parameters"
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether there are shared experts, which are stored as one MLP."""
+        return bool(self.moe_num_shared_experts)
+
+
+TABLE = decoder_table(
+    *dense.LAYER_ROWS,
+    others=(
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("moe_statics.e_score_correction_bias", "router.correction", "1 E -> E", buffer=True),
+            *EXPERT_MLPS,
+            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+        ),
+    ),
+    ignore={"*mtp*": "predicts further tokens (MTP), which the model's own logits do not need"},
+)
+
+FAMILY = Family(
+    name="ernie4_5_moe",
+    summary="ERNIE 4.5 21B-A3B, 300B-A47B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.ernie4_5_moe.modules:Model",
+    architectures={"Ernie4_5_MoeForCausalLM": "ernie4_5_moe"},
+)

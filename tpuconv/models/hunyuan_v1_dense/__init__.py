@@ -1,0 +1,1 @@
+"""Hunyuan, dense."""

@@ -1,0 +1,72 @@
+"""Hunyuan, dense: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PLAIN_ROPE, Rope, check_rope_keys
+from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "hunyuan_v1_dense"
+
+    vocab_size: int = 290943
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. The type `dynamic` with `alpha` means plain rotary positions with theta times
+        alpha^(H / (H - 2)); other parameters have no effect then."""
+        check_rope_keys(raw)
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        alpha = given.get("alpha")
+        if not alpha or given.get("rope_type", given.get("type")) != "dynamic":
+            return super().read_ropes(raw, context)
+        if type(alpha) not in (int, float) or not 0 < alpha <= LARGEST_ROPE_VALUE:
+            raise ConfigError(f"config.json: alpha={short(alpha)} of the rotary positions is not a positive number")
+        thetas = {key: value for key, value in [("rope_theta", given.get("rope_theta"))] if value is not None}
+        plain = super().read_ropes({"rope_theta": raw.get("rope_theta"), "rope_parameters": thetas}, context)["rope"]
+        width, heads = raw.get("hidden_size", cls.hidden_size), raw.get("num_attention_heads", cls.num_attention_heads)
+        head = raw.get("head_dim") or width // heads
+        if head <= 2:
+            raise ConfigError(f"config.json: alpha of the rotary positions needs a head_dim of more than {head}")
+        return {"rope": Rope(theta=plain.theta * alpha ** (head / (head - 2)))}
+
+
+LAYER_ROWS = (
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    Map("self_attn.query_layernorm.weight", "attn.q_norm.scale", "H"),
+    Map("self_attn.key_layernorm.weight", "attn.k_norm.scale", "H"),
+)
+
+TABLE = decoder_table(*LAYER_ROWS, *under("mlp", "mlp", *MLP))
+
+FAMILY = Family(
+    name="hunyuan_v1_dense",
+    summary="Hunyuan 0.5B to 7B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.hunyuan_v1_dense.modules:Model",
+    architectures={"HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense"},
+)

@@ -1,0 +1,82 @@
+"""MiniMax-M2: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, NORMS_OF_ALL_HEADS, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
+from tpuconv.models.registry import Family
+
+MINIMAX_ROPE = Rope(theta=5_000_000.0)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(PartialRopeConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert. `rotary_dim`, the number of dimensions
+    of a head with rotary positions, is the older form of `partial_rotary_factor`."""
+
+    model_type: ClassVar[str] = "minimax_m2"
+    only: ClassVar = {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",)}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MINIMAX_ROPE.theta}
+
+    vocab_size: int = 200064
+    hidden_size: int = 3072
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 62
+    num_attention_heads: int = 48
+    num_key_value_heads: int | None = 8
+    head_dim: int = 128
+    num_local_experts: int = 256
+    num_experts_per_tok: int = 8
+    max_position_embeddings: int = 196608
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = MINIMAX_ROPE
+    partial_rotary_factor: float = 1.0
+    rotary_dim: int | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        rotary, head = raw.get("rotary_dim"), raw.get("head_dim", cls.head_dim)
+        if type(rotary) is int and type(head) is int and head > 0 and raw.get("partial_rotary_factor") is None:
+            raw = {**raw, "partial_rotary_factor": rotary / head}
+        return super().from_hf(raw)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_local_experts:
+            yield (
+                f"num_experts_per_tok={self.num_experts_per_tok} is more than "
+                f"num_local_experts={self.num_local_experts}"
+            )
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *NORMS_OF_ALL_HEADS,
+    *under(
+        "block_sparse_moe",
+        "moe",
+        Map("gate.weight", "router.kernel", "E D -> D E"),
+        Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+        *NUMBERED_EXPERT_MLPS,
+    ),
+)
+
+FAMILY = Family(
+    name="minimax_m2",
+    summary="MiniMax-M2",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.minimax_m2.modules:Model",
+    architectures={"MiniMaxM2ForCausalLM": "minimax_m2"},
+)

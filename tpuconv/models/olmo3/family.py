@@ -1,0 +1,76 @@
+"""OLMo 3: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.models.common.rope import Rope, rope_of_layers
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.olmo2 import family as olmo2
+from tpuconv.models.registry import Family
+
+OLMO3_ROPE = Rope(theta=500_000.0)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(PatternConfig):
+    """The keys of config.json. Layers with a sliding window have rotary positions of their own, `local_rope`, without
+    the scaling of the others."""
+
+    model_type: ClassVar[str] = "olmo3"
+    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+    full_every: ClassVar[int] = 4
+
+    vocab_size: int = 50304
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = OLMO3_ROPE
+    local_rope: Rope = OLMO3_ROPE
+    attention_bias: bool = False
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. `rope_scaling` and `rope_theta` of older files are those of the layers that
+        see all tokens. transformers has the default theta for the others, so that another one is refused."""
+        theta = raw.get("rope_theta")
+        full = rope_of_layers(
+            raw, "full_attention", OLMO3_ROPE.theta if theta is None else theta, raw.get("rope_scaling")
+        )
+        sliding = rope_of_layers(raw, "sliding_attention", OLMO3_ROPE.theta)
+        nested = raw.get("rope_parameters") or {}
+        if nested and raw.get("rope_scaling"):
+            raise ConfigError("config.json has both rope_scaling and rope_parameters")
+        if theta not in (None, OLMO3_ROPE.theta) and not (nested.get("sliding_attention") or {}).get("rope_theta"):
+            raise UnsupportedConfig(f"rope_theta={short(theta)} is not implemented for olmo3, only {OLMO3_ROPE.theta}")
+        return {
+            "rope": Rope.from_hf(full, cls.model_type, context),
+            "local_rope": Rope.from_hf(sliding, cls.model_type, context),
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+
+
+TABLE = olmo2.TABLE
+
+FAMILY = Family(
+    name="olmo3",
+    summary="OLMo 3",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.olmo3.modules:Model",
+    architectures={"Olmo3ForCausalLM": "olmo3"},
+)

@@ -1,0 +1,86 @@
+"""SmolLM3: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.registry import Family
+
+SMOLLM3_ROPE = Rope(theta=2_000_000.0)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(PatternConfig):
+    """The keys of config.json. `no_rope_layers` has 1 for a layer WITH rotary positions; without it every
+    `no_rope_layer_interval`-th layer has none. Without `layer_types` those have the window, if it is used."""
+
+    model_type: ClassVar[str] = "smollm3"
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": SMOLLM3_ROPE.theta}
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: Rope = SMOLLM3_ROPE
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+
+    def contradictions(self) -> Iterator[str]:
+        if len(self.with_rope) != self.num_hidden_layers:
+            yield f"no_rope_layers has {len(self.with_rope)} entries for num_hidden_layers={self.num_hidden_layers}"
+            return
+        yield from super().contradictions()
+        if "sliding_attention" in self.kinds and not self.use_sliding_window:
+            yield "layers have 'sliding_attention' with use_sliding_window=False"
+
+    @property
+    def with_rope(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions."""
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers))
+        return tuple(i % self.no_rope_layer_interval != 0 for i in range(1, self.num_hidden_layers + 1))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        has_window = self.use_sliding_window and self.sliding_window is not None
+        return tuple("sliding_attention" if has_window and not rope else "full_attention" for rope in self.with_rope)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.rope if rope else None for rope in self.with_rope)
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *under("mlp", "mlp", *MLP),
+    *under("mlp", "mlp", *when("mlp_bias", *MLP_BIAS)),
+)
+
+FAMILY = Family(
+    name="smollm3",
+    summary="SmolLM3",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.smollm3.modules:Model",
+    architectures={"SmolLM3ForCausalLM": "smollm3"},
+)
