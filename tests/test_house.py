@@ -72,13 +72,20 @@ def test_files_are_short():
 
 
 SAME_NAME_IN_EACH_FAMILY = (
-    *("Config", "TABLE", "FAMILY"),
+    *("Config", "TABLE", "VARIANTS", "FAMILY"),
     *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "Model"),
 )
 """A family is read by itself, and its files have the same structure. `common` has what most families use, under the
 same names."""
 
-SAME_NAME_IN_EACH_TARGET = ("MODEL", "ATTENTION", "NORMS", "DENSE_MLP", "LLAMA", "GPT_OSS")
+SAME_NAME_IN_EACH_TARGET = (
+    "MODEL_PLACES",
+    "ATTENTION_PLACES",
+    "NORM_PLACES",
+    "MLP_PLACES",
+    "LLAMA_TREE",
+    "GPT_OSS_TREE",
+)
 """A target is read by itself too."""
 
 SAME_VALUE = ("CHUNK_BYTES",)

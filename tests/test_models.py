@@ -737,7 +737,6 @@ INVALID = {
     "latent head": ("deepseek_v3", {"head_dim": 128}, "head_dim=128 is not qk_rope_head_dim=64"),
     "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
     "sum of heads": ("deepseek_v3", {"qk_head_dim": 128}, "qk_head_dim=128 is not the sum"),
-    "tied twice": ("llama4", {"tie_word_embeddings": True}, "True outside text_config, False inside"),
     "text": ("llama4", {"text_config": 1}, "text_config=1 is not an object"),
     "null chunk": ("llama4", {"text_config": {"attention_chunk_size": None}}, "attention_chunk_size is null"),
     "few rope layers": ("llama4", {"text_config": {"no_rope_layers": [1]}}, "for each of 48 layers"),

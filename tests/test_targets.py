@@ -21,7 +21,7 @@ from tpuconv.names import expand
 from tpuconv.targets import registry
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
-from tpuconv.targets.target import Layers, Place, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Place, Target, Tree
 
 HELPERS = Path(__file__).parent / "helpers"
 LISTINGS = json.loads((HELPERS / "listings.json").read_text())
@@ -209,7 +209,7 @@ MINE = Target(
         "qwen3": Tree(
             {"embed.embedding": "tokens", "norm.scale": Place("last.norm", arithmetic=Plus(-1.0))},
             (
-                Layers(
+                LayerPlaces(
                     {
                         "attn_norm.scale": "norm_1",
                         "mlp_norm.scale": "norm_2",

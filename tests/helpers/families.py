@@ -64,10 +64,11 @@ class Case:
         from transformers import AutoConfig
 
         sizes = SIZES | dict(self.config)
-        if self.family == "llama4":
+        if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
+            vision = dict(VISION[self.family])
             return AutoConfig.for_model(
-                "llama4", text_config=sizes, vision_config=dict(LLAMA4_VISION), tie_word_embeddings=tied
+                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied
             )
         return AutoConfig.for_model(self.model_type, **sizes)
 
@@ -116,6 +117,28 @@ LLAMA4_VISION = {
     "projector_input_dim": 8,
     "projector_output_dim": 8,
 }
+SIGLIP_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3 = {
+    "head_dim": 10,
+    "num_hidden_layers": 3,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+}
+VISION: dict[str, dict[str, Any]] = {"llama4": LLAMA4_VISION, "gemma3": SIGLIP_VISION}
+"""The `vision_config` of families inside multimodal models."""
+
 DEEPSEEK = {
     "num_key_value_heads": None,
     "moe_intermediate_size": 20,
@@ -554,7 +577,7 @@ CASES: list[Case] = [
         rope_parameters=LINEAR,
     ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
-    _case("gemma-plain", head_dim=20, hidden_act="gelu"),
+    _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
     _case("gemma2-plain", head_dim=12, num_hidden_layers=3, sliding_window=5, query_pre_attn_scalar=40),
     _case(
@@ -582,6 +605,8 @@ CASES: list[Case] = [
             "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
         },
     ),
+    _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
+    _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
         "gemma3_text-pattern",
         head_dim=10,
@@ -645,11 +670,11 @@ def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    # Of llama4 the text model alone would be saved under other names than those of the released checkpoints.
-    auto = Llama4ForConditionalGeneration._from_config if case.family == "llama4" else AutoModelForCausalLM.from_config
+    # The text model alone would be saved under other names than those of the released checkpoints.
+    auto = (AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM).from_config
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()

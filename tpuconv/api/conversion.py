@@ -339,9 +339,11 @@ def _make_plan(
     report = family.check_config(source.config, options.allow_config, source.tensors)
     own_config, ignored = report.config, report.ignored
 
+    released = family.table_for(source.tensors)
+
     def for_target(target: Any) -> Any:
         names, forms = (family.name, source.config["model_type"]), (options.scan_layers, options.include_mtp)
-        return target_table(target, *names, family.table, own_config, scan_layers=forms[0], include_mtp=forms[1])
+        return target_table(target, *names, released, own_config, scan_layers=forms[0], include_mtp=forms[1])
 
     table, config = (table, own_config) if table is not None else for_target(target)
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)

@@ -76,8 +76,8 @@ def export(
         get_target(manifest.target),
         family.name,
         raw["model_type"],
-        family.table,
-        family.read_config(raw, manifest.allow_config),
+        family.table_of(manifest.variant),
+        family.read_config(raw, manifest.allow_config, manifest.source_names),
         scan_layers=manifest.scan_layers,
         include_mtp=manifest.include_mtp,
     )

@@ -87,6 +87,7 @@ CHECKPOINT_SCHEMA = {
         "shards": Each({"bytes": Size, "sha256": str | None}),
     },
     "family": str,
+    "variant": Optional(str),
     "options": {
         "dtype": str,
         "scan_layers": bool,
@@ -242,6 +243,11 @@ class Manifest:
         """The program that the checkpoint is for."""
         return str(self.raw["options"].get("target", OWN_TARGET))
 
+    @property
+    def source_names(self) -> set[str]:
+        """The names of the tensors that the arrays were made from."""
+        return {name for array in self.arrays.values() for name in array.sources}
+
     def check_own(self) -> None:
         """Checks that the tree is ours.
 
@@ -258,6 +264,11 @@ class Manifest:
     def family(self) -> str:
         """The name of the model's family."""
         return str(self.raw["family"])
+
+    @property
+    def variant(self) -> str:
+        """Which of the family's tables has the source's names: see `MappingTable.variant`."""
+        return str(self.raw.get("variant", ""))
 
     @property
     def scan_layers(self) -> bool:

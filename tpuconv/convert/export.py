@@ -36,7 +36,7 @@ from tpuconv.mapping.passthrough import Stored, split
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
-from tpuconv.sources.config import ENCODING_KEYS, encoding_of, with_encoding
+from tpuconv.sources.config import encoding_of, with_encoding, without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage import disk
@@ -73,7 +73,7 @@ class ExportTensor:
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json to export: the source's, without the description of an encoding that was undone."""
     raw = _source_config(manifest)
-    return raw if manifest.passthrough else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
+    return raw if manifest.passthrough else without_encoding(raw)
 
 
 def _source_config(manifest: Manifest) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def export(
 
     Args:
         manifest: of the checkpoint.
-        table: of the target that the checkpoint is for, from the released tensors.
+        table: of the target that the checkpoint is for, from the released tensors as the manifest's variant names them.
         config: the family's, made of `released_config`, with the letters of the table.
         out: the output folder.
         overwrite: replace an existing output of ours.

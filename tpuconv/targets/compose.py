@@ -19,7 +19,7 @@ from tpuconv.mapping.table import (
     WithAxes,
     row_indices,
 )
-from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 _LAYER = re.compile(r"layers\.\{(\w)\}\.")
 
@@ -72,7 +72,7 @@ def target_table(
                 hint="convert without --target" + (" or without --include-mtp" if include_mtp else ""),
             )
         rows += placed
-    return MappingTable(rows, ignore=table.ignore, copies=table.copies), config
+    return MappingTable(rows, ignore=table.ignore, copies=table.copies, variant=table.variant), config
 
 
 def same_parameters(
@@ -136,7 +136,7 @@ def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
     """The table with our own names between the target's root and leaf."""
     rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
-    return MappingTable(rows, ignore=table.ignore, copies=table.copies)
+    return MappingTable(rows, ignore=table.ignore, copies=table.copies, variant=table.variant)
 
 
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
@@ -196,7 +196,9 @@ class _Composer:
                 for place, letter_of_place in enumerate(PLACES[: self.period]):
                     yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
 
-    def _layer_row(self, row: Map, placed: "_Placed", layers: Layers, own: str, letter: str, place: str = "") -> Map:
+    def _layer_row(
+        self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, letter: str, place: str = ""
+    ) -> Map:
         """The row for the layers of one letter."""
         if own != letter:
             row = replace(

@@ -1,17 +1,17 @@
 """The models of github.com/jax-ml/jax-llm-examples: `Weights` of qwen3, llama3, llama4, gpt_oss, deepseek_r1_jax and
 kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays."""
 
-from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
-MODEL: Places = {"embed.embedding": "embedding", "norm.scale": "gamma_final", "lm_head.kernel": "lm_head"}
-ATTENTION: Places = {
+MODEL_PLACES: Places = {"embed.embedding": "embedding", "norm.scale": "gamma_final", "lm_head.kernel": "lm_head"}
+ATTENTION_PLACES: Places = {
     **{f"attn.{x}.kernel": f"attn.{x}" for x in "qkvo"},
     **{f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkvo"},
     "attn.q_norm.scale": "attn.q_gamma",
     "attn.k_norm.scale": "attn.k_gamma",
     "attn.sinks": "attn.sinks",
 }
-NORMS: Places = {
+NORM_PLACES: Places = {
     "attn_norm.scale": "attn_pre_gamma",
     "mlp_norm.scale": "attn_post_gamma",
     "moe_norm.scale": "attn_post_gamma",
@@ -35,20 +35,20 @@ def _experts(name: str) -> Places:
 
 def _tree(places: Places) -> Tree:
     """The tree of a model."""
-    return Tree(MODEL, (Layers(places, "layers.{L}"),))
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),))
 
 
-LLAMA = _tree(
+LLAMA_TREE = _tree(
     {
         **{f"attn.{x}.kernel": x for x in "qkvo"},
         **_mlp(""),
-        **NORMS,
+        **NORM_PLACES,
     }
 )
-GPT_OSS = _tree(
+GPT_OSS_TREE = _tree(
     {
-        **ATTENTION,
-        **NORMS,
+        **ATTENTION_PLACES,
+        **NORM_PLACES,
         "moe.router.kernel": "ffw.w_router",
         "moe.router.bias": "ffw.w_router_bias",
         ("moe.gate.kernel", "moe.up.kernel"): Place("ffw.we_gate_up", "E D M, E D M -> E D (M (1 + 1))"),
@@ -58,9 +58,9 @@ GPT_OSS = _tree(
     }
 )
 LATENT = Tree(
-    MODEL,
+    MODEL_PLACES,
     (
-        Layers(
+        LayerPlaces(
             {
                 **_mlp("mlp."),
                 **_experts("mlp"),
@@ -83,11 +83,11 @@ JAX_LLM_EXAMPLES = Target(
     summary="jax-llm-examples and engines built on it: load_pytree",
     loading="load_pytree(OUT, Weights.shardings(config))",
     trees={
-        "llama": LLAMA,
-        "qwen3": _tree({**ATTENTION, **NORMS, **_mlp("ffw.")}),
-        "qwen3_moe": _tree({**ATTENTION, **NORMS, **_experts("ffw")}),
-        "gpt_oss": GPT_OSS,
-        "llama4": _tree({**ATTENTION, **NORMS, **_mlp("mlp."), **_experts("mlp")}),
+        "llama": LLAMA_TREE,
+        "qwen3": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("ffw.")}),
+        "qwen3_moe": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")}),
+        "gpt_oss": GPT_OSS_TREE,
+        "llama4": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("mlp."), **_experts("mlp")}),
         "deepseek_v3": LATENT,
         "kimi_k2": LATENT,
     },

@@ -7,21 +7,21 @@ The value changes are those of its `checkpoint_conversion/utils/param_mapping.py
 from typing import Any
 
 from tpuconv.mapping.arithmetic import Times
-from tpuconv.targets.target import Layers, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
 
-MODEL: Places = {
+MODEL_PLACES: Places = {
     "embed.embedding": "token_embedder.embedding",
     "norm.scale": "decoder.decoder_norm.scale",
     "lm_head.kernel": "decoder.logits_dense.kernel",
 }
-NORMS: Places = {
+NORM_PLACES: Places = {
     "attn_norm.scale": "pre_self_attention_layer_norm.scale",
     "mlp_norm.scale": "post_self_attention_layer_norm.scale",
     "moe_norm.scale": "post_self_attention_layer_norm.scale",
 }
-DENSE_MLP: Places = {
+MLP_PLACES: Places = {
     "mlp.gate.kernel": "mlp.wi_0.kernel",
     "mlp.up.kernel": "mlp.wi_1.kernel",
     "mlp.down.kernel": "mlp.wo.kernel",
@@ -54,20 +54,20 @@ def _experts(name: str) -> Places:
 
 def _alike(places: Places, **changes: Any) -> Tree:
     """The tree of a model whose layers are all alike."""
-    return Tree(MODEL, (Layers(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
 
 
 def _periodic(places: Places, **changes: Any) -> Tree:
     """The tree of a model whose layers are alike at the same place of a period."""
-    return Tree(MODEL, (Layers(places, "decoder.layers_{L}", "decoder.layers.layers_{#}"),), **changes)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}"),), **changes)
 
 
-QWEN = _alike({**NORMS, **_attention(), **DENSE_MLP})
+QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
 
 SCALED: Places = {
-    **NORMS,
+    **NORM_PLACES,
     **_attention(),
-    **DENSE_MLP,
+    **MLP_PLACES,
     "attn.q.kernel": Place("self_attention.query.kernel", arithmetic=SCALED_QUERY),
 }
 PAIRS: Places = {
@@ -75,7 +75,7 @@ PAIRS: Places = {
     "attn.q.kernel": Place("self_attention.query.kernel", "D N (h + h) -> D N (h (1 + 1))", SCALED_QUERY),
     "attn.k.kernel": Place("self_attention.key.kernel", "D K (h + h) -> D K (h (1 + 1))"),
 }
-LLAMA = (
+LLAMA_TREE = (
     _alike(
         PAIRS,
         when=lambda config: config.rope.type == "llama3",
@@ -84,9 +84,9 @@ LLAMA = (
     _alike(SCALED),
 )
 
-GPT_OSS = _periodic(
+GPT_OSS_TREE = _periodic(
     {
-        **NORMS,
+        **NORM_PLACES,
         **_attention("GptOssAttention"),
         **_experts("GptOssMlp"),
         "attn.sinks": "GptOssAttention.sinks",
@@ -99,7 +99,7 @@ GPT_OSS = _periodic(
 )
 
 LATENT_ATTENTION: Places = {
-    **NORMS,
+    **NORM_PLACES,
     "attn.q_a.kernel": "self_attention.wq_a.kernel",
     "attn.q_a_norm.scale": "self_attention.q_norm.scale",
     ("attn.kv_a.kernel", "attn.k_rope.kernel"): Place("self_attention.wkv_a.kernel", "D C, D R -> D (C + R)"),
@@ -107,25 +107,25 @@ LATENT_ATTENTION: Places = {
     ("attn.k_b.kernel", "attn.v_b.kernel"): Place("self_attention.wkv_b.kernel", "C N P, C N H -> C N (P + H)"),
     "attn.o.kernel": "self_attention.out.kernel",
 }
-QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")
-BLOCK = "DeepSeekMoeBlock_0"
+QUERY_PARTS = ("attn.q_nope.kernel", "attn.q_rope.kernel")
+MOE_BLOCK = "DeepSeekMoeBlock_0"
 SHARED_EXPERTS: Places = {
-    **_experts(f"{BLOCK}.MoeBlock_0"),
+    **_experts(f"{MOE_BLOCK}.MoeBlock_0"),
     # In MaxText a collection of its own (MoEBiasVar), of which `from_pretrained` reads nothing. Both of its loaders
     # find the bias among the parameters.
-    "moe.router.correction": Place(f"{BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
-    "moe.shared.gate.kernel": f"{BLOCK}.shared_experts.wi_0.kernel",
-    "moe.shared.up.kernel": f"{BLOCK}.shared_experts.wi_1.kernel",
-    "moe.shared.down.kernel": f"{BLOCK}.shared_experts.wo.kernel",
+    "moe.router.correction": Place(f"{MOE_BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
+    "moe.shared.gate.kernel": f"{MOE_BLOCK}.shared_experts.wi_0.kernel",
+    "moe.shared.up.kernel": f"{MOE_BLOCK}.shared_experts.wi_1.kernel",
+    "moe.shared.down.kernel": f"{MOE_BLOCK}.shared_experts.wo.kernel",
 }
 
 
 def _latent(query: Place, **changes: Any) -> Tree:
     """The tree of a model with latent attention, of which the first layers are dense."""
-    own = {**LATENT_ATTENTION, QUERIES: query}
-    dense = Layers({**own, **DENSE_MLP}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
-    sparse = Layers({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")
-    return Tree(MODEL, (dense, sparse), **changes)
+    own = {**LATENT_ATTENTION, QUERY_PARTS: query}
+    dense = LayerPlaces({**own, **MLP_PLACES}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
+    sparse = LayerPlaces({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")
+    return Tree(MODEL_PLACES, (dense, sparse), **changes)
 
 
 DEEPSEEK = (
@@ -140,13 +140,13 @@ MAXTEXT = Target(
     summary="MaxText: pre-training, fine-tuning and RL; scanned layers or not",
     loading="load_parameters_path=OUT/0/items",
     trees={
-        "llama": LLAMA,
+        "llama": LLAMA_TREE,
         "mistral": _alike(SCALED),
         "qwen2": QWEN,
         "qwen3": QWEN,
-        "qwen3_moe": _alike({**NORMS, **_attention(), **_experts("moe_block")}),
+        "qwen3_moe": _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}),
         "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
-        "gpt_oss": GPT_OSS,
+        "gpt_oss": GPT_OSS_TREE,
         "deepseek_v3": DEEPSEEK,
         "kimi_k2": DEEPSEEK,
     },

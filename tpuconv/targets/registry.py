@@ -9,7 +9,7 @@ from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import UsageError
 from tpuconv.targets.target import OWN, Target
 
-GROUP = "tpuconv.targets"
+ENTRY_POINTS = "tpuconv.targets"
 """The group of entry points for targets."""
 
 TARGETS = {
@@ -23,7 +23,7 @@ TARGETS = {
 
 @cache
 def _plugins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (OWN_TARGET, *TARGETS)}
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in (OWN_TARGET, *TARGETS)}
 
 
 def target_names() -> list[str]:

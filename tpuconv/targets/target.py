@@ -37,7 +37,7 @@ ours."""
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerPlaces:
     """The layers of a tree.
 
     Attributes:
@@ -67,7 +67,7 @@ class Tree:
     """
 
     places: Places
-    layers: tuple[Layers, ...]
+    layers: tuple[LayerPlaces, ...]
     period: Callable[[Any], int] = lambda config: 1
     when: Callable[[Any], bool] = lambda config: True
     note: str = ""

@@ -1,13 +1,13 @@
 """Tunix (github.com/google/tunix), version 0.1.7: the trees of its models, as their `params.py` name them."""
 
-from tpuconv.targets.target import Layers, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Places, Target, Tree
 
-MODEL: Places = {
+MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
     "norm.scale": "final_norm.w",
     "lm_head.kernel": "lm_head.w",
 }
-ATTENTION: Places = {
+ATTENTION_PLACES: Places = {
     **{f"attn.{x}.kernel": f"attn.{x}_proj.w" for x in "qkvo"},
     "attn.q_norm.scale": "attn.q_norm.w",
     "attn.k_norm.scale": "attn.k_norm.w",
@@ -15,7 +15,7 @@ ATTENTION: Places = {
     "mlp_norm.scale": "post_attention_layernorm.w",
 }
 BIASES: Places = {f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkv"}
-DENSE_MLP: Places = {f"mlp.{x}.kernel": f"mlp.{x}_proj.kernel" for x in ("gate", "up", "down")}
+MLP_PLACES: Places = {f"mlp.{x}.kernel": f"mlp.{x}_proj.kernel" for x in ("gate", "up", "down")}
 ROUTED: Places = {
     "moe.router.kernel": "mlp.router.kernel",
     **{f"moe.{x}.kernel": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
@@ -24,7 +24,7 @@ ROUTED: Places = {
 
 def _tree(places: Places) -> Tree:
     """The tree of a model."""
-    return Tree(MODEL, (Layers(places, "layers.{L}"),))
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),))
 
 
 TUNIX = Target(
@@ -32,10 +32,10 @@ TUNIX = Target(
     summary="Tunix: fine-tuning and RL of Flax NNX models",
     loading="CheckpointManager(OUT).maybe_restore(model)",
     trees={
-        "llama": _tree({**ATTENTION, **DENSE_MLP}),
-        "qwen2": _tree({**ATTENTION, **BIASES, **DENSE_MLP}),
-        "qwen3": _tree({**ATTENTION, **DENSE_MLP}),
-        "qwen3_moe": _tree({**ATTENTION, **ROUTED}),
+        "llama": _tree({**ATTENTION_PLACES, **MLP_PLACES}),
+        "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}),
+        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}),
+        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}),
     },
     folder="0/model_params",
     leaf=".value",
