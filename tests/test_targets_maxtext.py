@@ -20,6 +20,10 @@ MODELS = {
     "gpt_oss": "gpt-oss-20b",
     "deepseek_v3": "deepseek3-671b",
     "kimi_k2": "kimi-k2-1t",
+    "deepseek_v2": "deepseek2-16b",
+    "olmo3": "olmo3-7b-pt",
+    "gemma2": "gemma2-9b",
+    "gemma3_text": "gemma3-4b",
 }
 EXPERTS = {"sparse_matmul": "false", "megablox": "false", "capacity_factor": -1}
 
@@ -27,6 +31,7 @@ EXPERTS = {"sparse_matmul": "false", "megablox": "false", "capacity_factor": -1}
 def settings(case: Case, config) -> dict[str, object]:
     """MaxText's settings of a model with this config."""
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     out = {
         "base_emb_dim": config.hidden_size,
         "base_num_query_heads": config.num_attention_heads,
@@ -37,7 +42,7 @@ def settings(case: Case, config) -> dict[str, object]:
         "vocab_size": config.vocab_size,
         "rope_max_timescale": int(rope["rope_theta"]),
         "logits_via_embedding": str(config.tie_word_embeddings).lower(),
-        "normalize_embedding_logits": "false",
+        "normalize_embedding_logits": str(case.family.startswith("gemma")).lower(),
         "logits_dot_in_fp32": "true",
         "normalization_layer_epsilon": config.rms_norm_eps,
     }
@@ -55,13 +60,19 @@ def settings(case: Case, config) -> dict[str, object]:
             "base_moe_mlp_dim": width,
             "num_experts_per_tok": config.num_experts_per_tok,
         }
+    if case.family == "gemma2":
+        out |= {"base_num_decoder_layers": config.num_hidden_layers // 2}  # MaxText counts pairs
+    if case.family == "gemma3_text":
+        out |= {"rope_linear_scaling_factor": 1.0}
+    if case.family in ("gemma2", "gemma3_text", "olmo3"):
+        out |= {"sliding_window_size": config.sliding_window}
     if case.family == "gpt_oss":
         out |= {
             "sliding_window_size": config.sliding_window,
             "rope_factor": int(rope["factor"]),
             "original_max_position_embeddings": rope["original_max_position_embeddings"],
         }
-    if case.family in ("deepseek_v3", "kimi_k2"):
+    if case.family in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
         out |= {
             "first_num_dense_layers": config.first_k_dense_replace,
             "q_lora_rank": config.q_lora_rank or 0,
@@ -73,8 +84,8 @@ def settings(case: Case, config) -> dict[str, object]:
             "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
             "shared_experts": config.n_shared_experts,
             "routed_scaling_factor": config.routed_scaling_factor,
-            "n_routing_groups": config.n_group if config.n_group > 1 else -1,
-            "topk_routing_group": config.topk_group if config.n_group > 1 else -1,
+            "n_routing_groups": config.n_group if (config.n_group or 1) > 1 else -1,
+            "topk_routing_group": config.topk_group if (config.n_group or 1) > 1 else -1,
             "rope_factor": int(rope["factor"]),
         }
     return out
@@ -90,6 +101,7 @@ LATENT = dict(BY_ID["deepseek_v3-groups"].config) | {
 }
 KIMI_ROPE = LATENT["rope_parameters"] | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0}
 KIMI = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 4}
 COMPARED = [
     BY_ID["llama-plain"],
     Case("llama-3.1", "llama", "llama", {"rope_parameters": LLAMA31, "max_position_embeddings": 131072}),
@@ -116,6 +128,18 @@ COMPARED = [
         written_as="kimi_k2",
     ),
     Case("deepseek_v3-plain-query", "deepseek_v3", "deepseek_v3", LATENT | {"q_lora_rank": None}),
+    Case(
+        "deepseek_v2-released",
+        "deepseek_v2",
+        "deepseek_v2",
+        {name: value for name, value in LATENT.items() if "group" not in name}
+        | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
+        | {"rope_parameters": LATENT["rope_parameters"] | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    # With YaRN MaxText applies it to the layers with a window too, transformers does not.
+    Case("olmo3-unscaled", "olmo3", "olmo3", {"num_hidden_layers": 4, "sliding_window": 6, "num_key_value_heads": 6}),
+    Case("gemma2-released", "gemma2", "gemma2", GEMMA),
+    Case("gemma3-released", "gemma3_text", "gemma3_text", GEMMA | {"num_hidden_layers": 8}),
 ]
 
 
@@ -132,8 +156,10 @@ def compared(tmp_path_factory):
         folder = base / case.id
         save(case, folder / "hf")
         model = hf_model(case)
-        if model.config.tie_word_embeddings:  # MaxText computes these logits with an embedding in bfloat16
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.bfloat16().float())
+        if model.config.tie_word_embeddings:  # MaxText computes these logits with its embedding in bfloat16
+            factor = model.config.hidden_size**0.5 if case.family.startswith("gemma") else 1.0
+            head = (model.lm_head.weight * factor).bfloat16().float() / factor
+            model.lm_head.weight = torch.nn.Parameter(head)
         with torch.no_grad():
             wanted[case.id] = model(torch.from_numpy(ids)).logits.numpy()
         for scan in (False, True):

@@ -46,6 +46,7 @@ LETTERS = {
     "R": "head dimension with rotary position",
     "h": "half of the head dimension, of which rotary position takes one element from each half",
     **{letter: f"layers at place {place} of each period of layers" for place, letter in enumerate("uvwxyz")},
+    "t": "layers after the last complete period",
 }
 
 UNIT = "1"

@@ -23,22 +23,23 @@ class Arithmetic(Protocol):
 
 @dataclass(frozen=True)
 class Times:
-    """A factor: the size of `letter`, to the power `power`, rounded to the dtype `rounded`."""
+    """A factor: the size of `letter`, to the power `power`, in float32 or rounded to the dtype of the values."""
 
     letter: str
     power: float
-    rounded: str = "float32"
+    in_their_dtype: bool = False
 
     def apply(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """Multiplies."""
-        return (values.astype(np.float32) * self._factor(sizes, self.power)).astype(values.dtype)
+        return (values.astype(np.float32) * self._factor(values, sizes)).astype(values.dtype)
 
     def undo(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """Divides."""
-        return (values.astype(np.float32) / self._factor(sizes, self.power)).astype(values.dtype)
+        return (values.astype(np.float32) / self._factor(values, sizes)).astype(values.dtype)
 
-    def _factor(self, sizes: Mapping[str, int], power: float) -> np.float32:
-        return np.float32(np.dtype(self.rounded).type(sizes[self.letter] ** power))
+    def _factor(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.float32:
+        factor = sizes[self.letter] ** self.power
+        return np.float32(values.dtype.type(factor) if self.in_their_dtype else factor)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tpuconv.mapping.table import (
     LAYERS,
     MTP,
     PLACES,
+    REST,
     Binding,
     HasAxes,
     Map,
@@ -56,9 +57,8 @@ def target_table(
         table = table.stack_layers() if scan_layers else table
         return (table, config) if target.name == OWN_TARGET else (_renamed(table, target), config)
     tree = find_tree(target, family, model_type, config)
-    period = tree.period(config) if scan_layers else 1
-    config = WithAxes(config, {**config.axes, **_own_letters(config, period)})
-    composer = _Composer(target, tree, period, scan_layers)
+    config = WithAxes(config, {**config.axes, **_own_letters(config, tree, scan_layers)})
+    composer = _Composer(target, tree, tree.period if scan_layers else 1, scan_layers)
     rows: list[Map] = []
     own = [
         row for row in table if (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
@@ -109,8 +109,9 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     )
 
 
-def _own_letters(config: HasAxes, period: int) -> dict[str, Any]:
-    """Half of the head dimension, and the layers at each place of a period."""
+def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
+    """Half of the head dimension, the layers at each place of a period, and those after the last period."""
+    period = tree.period
     axes = config.axes
     head = axes.get("H")
     half = {"h": head // 2} if isinstance(head, int) else {}
@@ -118,11 +119,19 @@ def _own_letters(config: HasAxes, period: int) -> dict[str, Any]:
         return half
     layers = axes[LAYERS]
     numbers = range(layers) if isinstance(layers, int) else layers
-    if len(numbers) % period:
+    whole = len(numbers) // period * period
+    has_rest = any(layers.rest for layers in tree.layers)
+    if len(numbers) > whole and (scan or _by_place(tree)) and not has_rest:
         raise UnsupportedConfig(
-            f"--scan-layers: {len(numbers)} layers are not a whole number of periods of {period}", hint="leave it out"
+            f"{len(numbers)} layers are not a whole number of periods of {period}",
+            hint="leave out --scan-layers" if scan else "convert without --target",
         )
-    return half | {PLACES[i]: list(numbers[i::period]) for i in range(period)}
+    return half | {PLACES[i]: list(numbers[i:whole:period]) for i in range(period)} | {REST: list(numbers[whole:])}
+
+
+def _by_place(tree: Tree) -> bool:
+    """Whether layers have names by their place in a period even where they are not scanned."""
+    return any(layers.letter in PLACES for layers in tree.layers)
 
 
 def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
@@ -190,22 +199,20 @@ class _Composer:
             names = tuple(name.removeprefix(layer[0]) for name in row.jax_names)
             if (placed := _find(layers.places, names)) is None:
                 continue
-            if self.period == 1:
+            if self.period == 1 or layers.letter in PLACES:
                 yield self._layer_row(row, placed, layers, own, letter)
             else:
                 for place, letter_of_place in enumerate(PLACES[: self.period]):
                     yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
+                if layers.rest:
+                    row = _with_letter(row, own, REST)
+                    yield self._row(row, placed, layers.rest.replace("{#L}", f"{{#{REST}}}") + ".")
 
     def _layer_row(
         self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, letter: str, place: str = ""
     ) -> Map:
         """The row for the layers of one letter."""
-        if own != letter:
-            row = replace(
-                row,
-                hf=tuple(name.replace(f"{{{own}}}", f"{{{letter}}}") for name in row.hf_names),
-                jax=tuple(name.replace(f"{{{own}}}", f"{{{letter}}}") for name in row.jax_names),
-            )
+        row = _with_letter(row, own, letter)
         if self.scan:
             return self._row(row, placed, f"{layers.stacked.replace('{#}', place)}.", letter)
         return self._row(row, placed, layers.apart.replace(f"{{{layers.letter}}}", f"{{{letter}}}") + ".")
@@ -229,6 +236,12 @@ class _Composer:
         axis = self.target.layer_axis if place.layer_axis is None else place.layer_axis
         assert axis is not None
         return axis
+
+
+def _with_letter(row: Map, letter: str, other: str) -> Map:
+    """The row for other layers."""
+    names = [tuple(name.replace(f"{{{letter}}}", f"{{{other}}}") for name in x) for x in (row.hf_names, row.jax_names)]
+    return replace(row, hf=names[0], jax=names[1])
 
 
 _Placed = list[tuple[tuple[int, ...], Place]]

@@ -4,9 +4,10 @@ The value changes are those of its `checkpoint_conversion/utils/param_mapping.py
 1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from tpuconv.mapping.arithmetic import Times
+from tpuconv.mapping.arithmetic import Plus, Times
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
@@ -57,9 +58,10 @@ def _alike(places: Places, **changes: Any) -> Tree:
     return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
 
 
-def _periodic(places: Places, **changes: Any) -> Tree:
+def _periodic(period: int, places: Places, rest: str = "") -> Tree:
     """The tree of a model whose layers are alike at the same place of a period."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}"),), **changes)
+    layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}", rest=rest)
+    return Tree(MODEL_PLACES, (layers,), period)
 
 
 QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
@@ -85,6 +87,7 @@ LLAMA_TREE = (
 )
 
 GPT_OSS_TREE = _periodic(
+    2,
     {
         **NORM_PLACES,
         **_attention("GptOssAttention"),
@@ -95,7 +98,76 @@ GPT_OSS_TREE = _periodic(
         "moe.up.bias": "GptOssMlp.wi_1_bias",
         "moe.down.bias": "GptOssMlp.wo_bias",
     },
-    period=lambda config: 2,
+)
+
+OLMO3 = _periodic(
+    4,
+    {
+        **_attention("attention"),
+        **MLP_PLACES,
+        "attn.q_norm.scale": Place("attention.query_norm.scale", "N H -> (N H)"),
+        "attn.k_norm.scale": Place("attention.key_norm.scale", "K H -> (K H)"),
+        "post_attn_norm.scale": "post_self_attention_layer_norm.scale",
+        "post_mlp_norm.scale": "post_mlp_layer_norm.scale",
+    },
+)
+
+GEMMA_NORMS = {
+    "attn_norm": "pre_self_attention_norm",
+    "post_attn_norm": "post_self_attention_norm",
+    "mlp_norm": "pre_ffw_norm",
+    "post_mlp_norm": "post_ffw_norm",
+}
+
+
+def _gemma(tree: Tree, factor: Times) -> Tree:
+    """The tree of a Gemma, whose norms hold 1 + w, and whose embedding is multiplied by sqrt(D)."""
+    embedding = Place("token_embedder.embedding", arithmetic=factor)
+    norm = Place("decoder.decoder_norm.scale", arithmetic=Plus(1.0))
+    return replace(
+        tree,
+        places={"embed.embedding": embedding, "norm.scale": norm},
+        note="give the vocab_size of config.json: MaxText's own is padded or cut",
+    )
+
+
+def _gemma2_layer(kind: str) -> Places:
+    """The places of one of the two layers of a period."""
+    attention = {ours: name for ours, name in _attention(f"self_attention_{kind}").items() if "norm" not in str(ours)}
+    return {
+        **attention,
+        "attn.q.kernel": Place(f"self_attention_{kind}.query.kernel", arithmetic=SCALED_QUERY),
+        **{ours: str(name).replace("mlp.", f"mlp_{kind}.") for ours, name in MLP_PLACES.items()},
+        **{f"{x}.scale": Place(f"{name}_{kind}.scale", arithmetic=Plus(1.0)) for x, name in GEMMA_NORMS.items()},
+    }
+
+
+GEMMA2 = _gemma(
+    Tree(
+        {},
+        (
+            LayerPlaces(_gemma2_layer("local"), "decoder.layers_{#u}", "decoder.layers", "u"),
+            LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#v}", "decoder.layers", "v"),
+        ),
+        period=2,
+        when=lambda config: config.head_dim == config.query_pre_attn_scalar,
+    ),
+    Times("D", 0.5),
+)
+
+GEMMA3 = _gemma(
+    _periodic(
+        6,
+        {
+            **_attention(),
+            **MLP_PLACES,
+            **{f"{x}.scale": Place(f"{name}.scale", arithmetic=Plus(1.0)) for x, name in GEMMA_NORMS.items()},
+            "attn.q_norm.scale": Place("self_attention.query_norm.scale", arithmetic=Plus(1.0)),
+            "attn.k_norm.scale": Place("self_attention.key_norm.scale", arithmetic=Plus(1.0)),
+        },
+        rest="decoder.layers_remainder.layers_{#L}",
+    ),
+    Times("D", 0.5, in_their_dtype=True),
 )
 
 LATENT_ATTENTION: Places = {
@@ -147,6 +219,11 @@ MAXTEXT = Target(
         "qwen3_moe": _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}),
         "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
         "gpt_oss": GPT_OSS_TREE,
+        "olmo3": OLMO3,
+        "gemma2": GEMMA2,
+        "gemma3_text": GEMMA3,
+        "gemma3": GEMMA3,
+        "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
         "kimi_k2": DEEPSEEK,
     },

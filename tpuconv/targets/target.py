@@ -45,13 +45,17 @@ class LayerPlaces:
         apart: what stands before the names of one layer. `{L}` is the number of the layer, `{#J}` its place among the
             layers of the letter J.
         stacked: what stands before the names of scanned layers; `{#}` is the place in a period.
-        letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts.
+        letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, u
+            for the first of each period.
+        rest: what stands before the names of a layer after the last complete period, if the others are scanned. If
+            empty, there must be none.
     """
 
     places: Places
     apart: str
     stacked: str = ""
     letter: str = "L"
+    rest: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,14 @@ class Tree:
     Attributes:
         places: of the parameters outside of the layers.
         layers: all layers, or each kind of layers.
-        period: from the config, how many layers repeat; scanned layers are stacked for each place of a period.
+        period: how many layers repeat; scanned layers are stacked for each place of a period.
         when: whether the tree is that of a config. The first that is counts.
         note: what a user must know to load it.
     """
 
     places: Places
     layers: tuple[LayerPlaces, ...]
-    period: Callable[[Any], int] = lambda config: 1
+    period: int = 1
     when: Callable[[Any], bool] = lambda config: True
     note: str = ""
 
