@@ -6,8 +6,8 @@ encoded. One row of the table is in memory at a time.
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import prod
@@ -26,6 +26,8 @@ from tpuconv.checkpoint.reader import (
     read_checkpoint_config,
 )
 from tpuconv.convert.run import RunProgress
+from tpuconv.convert.serving import WeightGroup, quantized_row
+from tpuconv.convert.serving import encoding as describe_encoding
 from tpuconv.convert.strided import copy_strided
 from tpuconv.encodings.passthrough import pack, unrefine
 from tpuconv.encodings.scheme import Scheme
@@ -102,8 +104,8 @@ def export(
         OutputError: `out` exists, and must not be replaced.
         ResourceError: there is too little disk space.
     """
-    rows = list(_rows(manifest, table, config))
-    shards = _shards([tensor for _, tensors in rows for tensor in tensors])
+    rows, encoding = _rows(manifest, table, config)
+    shards = _shards([tensor for row in rows for tensor in row.tensors])
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     facts = {
         "format": MANIFEST_FORMAT,
@@ -124,7 +126,7 @@ def export(
             check_contents(manifest, manifest.arrays)
             files: dict[str, Any] = {}
             yield from _write(manifest, rows, shards, journal.staging, total, files)
-            _write_index_and_companions(manifest, shards, journal.staging, total, files)
+            _write_index_and_companions(manifest, shards, journal.staging, total, files, encoding)
             manifest.check_current()
             source = dict(manifest.raw["source"])
             manifest_facts = facts | {
@@ -151,39 +153,77 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> Iterator[tuple[Binding, list[ExportTensor]]]:
-    """Yields every inverse row with the tensors that it makes."""
+@dataclass(frozen=True)
+class ExportRow:
+    """An inverse row with the tensors that it makes. `repeats` says how often the values of an array are repeated along
+    every axis before."""
+
+    inverse: Binding
+    tensors: Sequence[ExportTensor]
+    repeats: Mapping[str, Shape] = field(default_factory=dict)
+
+
+def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> tuple[list[ExportRow], dict[str, Any] | None]:
+    """Every inverse row, and the description for config.json of what is quantized by rules."""
     manifest.check_complete()
-    if manifest.quantization is not None and manifest.is_rounded:
-        raise UsageError(
-            f"{manifest.folder} is quantized, with {manifest.quantization['name']}: its values are not the source's",
-            hint="export the checkpoint that it was made from",
-        )
-    known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
+    rows: list[ExportRow] = []
+    groups: dict[WeightGroup, list[str]] = {}
+    plain: list[str] = []
     part = get_target(manifest.target).part
+    quantized = manifest.quantization["parameters"] if manifest.quantization and manifest.is_rounded else {}
     own_table = table.stack_layers() if manifest.scan_layers else table
     for binding in own_table.bind(config, manifest.include_mtp):
-        if facts := manifest.passthrough.get(binding.dst[0].names[0]):
-            scheme = known.get(facts["kept"])
-            if scheme is None or len(facts["stored"]) != len(binding.src):
-                raise CorruptOutput(
-                    f"{manifest.folder}: config.json and the manifest do not agree on how {binding.src[0].names[0]} "
-                    "was stored",
-                    hint="convert the checkpoint again",
-                )
-            if scheme.tensor_scale:
-                raise UsageError(
-                    f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
-                    "multiplied, and cannot be separated again",
-                    hint="take the source; or convert it with --encoding dequantize, and export that",
-                )
-            stored = [Stored.from_json(each) for each in facts["stored"]]
-            yield from _passthrough_rows(manifest, binding, scheme, stored, part)
-        else:
-            _check_inverse(manifest, binding)
-            dtype = SAFETENSORS_DTYPES[manifest.arrays[binding.dst[0].names[0]].dtype]
-            tensors = [ExportTensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
-            yield binding.inverse, tensors
+        if not any(stack.names[0] in quantized for stack in binding.dst):
+            rows += [ExportRow(*row) for row in _plain_rows(manifest, binding, part)]
+            plain += _linear_modules(binding)
+            continue
+        row = quantized_row(manifest, binding, part)
+        _check_inverse(manifest, row.qvalues.inverse)
+        for inverse, tensors, repeats in (
+            (row.qvalues, row.of_qvalues, {}),
+            (row.scales, row.of_scales, row.repeats),
+        ):
+            made = [ExportTensor(t.name, t.dtype, t.shape, t.of, t.make) for t in tensors]
+            rows.append(ExportRow(inverse, made, repeats))
+        groups.setdefault(row.group, []).extend(row.modules)
+    return rows, describe_encoding(groups, plain) if quantized else None
+
+
+def _linear_modules(binding: Binding) -> list[str]:
+    """The modules of a row that are matrices, besides embeddings."""
+    return [
+        name.removesuffix(".weight")
+        for name, shape in binding.src_shapes().items()
+        if len(shape) == 2 and name.endswith(".weight") and "embed" not in name
+    ]
+
+
+def _plain_rows(
+    manifest: Manifest, binding: Binding, part: Callable[[str, str], str]
+) -> Iterator[tuple[Binding, list[ExportTensor]]]:
+    """Yields the inverse rows of parameters that are plain, or encoded as they were released."""
+    known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
+    if facts := manifest.passthrough.get(binding.dst[0].names[0]):
+        scheme = known.get(facts["kept"])
+        if scheme is None or len(facts["stored"]) != len(binding.src):
+            raise CorruptOutput(
+                f"{manifest.folder}: config.json and the manifest do not agree on how {binding.src[0].names[0]} "
+                "was stored",
+                hint="convert the checkpoint again",
+            )
+        if scheme.tensor_scale:
+            raise UsageError(
+                f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
+                "multiplied, and cannot be separated again",
+                hint="take the source; or convert it with --encoding dequantize, and export that",
+            )
+        stored = [Stored.from_json(each) for each in facts["stored"]]
+        yield from _passthrough_rows(manifest, binding, scheme, stored, part)
+    else:
+        _check_inverse(manifest, binding)
+        dtype = SAFETENSORS_DTYPES[manifest.arrays[binding.dst[0].names[0]].dtype]
+        tensors = [ExportTensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
+        yield binding.inverse, tensors
 
 
 def _check_inverse(manifest: Manifest, binding: Binding) -> None:
@@ -247,7 +287,7 @@ def _shards(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
 
 def _write(
     manifest: Manifest,
-    rows: list[tuple[Binding, list[ExportTensor]]],
+    rows: list[ExportRow],
     shards: list[list[ExportTensor]],
     folder: Path,
     total: int,
@@ -265,26 +305,26 @@ def _write(
         files[name] = file.facts()
 
 
-def _produce(
-    manifest: Manifest, rows: list[tuple[Binding, list[ExportTensor]]]
-) -> Iterator[tuple[ExportTensor, np.ndarray]]:
-    for binding, tensors in rows:
-        arrays = binding(partial(_read_array, manifest, binding.inverse))
-        for tensor in tensors:
-            values = tensor.make(_contiguous(arrays[tensor.of], manifest, binding))
+def _produce(manifest: Manifest, rows: list[ExportRow]) -> Iterator[tuple[ExportTensor, np.ndarray]]:
+    for row in rows:
+        arrays = row.inverse(partial(_read_array, manifest, row))
+        for tensor in row.tensors:
+            values = tensor.make(_contiguous(arrays[tensor.of], manifest, row.inverse))
             if (values.shape, values.nbytes) != (tensor.shape, tensor.nbytes):
                 raise OutputError(f"{tensor.name} would be {values.shape}, not {tensor.shape}: a bug of tpuconv")
             yield tensor, values
 
 
-def _read_array(manifest: Manifest, binding: Binding, name: str) -> np.ndarray:
+def _read_array(manifest: Manifest, row: ExportRow, name: str) -> np.ndarray:
     """An array of the checkpoint, without the changes that its row makes, as unsigned integers: these are faster to
     move than floats and keep every bit."""
     array = manifest.arrays[name]
     values = np.empty(array.shape, np.dtype(array.dtype))
     read_box(manifest, name, tuple(slice(0, n) for n in array.shape), values)
-    if (change := binding.arithmetic.get(name)) is not None:
-        values = change.undo(values, binding.sizes)
+    if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
+        values = change.undo(values, row.inverse.sizes)
+    for axis, count in enumerate(row.repeats.get(name, ())):
+        values = values if count == 1 else np.repeat(values, count, axis)
     return values.view(f"u{values.itemsize}")
 
 
@@ -311,9 +351,15 @@ def _header(shard: list[ExportTensor]) -> bytes:
 
 
 def _write_index_and_companions(
-    manifest: Manifest, shards: list[list[ExportTensor]], folder: Path, total: int, files: dict[str, Any]
+    manifest: Manifest,
+    shards: list[list[ExportTensor]],
+    folder: Path,
+    total: int,
+    files: dict[str, Any],
+    encoding: dict[str, Any] | None,
 ) -> None:
-    """Writes the index and the files that go with the weights, and adds them to `files`."""
+    """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
+    `encoding`."""
 
     def write(name: str, text: str) -> None:
         disk.write_file(folder / name, text.encode())
@@ -324,6 +370,8 @@ def _write_index_and_companions(
         weight_map: Mapping[str, str] = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
         write(INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     config = released_config(manifest)
+    if encoding is not None:
+        config = without_encoding(config) | {"quantization_config": encoding}
     undone = not manifest.passthrough  # what is exported is not encoded any more
     for name, facts in companions_of(manifest).items():
         if undone and name == ENCODING_FILE:
