@@ -26,3 +26,6 @@ compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 compiled_sum = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
 """Compiles a loop whose sums may be added up in any order; quotients stay as IEEE has them."""
+
+compiled_fused = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+"""Compiles a loop in which a product and a sum are one operation with one rounding (FMA)."""

@@ -123,6 +123,7 @@ def convert(
     allow_nonfinite: bool = False,
     allow_config: Sequence[str] = (),
     target: str = "tpuconv",
+    adapter: Sequence[str] = (),
     overwrite: bool = False,
     check: bool = False,
     max_memory: int | None = None,
@@ -146,6 +147,7 @@ def convert(
         allow_nonfinite: accept NaN and infinite values, and scales of 0.
         allow_config: keys of config.json that are not supported, to convert as if they were not there.
         target: the program that the output is for, one of `tpuconv.targets.registry.target_names()`.
+        adapter: folders or Hub ids of LoRA adapters to merge, each perhaps with a weight: `my-lora:0.5`.
         overwrite: replace an output of tpuconv in `out`; it stays complete until the new one is.
         check: if the output is there already, read all of it and compare checksums.
         max_memory: budget in bytes; 60% of the machine's by default.
@@ -159,10 +161,14 @@ def convert(
     from tpuconv.checkpoint.manifest import OWN_TARGET
     from tpuconv.convert.plan.types import Options
     from tpuconv.convert.sizing import Limits
+    from tpuconv.sources.adapter import read_adapter
     from tpuconv.sources.damaged import DamagedDownload
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target)
+    adapters = tuple(map(read_adapter, adapter))
+    options = Options(
+        dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target, adapters
+    )
     limits = Limits.of_this_machine(jobs, max_memory)
     fetched_again: set[tuple[Path, ...]] = set()
     while True:
@@ -192,6 +198,7 @@ def plan(
     allow_nonfinite: bool = False,
     allow_config: Sequence[str] = (),
     target: str = "tpuconv",
+    adapter: Sequence[str] = (),
     max_memory: int | None = None,
     jobs: int | None = None,
     progress: Listener = ignore,
@@ -203,9 +210,13 @@ def plan(
         TpuconvError: the source cannot be read or its architecture is not supported.
     """
     from tpuconv.convert.plan.types import Options
+    from tpuconv.sources.adapter import read_adapter
 
     rules = find_rules(quantize, encoding)
-    options = Options(dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target)
+    adapters = tuple(map(read_adapter, adapter))
+    options = Options(
+        dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target, adapters
+    )
     with _planned(str(src), options, rules, revision, weights=False, progress=progress) as planned:
         return _sized(planned, rules, max_memory, jobs)
 

@@ -52,8 +52,8 @@ def export(
     progress: Listener = ignore,
 ) -> Export:
     """Writes a checkpoint as safetensors, under the names that its tensors had. What was neither cast nor dequantized
-    comes back bit for bit. Quantized parameters are written in the formats of compressed-tensors, which vLLM, SGLang and
-    transformers load.
+    comes back bit for bit. Quantized parameters are written in the formats of compressed-tensors, which vLLM, SGLang
+    and transformers load.
 
     Args:
         ckpt: a checkpoint of ours.

@@ -96,6 +96,7 @@ CHECKPOINT_SCHEMA = {
         "encoding": Optional(str),
         "allow_config": Optional([str]),
         "target": Optional(str),
+        "adapters": Optional([{"name": str, "weight": float, "xxh3_128": str}]),
     },
     "folder": Optional(str),
     "versions": Each(str),

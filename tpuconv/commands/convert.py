@@ -42,6 +42,13 @@ if TYPE_CHECKING:
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last, as a trial.")
 @click.option("--include-mtp", is_flag=True, help="Convert the multi-token prediction layers (DeepSeek) too.")
 @options.target
+@click.option(
+    "--adapter",
+    metavar="ID_OR_PATH[:WEIGHT]",
+    type=Name(),
+    multiple=True,
+    help="Merge this LoRA adapter of PEFT into the weights; may be repeated.",
+)
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinite values, and scales of 0.")
 @click.option(

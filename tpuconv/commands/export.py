@@ -26,8 +26,8 @@ from tpuconv.sizes import format_size
 def export(ckpt: Path, out: Path, overwrite: bool, check: bool, as_json: bool) -> None:
     """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that its tensors had.
 
-    Tensors that were neither cast nor dequantized come back bit for bit. Quantized parameters are written in the formats
-    of compressed-tensors, which vLLM, SGLang and transformers load. OUT appears complete or not at all.
+    Tensors that were neither cast nor dequantized come back bit for bit. Quantized parameters are written in the
+    formats of compressed-tensors, which vLLM, SGLang and transformers load. OUT appears complete or not at all.
     """
     with resumable(as_json) as progress:
         done = api.export(ckpt, out, overwrite=overwrite, check=check, progress=progress)

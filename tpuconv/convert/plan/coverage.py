@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, Slab
+from tpuconv.encodings.adapted import adapt
 from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
@@ -52,6 +53,12 @@ def make_plan(
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    if options.adapters and options.encoding == "keep":
+        raise UsageError(
+            "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
+        )
+    tensors, misfits = adapt(tensors, options.adapters)
+    faults += misfits
     known_copies = table.copies_of(config, mtp)
     copies = {
         name: original

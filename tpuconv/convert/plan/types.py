@@ -21,6 +21,7 @@ from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.table import Binding, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
+from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.source import Source
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import OWN, Target
@@ -44,6 +45,7 @@ class Options:
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
         target: the name of the program that the output is for.
+        adapters: what is added to weights, in this order.
     """
 
     dtype: str = "auto"
@@ -54,6 +56,7 @@ class Options:
     allow_nonfinite: bool = False
     allow_config: tuple[str, ...] = ()
     target: str = OWN_TARGET
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def of_checkpoint(cls, manifest: Manifest) -> "Options":
@@ -77,6 +80,7 @@ class Options:
             **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
             **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
             **({"target": self.target} if self.target != OWN_TARGET else {}),
+            **({"adapters": [adapter.to_json() for adapter in self.adapters]} if self.adapters else {}),
         }
 
 

@@ -1,0 +1,173 @@
+"""LoRA adapters that peft writes, merged while converting, beside peft's own merge."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
+from helpers.conversions import same_bits
+from helpers.families import CASES, Case
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+
+DENSE = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "deepseek_v3")
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "kv_b_proj"]
+
+
+def adapted(base: Path, out: Path, seed: int = 0, **options):
+    """A model with a random adapter, which is saved; peft's merged weights by name."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    found = [name for name in PROJECTIONS if any(module.endswith(name) for module, _ in model.named_modules())]
+    if any("experts" in name for name, _ in model.named_parameters()):  # in one tensor to peft
+        found = [name for name in found if name != "down_proj"]
+    targets = options.pop("target_modules", None) or found
+    with warnings.catch_warnings():
+        # peft asks for an attribute that transformers renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        wrapped = get_peft_model(model, LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 7} | options))
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0, 0.3)
+        wrapped.save_pretrained(out)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        return PeftModel.from_pretrained(model, out).merge_and_unload()
+
+
+def exported(src: Path, folder: Path, *adapters: str, **options) -> dict[str, np.ndarray]:
+    """The tensors of a conversion with adapters."""
+    api.convert(src, folder / "out", adapter=adapters, **options)
+    api.verify(folder / "out").check()
+    api.export(folder / "out", folder / "back")
+    return read_tensors(folder / "back")
+
+
+def saved(model, folder: Path) -> dict[str, np.ndarray]:
+    model.save_pretrained(folder)
+    return read_tensors(folder)
+
+
+FIRST = [next(case for case in CASES if case.family == family) for family in DENSE]
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_merged_adapter_is_that_of_peft(case: Case, hf, tmp_path: Path) -> None:
+    model = adapted(hf(case), tmp_path / "lora")
+    merged = saved(model, tmp_path / "merged")
+    ours = exported(hf(case), tmp_path, str(tmp_path / "lora"))
+    assert ours.keys() == merged.keys()
+    before = read_tensors(hf(case))
+    assert any(not same_bits(ours[name], before[name]) for name in ours)
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.k_proj": 3}},
+        {"target_modules": ["embed_tokens", "up_proj"]},
+        {"r": 33},
+    ],
+    ids=["rslora", "patterns", "embeddings", "rank"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), dtype)
+    merged = saved(adapted(tmp_path / "hf", tmp_path / "lora", **options), tmp_path / "merged")
+    ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+def test_several_adapters_with_weights_and_a_target(tmp_path: Path, small_cuts: None) -> None:
+    """A weight multiplies a change; slabs that begin within a row are changed as complete rows are."""
+    source = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config(), "float32"))
+    adapted(tmp_path / "hf", tmp_path / "a", seed=1)
+    adapted(tmp_path / "hf", tmp_path / "b", seed=2)
+    ours = exported(tmp_path / "hf", tmp_path, f"{tmp_path / 'a'}:0.5", str(tmp_path / "b"), target="maxtext")
+    name = "model.layers.1.self_attn.q_proj"
+    want = source[f"{name}.weight"]
+    for folder, weight in (("a", 0.5), ("b", 1.0)):
+        tensors = {key: x for key, x in _adapter_tensors(tmp_path / folder).items() if name in key}
+        (a,), (b,) = ([x for key, x in tensors.items() if f"lora_{part}" in key] for part in "AB")
+        want = want + b @ a * np.float32(7 / 4 * weight)
+    np.testing.assert_allclose(ours[f"{name}.weight"], want, rtol=1e-5, atol=1e-5)
+    facts = read_manifest(tmp_path / "out").raw["options"]["adapters"]
+    assert [(each["name"], each["weight"]) for each in facts] == [
+        (str(tmp_path / "a"), 0.5),
+        (str(tmp_path / "b"), 1.0),
+    ]
+
+
+def _adapter_tensors(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_another_adapter_is_another_conversion(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "a", seed=1)
+    first = exported(tmp_path / "hf", tmp_path, str(tmp_path / "a"))
+    adapted(tmp_path / "hf", tmp_path / "a", seed=2)
+    api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "a")], overwrite=True)
+    api.export(tmp_path / "out", tmp_path / "again")
+    second = read_tensors(tmp_path / "again")
+    assert any(not same_bits(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias='all'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(options: dict, message: str, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora", **options)
+    with pytest.raises(UnsupportedConfig) as error:
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    assert message in "\n".join([error.value.message, *error.value.details])
+
+
+def test_an_adapter_of_another_model_is_a_fault_of_the_plan(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=2), "float32")
+    random_checkpoint(tmp_path / "other", qwen3_config(num_hidden_layers=3, intermediate_size=88), "float32")
+    adapted(tmp_path / "other", tmp_path / "lora")
+    with pytest.raises(MappingError) as error:
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
+    text = "\n".join(error.value.details)
+    assert "model.layers.2.mlp.down_proj.weight  is changed by the adapter" in text
+    assert "has the shape [32, 80], its change in the adapter" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_adapter(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    for given, message in (
+        (str(tmp_path / "hf"), "is no LoRA adapter: it has no adapter_config.json"),
+        (str(tmp_path / "nothing"), "is no LoRA adapter"),
+        (f"{tmp_path / 'hf'}:much", "'much' is not a number"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            api.plan(tmp_path / "hf", adapter=[given])
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+    with pytest.raises(UnsupportedConfig, match="peft_type='IA3' is not implemented"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+
+
+assert {case.family for case in CASES} >= set(DENSE)

@@ -1,0 +1,194 @@
+"""Reads LoRA adapters as PEFT 0.21 writes them (arXiv:2106.09685): adapter_config.json and adapter_model.safetensors.
+
+Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a factor: alpha / R, or alpha / sqrt(R)
+(rsLoRA, arXiv:2312.03732). What changes weights in another way is refused by name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
+from tpuconv.jsonfile import check, parse, read_bytes
+from tpuconv.layout import Shape
+from tpuconv.sources.headers import DTYPES, TensorInfo, read_header
+from tpuconv.storage.hashes import hash_file
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+REFUSED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "use_qalora",
+    "megatron_config",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""Keys that change weights in a way that is not implemented, unless they are false or empty."""
+MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+_PART = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`, rounded to `dtype`. Both are
+    stored, perhaps with their axes swapped, and are read when they are needed."""
+
+    left: np.ndarray
+    right: np.ndarray
+    scaling: float
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the weight."""
+        return self.left.shape[0], self.right.shape[1]
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Rows of the left matrix in float32."""
+        return np.ascontiguousarray(self.left[first:last], np.float32)
+
+    def columns(self) -> np.ndarray:
+        """The right matrix in float32."""
+        return np.ascontiguousarray(self.right, np.float32)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was read.
+
+    Attributes:
+        name: as the user gave it.
+        weight: by which its changes are multiplied.
+        digest: hash of its weights.
+        changes: by the name of the tensor.
+    """
+
+    name: str
+    weight: float
+    digest: str
+    changes: Mapping[str, LowRank]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest says about it."""
+        return {"name": self.name, "weight": self.weight, "xxh3_128": self.digest}
+
+
+def read_adapter(given: str) -> Adapter:
+    """Reads the adapter of a folder or a Hub id, perhaps followed by a colon and a weight: `my-lora:0.5`.
+
+    Raises:
+        UsageError: there is no such adapter, or the weight is no number.
+        ConfigError: adapter_config.json is malformed.
+        UnsupportedConfig: it changes weights in a way that is not implemented.
+        SourceError: the weights are damaged, or some of them are not understood.
+    """
+    place, weight = _parsed(given)
+    folder = _folder(place)
+    path = folder / ADAPTER_CONFIG
+    config = check(
+        parse(read_bytes(path, MAX_ADAPTER_CONFIG_BYTES, ConfigError), str(path), ConfigError),
+        dict,
+        str(path),
+        ConfigError,
+    )
+    _check_config(config, path)
+    weights = folder / ADAPTER_WEIGHTS
+    _, _, infos = read_header(weights)
+    pairs: dict[str, dict[str, TensorInfo]] = {}
+    embeddings: set[str] = set()
+    unknown = []
+    for info in infos:
+        name = info.name.removeprefix(PREFIX)
+        found = _PART.fullmatch(name)
+        if found is None or name == info.name or len(info.shape) != 2:
+            unknown.append(info.name)
+            continue
+        pairs.setdefault(found[1], {})[found[3]] = info
+        embeddings |= {found[1]} if found[2] else set()
+    # With an adapted embedding PEFT saves the unchanged matrix too.
+    copies = {f"{PREFIX}{module}.base_layer.weight" for module in embeddings}
+    unknown = [name for name in unknown if name not in copies]
+    unknown += [part.name for pair in pairs.values() if len(pair) != 2 for part in pair.values()]
+    if unknown:
+        raise UnsupportedConfig(
+            f"{weights} has tensors that are not matrices of LoRA",
+            details=shorten(unknown),
+            hint="modules_to_save, biases, DoRA and experts are not implemented: merge them with peft first",
+        )
+    changes = {}
+    for module, pair in pairs.items():
+        a, b = (_mapped(weights, pair[part]) for part in "AB")
+        if a.shape[0] != b.shape[1]:
+            raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
+        left, right = (a.T, b.T) if module in embeddings else (b, a)
+        # PEFT computes changes of linear layers in float32, those of embeddings in the dtype of their matrices.
+        dtype = a.dtype if module in embeddings else np.dtype(np.float32)
+        changes[f"{module}.weight"] = LowRank(left, right, _scaling(config, module, a.shape[0]) * weight, dtype)
+    return Adapter(place, weight, hash_file(weights)["xxh3_128"], changes)
+
+
+def _parsed(given: str) -> tuple[str, float]:
+    place, colon, number = given.rpartition(":")
+    if not colon or Path(given).is_dir():
+        return given, 1.0
+    try:
+        return place, float(number)
+    except ValueError:
+        raise UsageError(
+            f"--adapter {given}: {number!r} is not a number", hint="give a folder or a Hub id, and perhaps :WEIGHT"
+        ) from None
+
+
+def _folder(place: str) -> Path:
+    folder = Path(place)
+    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+        from huggingface_hub import snapshot_download
+
+        from tpuconv.sources.hub_errors import client_errors
+
+        with client_errors(place, "main"):
+            folder = Path(snapshot_download(place, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")
+    return folder
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
+    faults = [f"{key}={config[key]!r}" for key in REFUSED if config.get(key)]
+    if config.get("modules_to_save"):
+        faults.append(f"modules_to_save={config['modules_to_save']!r}")
+    if config.get("bias", "none") != "none":
+        faults.append(f"bias={config['bias']!r}")
+    if faults:
+        raise UnsupportedConfig(
+            f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"
+        )
+    schema = {"r": int, "lora_alpha": float}
+    check({key: config.get(key) for key in schema}, schema, str(path), ConfigError)
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    return alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """As PEFT chooses: the first pattern that the end of the module's name matches."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _mapped(path: Path, info: TensorInfo) -> np.ndarray:
+    return np.memmap(path, DTYPES[info.dtype], "r", info.offset, info.shape)
