@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +33,16 @@ class Adapted(Tensor):
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
         for change in self.changes:
-            left, right = change.rows(first, last), change.columns()
+            dtype = self.dtype if change.rounded else np.dtype(np.float32)
             product = np.empty((last - first, columns), np.float32)
-            multiply(left, right, product)
+            multiply(_float32(change.left[first:last]), _float32(change.right), product)
             product *= np.float32(change.scaling)
-            product = product.astype(change.dtype).astype(np.float32)
-            part = product.reshape(-1)[start - first * columns :][: out.size]
-            part += out
-            np.copyto(out, part, casting="unsafe")
+            part = product.astype(dtype).astype(np.float32).reshape(-1)[start - first * columns :][: out.size]
+            np.copyto(out, part + out, casting="unsafe")
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, np.float32)
 
 
 def adapt(tensors: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> tuple[dict[str, Tensor], list[str]]:

@@ -37,26 +37,19 @@ _PART = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`, rounded to `dtype`. Both are
-    stored, perhaps with their axes swapped, and are read when they are needed."""
+    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are stored, perhaps
+    with their axes swapped, and are read when they are needed. PEFT computes changes in float32; those of embeddings it
+    rounds to the dtype of the weight before it adds them (`rounded`)."""
 
     left: np.ndarray
     right: np.ndarray
     scaling: float
-    dtype: np.dtype[Any]
+    rounded: bool = False
 
     @property
     def shape(self) -> Shape:
         """The shape of the weight."""
         return self.left.shape[0], self.right.shape[1]
-
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Rows of the left matrix in float32."""
-        return np.ascontiguousarray(self.left[first:last], np.float32)
-
-    def columns(self) -> np.ndarray:
-        """The right matrix in float32."""
-        return np.ascontiguousarray(self.right, np.float32)
 
 
 @dataclass(frozen=True)
@@ -128,9 +121,8 @@ def read_adapter(given: str) -> Adapter:
         if a.shape[0] != b.shape[1]:
             raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
         left, right = (a.T, b.T) if module in embeddings else (b, a)
-        # PEFT computes changes of linear layers in float32, those of embeddings in the dtype of their matrices.
-        dtype = a.dtype if module in embeddings else np.dtype(np.float32)
-        changes[f"{module}.weight"] = LowRank(left, right, _scaling(config, module, a.shape[0]) * weight, dtype)
+        scaling = _scaling(config, module, a.shape[0]) * weight
+        changes[f"{module}.weight"] = LowRank(left, right, scaling, rounded=module in embeddings)
     return Adapter(place, weight, hash_file(weights)["xxh3_128"], changes)
 
 
