@@ -39,6 +39,8 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 12}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MROPE = {"rope_type": "default", "rope_theta": 500.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -67,8 +69,9 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
+            beside = {"projection_hidden_size": 8} if self.family == "kimi_k25" else {}
             return AutoConfig.for_model(
-                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied
+                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
         return AutoConfig.for_model(self.model_type, **sizes)
 
@@ -93,6 +96,8 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
+    "kimi_k25": "as deepseek_v3",
+    "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
@@ -136,7 +141,32 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
     },
 }
-VISION: dict[str, dict[str, Any]] = {"llama4": LLAMA4_VISION, "gemma3": SIGLIP_VISION}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+}
+KIMI_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "pos_emb_height": 2,
+    "pos_emb_width": 2,
+    "pos_emb_time": 2,
+}
+VISION: dict[str, dict[str, Any]] = {
+    "llama4": LLAMA4_VISION,
+    "gemma3": SIGLIP_VISION,
+    "mistral3": SIGLIP_VISION | {"head_dim": 4},
+    "qwen2_5_vl": QWEN_VISION | {"fullatt_block_indexes": [0]},
+    "qwen3_vl": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "kimi_k25": KIMI_VISION,
+}
 """The `vision_config` of families inside multimodal models."""
 
 DEEPSEEK = {
@@ -605,6 +635,69 @@ CASES: list[Case] = [
             "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
         },
     ),
+    _case("ministral3-plain", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case(
+        "ministral3-window",
+        head_dim=10,
+        rope_parameters=GROWING | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5},
+        sliding_window=6,
+        tie_word_embeddings=True,
+        num_key_value_heads=3,
+    ),
+    _case("mistral3-ministral3", model_type="ministral3", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case("mistral3-mistral", model_type="mistral", sliding_window=5, num_key_value_heads=6),
+    _case("mistral3-tied", model_type="mistral", sliding_window=None, head_dim=14, tie_word_embeddings=True),
+    _case("qwen2_5_vl-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "qwen2_5_vl-windows",
+        rope_parameters=MROPE | {"mrope_section": [4, 2, 2]},
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("qwen3_vl-plain", head_dim=12, rope_parameters=MROPE | {"mrope_section": [2, 2, 2]}),
+    _case(
+        "qwen3_vl-tied",
+        head_dim=20,
+        rope_parameters=MROPE | {"mrope_section": [4, 3, 3], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+    ),
+    _case(
+        "qwen3_vl_moe-plain",
+        head_dim=12,
+        rope_parameters=MROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+    ),
+    _case(
+        "qwen3_vl_moe-dense-layers",  # square matrices, which show no transpose by their shape
+        rope_parameters=MROPE | {"mrope_section": [2, 1, 1]},
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "kimi_k25-plain",
+        **DEEPSEEK | {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        model_type="deepseek_v3",
+        num_hidden_layers=3,
+        num_nextn_predict_layers=0,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -700,6 +793,12 @@ def _drop_empty(path: Path) -> None:
     save_file({name: x for name, x in load_file(path).items() if x.numel()}, path, {"format": "pt"})
 
 
+def _rename(path: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name.replace(old, new): x for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
 def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
     """Writes the model as `save_pretrained` does, with weights of `dtype`, and gives the folder back."""
     import torch
@@ -708,6 +807,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if case.family == "kimi_k25":  # transformers calls the layers of the text model as those of the vision tower
+        _rename(folder / "model.safetensors", "language_model.model.blocks.", "language_model.model.layers.")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.written_as:
