@@ -550,7 +550,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     raw = case.hf_config().to_diff_dict()
     hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
-    everywhere = case.model_type in {"mistral", "mixtral", "qwen3_moe", "phi3", "starcoder2"}
+    everywhere = hf.model_type in {"mistral", "ministral3", "mixtral", "qwen3_moe", "phi3", "starcoder2"}
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if everywhere else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(config.windows) == windows[: hf.num_hidden_layers]
@@ -671,6 +671,8 @@ UNSUPPORTED = {
     "normalized deepseek": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True .*deepseek_v2, only False"),
     "head bias": ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not implemented for ernie4_5_moe"),
     "cap of gemma3": ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 .*only None"),
+    "weights of experts": ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob=False .*True"),
+    "window of qwen3_vl": ("qwen3_vl", {"text_config": {"use_sliding_window": True}}, "use_sliding_window=True"),
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
@@ -737,7 +739,6 @@ INVALID = {
     "latent head": ("deepseek_v3", {"head_dim": 128}, "head_dim=128 is not qk_rope_head_dim=64"),
     "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
     "sum of heads": ("deepseek_v3", {"qk_head_dim": 128}, "qk_head_dim=128 is not the sum"),
-    "tied twice": ("llama4", {"tie_word_embeddings": True}, "True outside text_config, False inside"),
     "text": ("llama4", {"text_config": 1}, "text_config=1 is not an object"),
     "null chunk": ("llama4", {"text_config": {"attention_chunk_size": None}}, "attention_chunk_size is null"),
     "few rope layers": ("llama4", {"text_config": {"no_rope_layers": [1]}}, "for each of 48 layers"),
@@ -769,6 +770,16 @@ INVALID = {
     "clip": ("olmoe", {"clip_qkv": 0.0}, r"clip_qkv=0\.0 is not positive"),
     "experts of granite": ("granitemoe", {"num_local_experts": 1}, "=2 is more than num_local_experts=1"),
     "head of cohere2": ("cohere2", {"head_dim": 64}, "head_dim=64 is not hidden_size=8192 divided by"),
+    "no growth": (
+        "ministral3",
+        {"rope_parameters": YARN},
+        "llama_4_scaling_beta=None of the rotary positions is not a number",
+    ),
+    "growth without a context": (
+        "ministral3",
+        {"rope_parameters": {"rope_theta": 5.0, "llama_4_scaling_beta": 0.1}},
+        "needs an original context",
+    ),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 

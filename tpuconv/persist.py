@@ -37,7 +37,7 @@ def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite:
     """
     source = _source(model, open_checkpoint(like))
     options, family = Options.of_checkpoint(source.manifest), get_family(source.manifest.family)
-    config = family.read_config(source.config, options.allow_config)
+    config = family.read_config(source.config, options.allow_config, source.tensors)
     plan = make_plan(source, family.name, source.table(), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 

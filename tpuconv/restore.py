@@ -138,7 +138,8 @@ def default_mesh(ckpt: str | Path) -> Mesh | None:
 
 
 def _model_config(manifest: Manifest) -> Any:
-    return get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
+    raw = read_checkpoint_config(manifest)
+    return get_family(manifest.family).read_config(raw, manifest.allow_config, manifest.arrays)
 
 
 def _loaded_dtype(wanted: Any, stored: StoredArray | None) -> Any:

@@ -18,7 +18,8 @@ PLAIN = Options()
 def plan_for(folder: Path, options: Options = PLAIN):
     source = open_source(folder)
     family = find_family(source.config)
-    return make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
+    config = family.read_config(source.config, tensors=source.tensors)
+    return make_plan(source, family.name, family.table_for(source.tensors), config, options)
 
 
 def convert(folder: Path, out: Path, options: Options = PLAIN, **kwargs):

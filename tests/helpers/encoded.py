@@ -180,8 +180,8 @@ def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def exported(ckpt: Path, out: Path) -> dict[str, np.ndarray]:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
-    config = family.config.from_hf(released_config(manifest))
-    done = [at.done for at in export(manifest, family.table, config, out)]
+    config = family.read_config(released_config(manifest), tensors=manifest.arrays)
+    done = [at.done for at in export(manifest, family.table_of(manifest.variant), config, out)]
     assert done == sorted(done)
     return read_tensors(out)
 

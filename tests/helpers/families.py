@@ -39,6 +39,8 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 12}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MROPE = {"rope_type": "default", "rope_theta": 500.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -64,10 +66,12 @@ class Case:
         from transformers import AutoConfig
 
         sizes = SIZES | dict(self.config)
-        if self.family == "llama4":
+        if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
+            vision = dict(VISION[self.family])
+            beside = {"projection_hidden_size": 8} if self.family == "kimi_k25" else {}
             return AutoConfig.for_model(
-                "llama4", text_config=sizes, vision_config=dict(LLAMA4_VISION), tie_word_embeddings=tied
+                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
         return AutoConfig.for_model(self.model_type, **sizes)
 
@@ -92,6 +96,8 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
+    "kimi_k25": "as deepseek_v3",
+    "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), "layers with linear and with full attention"),
@@ -117,6 +123,53 @@ LLAMA4_VISION = {
     "projector_input_dim": 8,
     "projector_output_dim": 8,
 }
+SIGLIP_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3 = {
+    "head_dim": 10,
+    "num_hidden_layers": 3,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+}
+KIMI_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "pos_emb_height": 2,
+    "pos_emb_width": 2,
+    "pos_emb_time": 2,
+}
+VISION: dict[str, dict[str, Any]] = {
+    "llama4": LLAMA4_VISION,
+    "gemma3": SIGLIP_VISION,
+    "mistral3": SIGLIP_VISION | {"head_dim": 4},
+    "qwen2_5_vl": QWEN_VISION | {"fullatt_block_indexes": [0]},
+    "qwen3_vl": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "kimi_k25": KIMI_VISION,
+}
+"""The `vision_config` of families inside multimodal models."""
+
 DEEPSEEK = {
     "num_key_value_heads": None,
     "moe_intermediate_size": 20,
@@ -598,7 +651,7 @@ CASES: list[Case] = [
         partial_rotary_factor=0.5,
     ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
-    _case("gemma-plain", head_dim=20, hidden_act="gelu"),
+    _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
     _case("gemma2-plain", head_dim=12, num_hidden_layers=3, sliding_window=5, query_pre_attn_scalar=40),
     _case(
@@ -626,6 +679,71 @@ CASES: list[Case] = [
             "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
         },
     ),
+    _case("ministral3-plain", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case(
+        "ministral3-window",
+        head_dim=10,
+        rope_parameters=GROWING | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5},
+        sliding_window=6,
+        tie_word_embeddings=True,
+        num_key_value_heads=3,
+    ),
+    _case("mistral3-ministral3", model_type="ministral3", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case("mistral3-mistral", model_type="mistral", sliding_window=5, num_key_value_heads=6),
+    _case("mistral3-tied", model_type="mistral", sliding_window=None, head_dim=14, tie_word_embeddings=True),
+    _case("qwen2_5_vl-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "qwen2_5_vl-windows",
+        rope_parameters=MROPE | {"mrope_section": [4, 2, 2]},
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("qwen3_vl-plain", head_dim=12, rope_parameters=MROPE | {"mrope_section": [2, 2, 2]}),
+    _case(
+        "qwen3_vl-tied",
+        head_dim=20,
+        rope_parameters=MROPE | {"mrope_section": [4, 3, 3], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+    ),
+    _case(
+        "qwen3_vl_moe-plain",
+        head_dim=12,
+        rope_parameters=MROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+    ),
+    _case(
+        "qwen3_vl_moe-dense-layers",  # square matrices, which show no transpose by their shape
+        rope_parameters=MROPE | {"mrope_section": [2, 1, 1]},
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "kimi_k25-plain",
+        **DEEPSEEK | {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        model_type="deepseek_v3",
+        num_hidden_layers=3,
+        num_nextn_predict_layers=0,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
+    _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
         "gemma3_text-pattern",
         head_dim=10,
@@ -693,11 +811,11 @@ def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    # Of llama4 the text model alone would be saved under other names than those of the released checkpoints.
-    auto = Llama4ForConditionalGeneration._from_config if case.family == "llama4" else AutoModelForCausalLM.from_config
+    # The text model alone would be saved under other names than those of the released checkpoints.
+    auto = (AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM).from_config
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
@@ -727,6 +845,12 @@ def _drop_empty(path: Path) -> None:
     save_file({name: x for name, x in load_file(path).items() if x.numel()}, path, {"format": "pt"})
 
 
+def _rename(path: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name.replace(old, new): x for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
 def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
     """Writes the model as `save_pretrained` does, with weights of `dtype`, and gives the folder back."""
     import torch
@@ -735,6 +859,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if case.family == "kimi_k25":  # transformers calls the layers of the text model as those of the vision tower
+        _rename(folder / "model.safetensors", "language_model.model.blocks.", "language_model.model.layers.")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.written_as:

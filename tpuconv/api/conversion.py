@@ -305,7 +305,7 @@ def _planned(
     ) as resolved:
         source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
         family = find_family(source.config)
-        yield _make_plan(source, family, family.table, options, rules, runs=weights)
+        yield _make_plan(source, family, family.table_for(source.tensors), options, rules, runs=weights)
 
 
 def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "Plan":

@@ -252,7 +252,9 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
 
     vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
     context = context_of(
-        get_family(manifest.family).read_config(read_checkpoint_config(manifest), manifest.allow_config)
+        get_family(manifest.family).read_config(
+            read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays
+        )
     )
     with plain_path(tokenizer_folder) as path:
         ids = tokenize(path, prompts, vocab)

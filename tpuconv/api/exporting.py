@@ -69,10 +69,10 @@ def export(
 
     manifest, folder = read_manifest(Path(ckpt)), Path(out)
     family = get_family(manifest.family)
-    config = family.read_config(exporting.released_config(manifest), manifest.allow_config)
+    config = family.read_config(exporting.released_config(manifest), manifest.allow_config, manifest.arrays)
     progress(Progress("exporting"))
     began, total, was_there = time.monotonic(), 0, False
-    for step in exporting.export(manifest, family.table, config, folder, overwrite=overwrite):
+    for step in exporting.export(manifest, family.table_of(manifest.variant), config, folder, overwrite=overwrite):
         progress(Progress("exporting", step.done, step.total))
         total, was_there = step.total, step.resumed == step.total
     if check and was_there:

@@ -82,6 +82,7 @@ CHECKPOINT_SCHEMA = {
         "shards": Each({"bytes": Size, "sha256": str | None}),
     },
     "family": str,
+    "variant": Optional(str),
     "options": {
         "dtype": str,
         "scan_layers": bool,
@@ -225,6 +226,11 @@ class Manifest:
     def family(self) -> str:
         """The name of the model's family."""
         return str(self.raw["family"])
+
+    @property
+    def variant(self) -> str:
+        """Which of the family's tables has the source's names: see `MappingTable.variant`."""
+        return str(self.raw.get("variant", ""))
 
     @property
     def scan_layers(self) -> bool:

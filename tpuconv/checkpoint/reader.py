@@ -118,7 +118,8 @@ class Checkpoint(Source):
 
     def table(self) -> MappingTable:
         """A table that maps every array to the parameter of the same name."""
-        return MappingTable([Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()])
+        rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
+        return MappingTable(rows, variant=self.manifest.variant)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -32,6 +32,7 @@ def describe(
         "source": plan.source.origin(sha256),
         "family": plan.family,
         "table": plan.table.fingerprint,
+        **({"variant": plan.table.variant} if plan.table.variant else {}),
         "options": plan.options.to_json(),
         "versions": {library: version(library) for library in LIBRARIES},
         "parameters": plan.parameters,

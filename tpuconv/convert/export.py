@@ -35,7 +35,7 @@ from tpuconv.mapping.passthrough import Stored, split
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
-from tpuconv.sources.config import ENCODING_KEYS, encoding_of, with_encoding
+from tpuconv.sources.config import encoding_of, with_encoding, without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage import disk
@@ -71,7 +71,7 @@ class ExportTensor:
 def released_config(manifest: Manifest) -> dict[str, Any]:
     """The config.json to export: the source's, without the description of an encoding that was undone."""
     raw = _source_config(manifest)
-    return raw if manifest.passthrough else {key: value for key, value in raw.items() if key not in ENCODING_KEYS}
+    return raw if manifest.passthrough else without_encoding(raw)
 
 
 def _source_config(manifest: Manifest) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def export(
 
     Args:
         manifest: of the checkpoint.
-        table: of the family.
+        table: of the family, that of the variant that the manifest names.
         config: the family's, made of `released_config`.
         out: the output folder.
         overwrite: replace an existing output of ours.

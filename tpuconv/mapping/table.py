@@ -7,7 +7,7 @@ slice of a parameter, what happens to block scales, the sharding of the paramete
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -144,18 +144,27 @@ class MappingTable:
             config, if it lists them) and `*` for anything.
         copies: source tensors that may be on disk as copies of another one. They are skipped once the two are found
             equal.
+        variant: tells the tables of a family apart if its tensors have other names in some releases; empty for the
+            first.
     """
 
     rows: tuple[Map, ...]
     ignore: Mapping[str, str]
     copies: Mapping[str, str]
+    variant: str
 
     def __init__(
-        self, rows: Sequence[Map], *, ignore: Mapping[str, str] | None = None, copies: Mapping[str, str] | None = None
+        self,
+        rows: Sequence[Map],
+        *,
+        ignore: Mapping[str, str] | None = None,
+        copies: Mapping[str, str] | None = None,
+        variant: str = "",
     ):
         object.__setattr__(self, "rows", tuple(rows))
         object.__setattr__(self, "ignore", dict(ignore or {}))
         object.__setattr__(self, "copies", dict(copies or {}))
+        object.__setattr__(self, "variant", variant)
         for row in self.rows:
             _row_layout(row)
 
@@ -209,7 +218,7 @@ class MappingTable:
                 rows.append(replace(row, jax=names, layout=f"{src.strip()} -> {stacked}"))
             else:
                 rows.append(row)
-        return MappingTable(rows, ignore=self.ignore, copies=self.copies)
+        return MappingTable(rows, ignore=self.ignore, copies=self.copies, variant=self.variant)
 
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
@@ -225,6 +234,12 @@ class MappingTable:
             for copy, original in self.copies.items()
             for indices in _steps(INDEX.findall(copy), values)
         }
+
+    def found(self, names: Collection[str]) -> int:
+        """How many rows have a tensor among these names. Tensors of the same module count, since encodings name theirs
+        otherwise."""
+        modules = {_module(re.sub(r"\d+", "#", name)) for name in names}
+        return sum(_module(INDEX.sub("#", name)) in modules for row in self.rows for name in row.hf_names)
 
     @property
     def fingerprint(self) -> str:
@@ -252,6 +267,10 @@ def _row_layout(row: Map) -> Layout:
     if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
         raise LayoutError(f"'{row.layout}' has another number of tensors than {row} has names")
     return layout
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _with_indices(name: str, indices: Mapping[str, Any]) -> str:

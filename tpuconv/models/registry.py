@@ -27,6 +27,16 @@ FAMILIES: Mapping[str, str] = {
     "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
     "llama4": "tpuconv.models.llama4.family:FAMILY",
     "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
+    "gemma": "tpuconv.models.gemma.family:FAMILY",
+    "gemma2": "tpuconv.models.gemma2.family:FAMILY",
+    "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
+    "gemma3": "tpuconv.models.gemma3.family:FAMILY",
+    "ministral3": "tpuconv.models.ministral3.family:FAMILY",
+    "mistral3": "tpuconv.models.mistral3.family:FAMILY",
+    "qwen2_5_vl": "tpuconv.models.qwen2_5_vl.family:FAMILY",
+    "qwen3_vl": "tpuconv.models.qwen3_vl.family:FAMILY",
+    "qwen3_vl_moe": "tpuconv.models.qwen3_vl_moe.family:FAMILY",
+    "kimi_k25": "tpuconv.models.kimi_k25.family:FAMILY",
     "phi3": "tpuconv.models.phi3.family:FAMILY",
     "glm": "tpuconv.models.glm.family:FAMILY",
     "glm4": "tpuconv.models.glm4.family:FAMILY",
@@ -39,9 +49,6 @@ FAMILIES: Mapping[str, str] = {
     "olmoe": "tpuconv.models.olmoe.family:FAMILY",
     "granite": "tpuconv.models.granite.family:FAMILY",
     "granitemoe": "tpuconv.models.granitemoe.family:FAMILY",
-    "gemma": "tpuconv.models.gemma.family:FAMILY",
-    "gemma2": "tpuconv.models.gemma2.family:FAMILY",
-    "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
     "minimax_m2": "tpuconv.models.minimax_m2.family:FAMILY",
     "starcoder2": "tpuconv.models.starcoder2.family:FAMILY",
     "nemotron": "tpuconv.models.nemotron.family:FAMILY",
@@ -74,6 +81,8 @@ class Family:
         table: the mapping of the tensors.
         model: the class of the Flax NNX model, as "module:Class".
         architectures: the model_type of each architecture in config.json.
+        variants: further tables, for releases in which tensors have other names.
+        text_types: of a multimodal model the model_types of its text model, where families differ by it.
     """
 
     name: str
@@ -82,19 +91,44 @@ class Family:
     table: MappingTable
     model: str
     architectures: Mapping[str, str]
+    variants: tuple[MappingTable, ...] = ()
+    text_types: tuple[str, ...] = ()
+
+    def table_for(self, names: Collection[str]) -> MappingTable:
+        """Returns the table that most of the names of a checkpoint's tensors are in."""
+        if not self.variants:
+            return self.table
+        return max((self.table, *self.variants), key=lambda table: table.found(names))
+
+    def table_of(self, variant: str) -> MappingTable:
+        """Returns the table of a variant.
+
+        Raises:
+            UsageError: the family has no such variant.
+        """
+        for table in (self.table, *self.variants):
+            if table.variant == variant:
+                return table
+        raise UsageError(
+            f"{self.name} has no variant {short(variant)}", hint="the checkpoint was made by another version of tpuconv"
+        )
 
     @property
     def model_class(self) -> Any:
         """The class of the Flax NNX model; its arguments are those of `Decoder`. Imports jax."""
         return _resolve(self.model)
 
-    def read_config(self, raw: Mapping[str, Any], allow: Collection[str] = ()) -> DecoderConfig:
-        """Returns the config that a parsed config.json describes without its keys `allow`.
+    def read_config(
+        self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
+    ) -> DecoderConfig:
+        """Returns the config that a parsed config.json describes without its keys `allow`. `tensors` are the names of
+        the checkpoint's tensors or parameters, which may tell what config.json does not say.
 
         Raises:
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
         """
-        return self.config.from_hf(without_keys(raw, allow))
+        raw = without_keys(raw, allow)
+        return self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
 
     def check_config(
         self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
@@ -104,14 +138,14 @@ class Family:
         Args:
             raw: the parsed config.json.
             allow: keys that the user lets through; they are treated as absent.
-            tensors: names of the checkpoint's tensors, which may show the value of an ignored key.
+            tensors: names of the checkpoint's tensors, which may show the value of an ignored or absent key.
 
         Raises:
             UsageError: a key of `allow` is not in config.json, or the conversion reads it.
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
         """
         given_keys(raw, allow)
-        return report_ignored(self.read_config(raw, allow), raw, allow, tensors)
+        return report_ignored(self.read_config(raw, allow, tensors), raw, allow, tensors)
 
 
 def _resolve(path: str) -> Any:
@@ -171,7 +205,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     known: set[str] = set()
     for family in map(get_family, family_names()):  # ours first, so that plugins are imported only if needed
         known.update(family.architectures.values())
-        if model_type in family.architectures.values():
+        if model_type in family.architectures.values() and _reads_text(family, hf_config):
             other = [name for name in architectures if family.architectures.get(name) != model_type]
             if not other:
                 return family
@@ -180,10 +214,19 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
                 + ", ".join(name[:100] for name in other[:10]),
                 hint=_suggestion(other[0], list(family.architectures)),
             )
+    text = hf_config.get("text_config")
+    inside = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
     raise UnsupportedConfig(
-        f"no family reads model_type {short(model_type)} (architectures {short(architectures)})",
+        f"no family reads model_type {short(model_type)}{inside} (architectures {short(architectures)})",
         hint=_suggestion(model_type, sorted(known)),
     )
+
+
+def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a family reads the text model of a multimodal one."""
+    text = hf_config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    return not family.text_types or kind is None or kind in family.text_types
 
 
 def _suggestion(name: str, known: list[str]) -> str:

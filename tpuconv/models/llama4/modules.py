@@ -12,7 +12,7 @@ from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
-from tpuconv.models.llama4.family import Config
+from tpuconv.models.llama4_text.family import Config
 
 
 class Attention(nnx.Module):

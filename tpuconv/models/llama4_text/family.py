@@ -1,35 +1,167 @@
-"""The text model of Llama 4, saved separately: config keys and tensor names without the prefix of the text model."""
+"""The text model of Llama 4, Scout and Maverick: config and mapping table."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import MappingTable
-from tpuconv.models.llama4 import family as llama4
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope, check_rope_keys
 from tpuconv.models.registry import Family
 from tpuconv.sources.config import encoding_of
 
+LLAMA4_ROPE = Rope(theta=500_000.0)
+"""The rotary positions of a config.json without any."""
+
 
 @dataclass(frozen=True)
-class Config(llama4.Config):
-    """The keys of config.json: those of Llama 4's `text_config`, with the same defaults."""
+class Config(DecoderConfig):
+    """The keys of config.json, and whether each expert has its own tensors. `intermediate_size` is the width of
+    experts, `intermediate_size_mlp` that of layers without experts. In spite of its name, `no_rope_layers` is 1 for
+    layers with rotary positions."""
 
     model_type: ClassVar[str] = "llama4_text"
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_one_by_one"}
+    least: ClassVar = {"attn_temperature_tuning": 0}
+
+    vocab_size: int = 202048
+    hidden_size: int = 5120
+    intermediate_size: int = 8192
+    intermediate_size_mlp: int = 16384
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 40
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    num_experts_per_tok: int = 1
+    num_local_experts: int = 16
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: int = 1
+    use_qk_norm: bool = True
+    rope: Rope = LLAMA4_ROPE
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+    attention_chunk_size: int | None = 8192
+    layer_types: tuple[str, ...] | None = None
+    attn_temperature_tuning: bool | int = True
+    floor_scale: float = 8192
+    attn_scale: float = 0.1
+    attention_bias: bool = False
+    is_one_by_one: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return cls.from_text(raw, encoding_of(raw))
+        check_rope_keys(raw)
+        inside = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+        if not any("rope_theta" in rope for rope in (raw, *inside)):
+            raw = {**raw, "rope_theta": LLAMA4_ROPE.theta}
+        encoding = encoding_of(raw)
+        is_one_by_one = isinstance(encoding, Mapping) and encoding.get("quant_method") == "compressed-tensors"
+        return replace(super().from_hf(raw), is_one_by_one=is_one_by_one)
 
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return cls._ignored(raw)
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the experts of a layer are stacked in one tensor."""
+        return not self.is_one_by_one
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        layers = self.num_hidden_layers
+        if self.num_experts_per_tok > self.num_local_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than {self.num_local_experts} experts"
+        if self.no_rope_layers and (len(self.no_rope_layers) < layers or set(self.no_rope_layers) - {0, 1}):
+            yield f"no_rope_layers={self.no_rope_layers[:80]} is not 0 or 1 for each of {layers} layers"
+        if self.layer_types is not None and len(self.layer_types) != layers:
+            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={layers}"
+        elif unknown := set(self.layer_types or ()) - {"full_attention", "chunked_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        elif self.attention_chunk_size is None and any(map(self.is_chunked, range(layers))):
+            yield "layers attend in chunks, and attention_chunk_size is null"
+        if self.floor_scale <= 0:
+            yield f"floor_scale={self.floor_scale} is not positive"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        step = self.interleave_moe_layer_step
+        every = range(step - 1, self.num_hidden_layers, step)
+        sparse = set(every if self.moe_layers is None else self.moe_layers)
+        layers = range(self.num_hidden_layers)
+        return super().axes | {
+            "F": self.intermediate_size_mlp,
+            "E": self.num_local_experts,
+            "M": self.intermediate_size,
+            "I": tuple(i for i in layers if i not in sparse),
+            "J": tuple(i for i in layers if i in sparse),
+        }
+
+    @property
+    def unscannable(self) -> str:
+        return "its layers differ in rotary positions, in attention chunks and in having experts"
+
+    def has_rope(self, layer: int) -> bool:
+        """Returns whether a layer has rotary positions."""
+        if self.no_rope_layers:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    def is_chunked(self, layer: int) -> bool:
+        """Returns whether the tokens of a layer see only their own chunk."""
+        return self.layer_types[layer] == "chunked_attention" if self.layer_types else self.has_rope(layer)
+
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
+            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
+            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
+            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+        ),
+        *under(
+            "model.layers.{I}.feed_forward",
+            "layers.{I}.mlp",
+            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
+            Map("up_proj.weight", "up.kernel", "F D -> D F"),
+            Map("down_proj.weight", "down.kernel", "D F -> F D"),
+        ),
+        *under(
+            "model.layers.{J}.feed_forward",
+            "layers.{J}.moe",
+            Map("router.weight", "router.kernel", "E D -> D E"),
+            # Stacked as (in, out), the orientation of the product. Quantized releases have a tensor (out, in) per
+            # expert.
+            Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M", when="is_stacked"),
+            Map("experts.down_proj", "down.kernel", "E M D", when="is_stacked"),
+            Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M", when="is_one_by_one"),
+            Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M", when="is_one_by_one"),
+            Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D", when="is_one_by_one"),
+            Map("shared_expert.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
+            Map("shared_expert.up_proj.weight", "shared.up.kernel", "M D -> D M"),
+            Map("shared_expert.down_proj.weight", "shared.down.kernel", "D M -> M D"),
+        ),
+        Map("model.norm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
 
 FAMILY = Family(
     name="llama4_text",
     summary="Llama 4, the text model on its own",
     config=Config,
-    table=MappingTable(llama4.ROWS, ignore=llama4.IGNORE, copies=llama4.COPIES),
+    table=TABLE,
     model="tpuconv.models.llama4_text.modules:Model",
     architectures={"Llama4ForCausalLM": "llama4_text"},
 )

@@ -47,7 +47,7 @@ def find_choices(manifest: Manifest) -> Choices:
     """
     _check_plain(manifest)
     family = get_family(manifest.family)
-    config = family.read_config(read_checkpoint_config(manifest), manifest.allow_config)
+    config = family.read_config(read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays)
 
     def encoders(rules: Iterable[Rule]) -> dict[str, QwixEncoder]:
         named = QuantConfig("sensitivity", "", tuple(rules))

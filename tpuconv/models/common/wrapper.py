@@ -1,0 +1,138 @@
+"""Text models inside multimodal ones ("wrappers"). The text model alone is converted: its config is `text_config`, and
+its tensors have a prefix. What sees images or hears is skipped by name.
+
+The prefix depends on the release of transformers that wrote the files. Until 4.51 a wrapper held a complete causal
+model (`language_model.model.`, `language_model.lm_head.`), or had its parts at the root (`model.`); since 4.52 the text
+model is `model.language_model.`, and the head at the root. `tables` has a table for each.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import MappingTable
+from tpuconv.models.common.config import NO_EFFECT, ignored_keys
+from tpuconv.sources.config import ENCODING_KEYS, encoding_of
+
+PREFIXES: Mapping[str, str] = {
+    "language_model.model.": "language_model.lm_head.",
+    "model.language_model.": "lm_head.",
+    "model.": "lm_head.",
+}
+"""The prefix of the head for each prefix of the text model."""
+
+OUTSIDE_KEYS = frozenset({"mm_tokens_per_image", "spatial_merge_size", "multimodal_projector_bias"})
+OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "projection_")
+OUTSIDE_ENDS = ("_token_id", "_token_index")
+"""Keys beside `text_config` that have no effect on the text model, and how the names of others begin or end."""
+
+SEES = "sees images: the text model alone is converted"
+HEARS = "hears: the text model alone is converted"
+BRINGS = "brings images to the text model, which alone is converted"
+
+
+def tables(
+    text: MappingTable, released: str, outside: Mapping[str, str], *, name: str = ""
+) -> tuple[MappingTable, ...]:
+    """Returns a table for each prefix of the text model.
+
+    Args:
+        text: the table of the text model, with the prefix `model.`.
+        released: the prefix that releases have: that of the first table.
+        outside: names of the modules outside the text model, and why they are skipped. They may stand below `model.`.
+        name: the beginning of the tables' `variant`, of a family with several text tables.
+    """
+    skipped = {f"{front}{name}.*": why for name, why in outside.items() for front in ("", "model.")}
+    return tuple(
+        MappingTable(
+            [replace(row, hf=tuple(_inside(name, prefix) for name in row.hf_names)) for row in text],
+            ignore={**{_inside(name, prefix): why for name, why in text.ignore.items()}, **skipped},
+            copies={_inside(copy, prefix): _inside(original, prefix) for copy, original in text.copies.items()},
+            variant=name + ("" if prefix == released else prefix),
+        )
+        for prefix in sorted(PREFIXES, key=lambda prefix: prefix != released)
+    )
+
+
+def _inside(name: str, prefix: str) -> str:
+    if name.startswith("lm_head."):
+        return PREFIXES[prefix] + name.removeprefix("lm_head.")
+    return prefix + name.removeprefix("model.")
+
+
+class WrapperConfig:
+    """Reads the config of a wrapper. A family's Config derives from this class and from the Config of the text model,
+    in this order.
+
+    Attributes:
+        flat: whether the keys of `text_config` may stand at the root instead.
+        tied: `tie_word_embeddings` where no key says it. It stands at the root in newer files, in `text_config` in
+            older ones.
+    """
+
+    model_type: ClassVar[str]
+    flat: ClassVar[bool] = False
+    tied: ClassVar[bool] = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        text = cls.text_of(raw)
+        cls._beside(raw)
+        out: Self = super().from_hf(text)  # type: ignore[misc]
+        return out
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        inside: dict[str, Any] = super().ignored_keys(cls.text_of(raw))  # type: ignore[misc]
+        return {**inside, **cls._beside(raw)}
+
+    @classmethod
+    def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+        """Returns a parsed config.json that says whether the head is tied: if it does not, a head among the tensors
+        tells."""
+        if cls._is_tied(raw) is not None:
+            return raw
+        return {**raw, "tie_word_embeddings": not any("lm_head." in name for name in tensors)}
+
+    @classmethod
+    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the config of the text model that a parsed config.json has.
+
+        Raises:
+            ConfigError: `text_config` is not an object.
+        """
+        text = raw.get("text_config") or {}
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"config.json: text_config={short(text)} is not an object")
+        if cls._is_flat(raw):
+            text = {key: value for key, value in raw.items() if not _has_no_effect(key)}
+        tied = cls._is_tied(raw)
+        encoding = {} if (found := encoding_of(raw)) is None else {ENCODING_KEYS[0]: found}
+        return {**text, **encoding, "tie_word_embeddings": cls.tied if tied is None else tied}
+
+    @classmethod
+    def _is_tied(cls, raw: Mapping[str, Any]) -> Any:
+        """What the keys say about tying; None if nothing."""
+        text = raw.get("text_config")
+        inside = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+        return inside if raw.get("tie_word_embeddings") is None else raw["tie_word_embeddings"]
+
+    @classmethod
+    def _is_flat(cls, raw: Mapping[str, Any]) -> bool:
+        return cls.flat and raw.get("text_config") is None
+
+    @classmethod
+    def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys beside `text_config` that neither this family nor the reference reads."""
+        if cls._is_flat(raw):
+            return {}
+        known = ("text_config", "tie_word_embeddings")
+        beside = {key: value for key, value in raw.items() if not _has_no_effect(key) and key not in known}
+        return ignored_keys(beside, (), {}, cls.model_type)
+
+
+def _has_no_effect(key: str) -> bool:
+    named = key in NO_EFFECT or key in OUTSIDE_KEYS
+    return named or key.startswith(OUTSIDE_BEGINNINGS) or key.endswith(OUTSIDE_ENDS)

@@ -1,0 +1,31 @@
+"""Gemma 3 with its vision tower: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.gemma3_text import family as gemma3_text
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, gemma3_text.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "gemma3"
+    tied: ClassVar[bool] = True
+
+
+TABLE, *VARIANTS = tables(
+    gemma3_text.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS}
+)
+
+FAMILY = Family(
+    name="gemma3",
+    summary="Gemma 3 with its vision tower, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.gemma3.modules:Model",
+    architectures={"Gemma3ForConditionalGeneration": "gemma3"},
+)
