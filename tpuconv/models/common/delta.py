@@ -21,7 +21,7 @@ NORM_EPS = 1e-6
 """Epsilon of the length of queries and keys. config.json has that of other norms only."""
 
 # By default a TPU multiplies float32 as bfloat16, and errors of the state add up.
-einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 @jax.tree_util.register_dataclass
@@ -147,9 +147,9 @@ def _one_token(
     s_Bnrkw: jax.Array, q_Bnk: jax.Array, k_Bnk: jax.Array, v_Bnrw: jax.Array, g_Bnr: jax.Array, b_Bnr: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     s_Bnrkw = s_Bnrkw * jnp.exp(g_Bnr)[..., None, None]
-    change_Bnrw = b_Bnr[..., None] * (v_Bnrw - einsum("Bnk,Bnrkw->Bnrw", k_Bnk, s_Bnrkw))
-    s_Bnrkw = s_Bnrkw + einsum("Bnk,Bnrw->Bnrkw", k_Bnk, change_Bnrw)
-    return einsum("Bnk,Bnrkw->Bnrw", q_Bnk, s_Bnrkw), s_Bnrkw
+    change_Bnrw = b_Bnr[..., None] * (v_Bnrw - exact_einsum("Bnk,Bnrkw->Bnrw", k_Bnk, s_Bnrkw))
+    s_Bnrkw = s_Bnrkw + exact_einsum("Bnk,Bnrw->Bnrkw", k_Bnk, change_Bnrw)
+    return exact_einsum("Bnk,Bnrkw->Bnrw", q_Bnk, s_Bnrkw), s_Bnrkw
 
 
 def _one_chunk(
@@ -163,17 +163,17 @@ def _one_chunk(
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
     # Masked before the exponential, which would overflow.
     decay_Bnrts = jnp.exp(jnp.where(earlier, total_Bnrt[..., :, None] - total_Bnrt[..., None, :], -jnp.inf))
-    keys_Bnts, queries_Bnts = (einsum("Btnk,Bsnk->Bnts", x, k_Btnk) for x in (k_Btnk, q_Btnk))
+    keys_Bnts, queries_Bnts = (exact_einsum("Btnk,Bsnk->Bnts", x, k_Btnk) for x in (k_Btnk, q_Btnk))
     system_Bnrts = b_Bnrt[..., None] * keys_Bnts[:, :, None] * decay_Bnrts  # its diagonal is taken as ones
-    right_v = einsum("Bnrt,Btnrw->Bnrtw", b_Bnrt, v_Btnrw)
-    right_k = einsum("Bnrt,Btnk->Bnrtk", b_Bnrt * jnp.exp(total_Bnrt), k_Btnk)
+    right_v = exact_einsum("Bnrt,Btnrw->Bnrtw", b_Bnrt, v_Btnrw)
+    right_k = exact_einsum("Bnrt,Btnk->Bnrtk", b_Bnrt * jnp.exp(total_Bnrt), k_Btnk)
     solved = jax.lax.linalg.triangular_solve(
         system_Bnrts, jnp.concatenate([right_v, right_k], axis=-1), left_side=True, lower=True, unit_diagonal=True
     )
     width = v_Btnrw.shape[-1]
-    change_Bnrtw = solved[..., :width] - einsum("Bnrtk,Bnrkw->Bnrtw", solved[..., width:], s_Bnrkw)
-    o_Btnrw = einsum("Btnk,Btnr,Bnrkw->Btnrw", q_Btnk, jnp.exp(total_Btnr), s_Bnrkw)
-    o_Btnrw += einsum("Bnrts,Bnrsw->Btnrw", queries_Bnts[:, :, None] * decay_Bnrts, change_Bnrtw)
+    change_Bnrtw = solved[..., :width] - exact_einsum("Bnrtk,Bnrkw->Bnrtw", solved[..., width:], s_Bnrkw)
+    o_Btnrw = exact_einsum("Btnk,Btnr,Bnrkw->Btnrw", q_Btnk, jnp.exp(total_Btnr), s_Bnrkw)
+    o_Btnrw += exact_einsum("Bnrts,Bnrsw->Btnrw", queries_Bnts[:, :, None] * decay_Bnrts, change_Bnrtw)
     left_Btnr = jnp.exp(total_Btnr[:, -1:] - total_Btnr)
     s_Bnrkw = s_Bnrkw * jnp.exp(total_Btnr[:, -1])[..., None, None]
-    return s_Bnrkw + einsum("Btnk,Btnr,Bnrtw->Bnrkw", k_Btnk, left_Btnr, change_Bnrtw), o_Btnrw
+    return s_Bnrkw + exact_einsum("Btnk,Btnr,Bnrtw->Bnrkw", k_Btnk, left_Btnr, change_Bnrtw), o_Btnrw
