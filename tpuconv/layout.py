@@ -44,6 +44,13 @@ LETTERS = {
     "Q": "latent width of queries (q_lora_rank)",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
+    "f": "layers with full attention, in a model where others have linear attention",
+    "l": "layers with linear attention",
+    "n": "key heads of linear attention",
+    "r": "value heads per key head of linear attention",
+    "k": "dimension of a key head of linear attention",
+    "w": "dimension of a value head of linear attention",
+    "c": "taps of a causal convolution",
     # Of models in which layers that see all tokens and those with a sliding window differ in size
     "s": "layers with a sliding window",
     "g": "layers that see all tokens",

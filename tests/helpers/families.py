@@ -100,6 +100,7 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), "layers with linear and with full attention"),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
     **dict.fromkeys(("gemma4_text", "gemma4"), "layers differ in the size of heads"),
@@ -210,12 +211,21 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.3,
 }
+HYBRID = {
+    "rms_norm_eps": 1e-3,  # with a smaller one transformers errs by more than the limit
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
     "short_factor": [1.0, 1.5, 2.0],
     "long_factor": [2.0, 5.0, 9.0],
-    "original_max_position_embeddings": 10,
+    "original_max_position_embeddings": 6,  # less than tests generate
 }
 
 
@@ -362,7 +372,7 @@ CASES: list[Case] = [
     _case(
         "phi3-longrope",
         rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
-        original_max_position_embeddings=10,
+        original_max_position_embeddings=6,
         sliding_window=6,
         tie_word_embeddings=True,
         num_hidden_layers=3,
@@ -621,6 +631,40 @@ CASES: list[Case] = [
         layer_norm_eps=1e-3,
         rope_parameters=LINEAR,
     ),
+    _case(
+        "qwen3_next-plain",
+        **HYBRID,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen3_next-dense-layers",  # more experts than tokens
+        **HYBRID | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        num_experts=90,
+        num_experts_per_tok=4,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    _case("qwen3_5_text-plain", **HYBRID, num_hidden_layers=4, full_attention_interval=2),
+    _case(
+        "qwen3_5_text-biases",
+        **HYBRID | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -799,6 +843,10 @@ def one_fast_of_each(
     ]
 
 
+CENTERED = {"qwen3_next", "qwen3_5_text"}
+"""Families whose norms multiply by 1 + w."""
+
+
 def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""
@@ -815,8 +863,12 @@ def hf_model(case: Case, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
+                if case.family in CENTERED and "linear_attn" not in name:
+                    parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
             elif ".alpha_" in name:
                 parameter.uniform_(-1, 1)
             elif "embed_tokens" in name:

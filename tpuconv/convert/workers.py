@@ -221,12 +221,13 @@ class Workers:
         built, copies = [], []
         for slot, start in shard.chunks():
             ranges = zip(start, box, array.chunks, strict=True)
-            view = values[(*(slice(a - s.start, a - s.start + c) for a, s, c in ranges), ...)]  # "...": never a scalar
+            within = tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)
+            view = values[within + (...,)]  # "..." makes it an array, also without axes
             chunk = shard.place(slot, values.dtype)
             if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
                 chunk[...] = 0
             built.append((slot, start, chunk))
-            copies.append((chunk[(*map(slice, view.shape), ...)], view))
+            copies.append((chunk[tuple(map(slice, view.shape)) + (...,)], view))
         copy_strided(copies)
         for slot, start, chunk in built:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)

@@ -63,6 +63,8 @@ FAMILIES: Mapping[str, str] = {
     "exaone4": "tpuconv.models.exaone4.family:FAMILY",
     "olmo3": "tpuconv.models.olmo3.family:FAMILY",
     "cohere2": "tpuconv.models.cohere2.family:FAMILY",
+    "qwen3_next": "tpuconv.models.qwen3_next.family:FAMILY",
+    "qwen3_5_text": "tpuconv.models.qwen3_5_text.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

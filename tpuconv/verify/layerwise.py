@@ -201,8 +201,7 @@ class _Reference:
         return self._states()
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each prompt: transformers' forward pass, in which the embedding returns `hidden` and the
-        layers are the identity."""
+        """The logits [T, V] of each prompt: transformers' forward pass, in which every layer returns `hidden`."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
         out = []
@@ -210,7 +209,7 @@ class _Reference:
             with ExitStack() as stack:
                 stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
                 for layer in self.layers:
-                    stack.enter_context(_replace_forward(layer, lambda x, *args, **kwargs: x))
+                    stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: x))
                 with self.torch.no_grad():
                     out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
         self._empty(head)

@@ -34,8 +34,8 @@ class KV:
     v_scale_BSK: jax.Array | None = None
 
     @classmethod
-    def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns a cache of zeros; `shape` is [B, S] or [L, B, S]."""
+    def empty(cls, config: DecoderConfig, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns a cache of zeros for a layer; `shape` is [B, S], or [L, B, S] for all layers."""
         keys = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         values = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         return cls(keys[0], values[0], keys[1], values[1])

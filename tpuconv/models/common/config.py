@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(
         *("quantization_config", "compression_config"),
         # training
         *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
-        *("initializer_range", "pretraining_tp"),
+        *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),

@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
     Attributes:
         block: creates a layer from (config, number of the layer, dtype=, keys=).
         norm_type: class of the last norm; by default `RMSNorm`.
-        cached: creates a layer's empty cache from (config, [B, S], dtype); by default `KV.empty`.
+        cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
 
     Args:
         config: the family's config.
@@ -148,8 +148,8 @@ class Decoder(nnx.Module):
         model's dtype by default."""
         L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype
         if self.scan_layers:
-            return Cache.empty(self.cached(self.config, (L, batch, length), dtype), batch, length)
-        layers = tuple(self.cached(self.config, (batch, length), dtype) for _ in range(L))
+            return Cache.empty(self.cached(self.config, 0, (L, batch, length), dtype), batch, length)
+        layers = tuple(self.cached(self.config, layer, (batch, length), dtype) for layer in range(L))
         return Cache.empty(layers, batch, length)
 
     @overload
