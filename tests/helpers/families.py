@@ -777,7 +777,7 @@ CASES: list[Case] = [
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
     ),
-    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1),
+    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1, initializer_range=0.3),
     _case("gemma4-dense", **GEMMA4 | {"hidden_size_per_layer_input": 0}, tie_word_embeddings=False),
     _case("gemma4_unified-plain", **UNIFIED, final_logit_softcapping=50.0),
     _case(
