@@ -27,10 +27,13 @@ AXES = ("data", *WIDTH_AXES)
 MESH_AXES: Rules = {
     "E": ("expert",),
     "V": WIDTH_AXES,
+    "v": WIDTH_AXES,
     "N": WIDTH_AXES,
     "K": ("tensor",),
+    "m": ("tensor",),
     "n": ("tensor",),
     "F": WIDTH_AXES,
+    "y": WIDTH_AXES,
     "M": WIDTH_AXES,
     "W": WIDTH_AXES,
     "D": ("data",),

@@ -106,6 +106,7 @@ NO_SCAN = {
     ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
+    **dict.fromkeys(("gemma4_text", "gemma4"), "layers differ in the size of heads"),
 }
 LLAMA4 = {
     "intermediate_size": 20,
@@ -162,6 +163,19 @@ KIMI_VISION = {
     "pos_emb_width": 2,
     "pos_emb_time": 2,
 }
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 101,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+}
 VISION: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4_VISION,
     "gemma3": SIGLIP_VISION,
@@ -172,6 +186,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": QWEN_VISION | {"num_position_embeddings": 4},
     "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
+    "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
 }
 """The `vision_config` of families inside multimodal models."""
 
@@ -777,6 +792,26 @@ CASES: list[Case] = [
         routed_scaling_factor=2.827,
         rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    _case("gemma4_text-plain", **GEMMA4, final_logit_softcapping=50.0),
+    _case(
+        "gemma4_text-experts",  # values made of keys in layers that see all tokens
+        **GEMMA4 | {"hidden_size_per_layer_input": 0},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=3,
+        enable_moe_block=True,
+        num_experts=7,
+        top_k_experts=3,
+        moe_intermediate_size=20,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "gemma4_text-shared",
+        **GEMMA4 | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    ),
+    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1),
+    _case("gemma4-dense", **GEMMA4 | {"hidden_size_per_layer_input": 0}, tie_word_embeddings=False),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -829,6 +864,11 @@ COMPUTED_BY = {
 """Families with a config or names of their own that run another one's modules."""
 
 
+def is_inseparable(case: Case) -> bool:
+    """Whether no layer of a case can run by itself on hidden states."""
+    return bool(case.config.get("hidden_size_per_layer_input") or case.config.get("num_kv_shared_layers"))
+
+
 OWN_CACHE = {"llama", "deepseek_v3"}
 """Families with a cache of their own; that of the others is llama's."""
 
@@ -864,7 +904,7 @@ def hf_model(case: Case, seed: int = 0) -> Any:
         model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1
@@ -879,6 +919,8 @@ def hf_model(case: Case, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.2)
+            elif "layer_scalar" in name:
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

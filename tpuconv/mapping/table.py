@@ -20,7 +20,7 @@ from tpuconv.layout import Layout, Shape, format_axes
 
 INDEX = re.compile(r"\{(\w)\}")
 LAYERS, EXPERTS = "L", "E"
-LAYER_INDICES = "LIJfl"
+LAYER_INDICES = "LIJflsgaboij"
 """Letters whose values are layer numbers."""
 MTP = "U"
 """The letter of layers that predict further tokens (MTP). Their rows exist only on request."""

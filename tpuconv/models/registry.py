@@ -31,6 +31,8 @@ FAMILIES: Mapping[str, str] = {
     "gemma2": "tpuconv.models.gemma2.family:FAMILY",
     "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
     "gemma3": "tpuconv.models.gemma3.family:FAMILY",
+    "gemma4_text": "tpuconv.models.gemma4_text.family:FAMILY",
+    "gemma4": "tpuconv.models.gemma4.family:FAMILY",
     "ministral3": "tpuconv.models.ministral3.family:FAMILY",
     "mistral3": "tpuconv.models.mistral3.family:FAMILY",
     "qwen2_5_vl": "tpuconv.models.qwen2_5_vl.family:FAMILY",

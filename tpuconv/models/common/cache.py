@@ -145,6 +145,8 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     attention, `positions_BS` and `used` are replicated. The cache may hold shapes instead of arrays."""
 
     def entry(layer: Any) -> Any:
+        if layer is None:  # a layer that uses the cache of another one
+            return None
         leaves, treedef = jax.tree.flatten(layer)
         stacked = leaves[0].ndim - len(type(layer).axes[0].split())
         unstacked = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: the text model's config and mapping table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +30,11 @@ class Config(WrapperConfig, qwen2.Config):
     rms_norm_eps: float = 1e-5
     rope: Rope = QWEN2_5_VL_ROPE
     max_window_layers: int = 80
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.head_dim is not None and self.head_dim * self.num_attention_heads != self.hidden_size:
+            yield f"head_dim={self.head_dim} is not hidden_size / num_attention_heads, which transformers takes"
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
