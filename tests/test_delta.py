@@ -37,7 +37,10 @@ def by_definition(q, key, v, g, b, s):
     return np.stack(out, 1), s
 
 
-@pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+SLOW = [pytest.param(tokens, marks=pytest.mark.slow) for tokens in (2, CHUNK - 1, CHUNK, 2 * CHUNK + 3)]
+
+
+@pytest.mark.parametrize("tokens", [1, CHUNK + 1, *SLOW])
 def test_the_delta_rule_is_its_definition(tokens: int) -> None:
     given = inputs(tokens)
     ours = jax.jit(gated_delta_rule)(*given)
@@ -45,6 +48,7 @@ def test_the_delta_rule_is_its_definition(tokens: int) -> None:
         np.testing.assert_allclose(mine, exact, atol=2e-5 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 def test_fast_decay_does_not_overflow() -> None:
     q, key, v, g, b, s = inputs(CHUNK)
     for factor in (1e2, 1e4):
@@ -67,6 +71,7 @@ def test_a_convolution_goes_on_where_it_ended() -> None:
     np.testing.assert_array_equal(short[1], none[1])
 
 
+@pytest.mark.slow
 def test_padding_anywhere_changes_no_state() -> None:
     """Logits and states of each row are those of its tokens alone, in one call and in several."""
     family = get_family("qwen3_5_text")

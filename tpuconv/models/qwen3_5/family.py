@@ -16,7 +16,9 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen3_5"
 
 
-TABLE, *VARIANTS = tables(text.TABLE, "model.language_model.", {"visual": SEES, "mtp": FURTHER_TOKENS})
+OUTSIDE = {"visual": SEES, "mtp": FURTHER_TOKENS}
+
+TABLE, *VARIANTS = tables(text.TABLE, "model.language_model.", OUTSIDE)
 
 FAMILY = Family(
     name="qwen3_5",

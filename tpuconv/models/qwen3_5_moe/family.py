@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.rows import FURTHER_TOKENS
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.qwen3_5 import family as qwen3_5
 from tpuconv.models.qwen3_5_moe_text import family as text
+from tpuconv.models.qwen3_vl_moe.family import PREFIX
 from tpuconv.models.registry import Family
 
 
@@ -16,11 +17,9 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen3_5_moe"
 
 
-PREFIX, OUTSIDE = "model.language_model.", {"visual": SEES, "mtp": FURTHER_TOKENS}
-
 TABLE, *VARIANTS = (
-    *tables(text.TABLE, PREFIX, OUTSIDE),
-    *tables(text.STACKED_TABLE, PREFIX, OUTSIDE, name="stacked "),
+    *tables(text.TABLE, PREFIX, qwen3_5.OUTSIDE),
+    *tables(text.STACKED_TABLE, PREFIX, qwen3_5.OUTSIDE, name="stacked "),
 )
 
 FAMILY = Family(
