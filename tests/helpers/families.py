@@ -100,7 +100,10 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), "layers with linear and with full attention"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+        "layers with linear and with full attention",
+    ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
     **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified"), "layers differ in the size of heads"),
@@ -181,6 +184,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": QWEN_VISION | {"fullatt_block_indexes": [0]},
     "qwen3_vl": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_5": QWEN_VISION | {"num_position_embeddings": 4},
+    "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
     "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
@@ -528,6 +533,7 @@ CASES: list[Case] = [
         num_local_experts=90,
         num_experts_per_tok=4,
         intermediate_size=20,
+        initializer_range=0.1,
         tie_word_embeddings=True,
         num_hidden_layers=3,
     ),
@@ -666,6 +672,35 @@ CASES: list[Case] = [
         attention_bias=True,
         tie_word_embeddings=True,
         partial_rotary_factor=0.5,
+    ),
+    _case(
+        "qwen3_5-plain",
+        **HYBRID,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+    ),
+    _case(
+        "qwen3_5_moe_text-plain",
+        **HYBRID,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen3_5_moe-plain",
+        **HYBRID,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
     ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
@@ -827,7 +862,15 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo3": "olmo2", "llama4_text": "llama4"}
+COMPUTED_BY = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "olmo3": "olmo2",
+    "llama4_text": "llama4",
+}
 """Families with a config or names of their own that run another one's modules."""
 
 
@@ -853,7 +896,7 @@ def one_fast_of_each(
     ]
 
 
-CENTERED = {"qwen3_next", "qwen3_5_text"}
+CENTERED = {"qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"}
 """Families whose norms multiply by 1 + w."""
 
 

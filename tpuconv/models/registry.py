@@ -66,6 +66,9 @@ FAMILIES: Mapping[str, str] = {
     "cohere2": "tpuconv.models.cohere2.family:FAMILY",
     "qwen3_next": "tpuconv.models.qwen3_next.family:FAMILY",
     "qwen3_5_text": "tpuconv.models.qwen3_5_text.family:FAMILY",
+    "qwen3_5": "tpuconv.models.qwen3_5.family:FAMILY",
+    "qwen3_5_moe_text": "tpuconv.models.qwen3_5_moe_text.family:FAMILY",
+    "qwen3_5_moe": "tpuconv.models.qwen3_5_moe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

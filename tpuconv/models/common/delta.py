@@ -158,22 +158,22 @@ def _one_chunk(
     """The tokens of a chunk at once, by the WY form (section 3.3): the state after it, and the outputs. The changes of
     the tokens before, which a token's own change depends on, are the solution of a triangular system."""
     tokens = q_Btnk.shape[1]
-    total_Btnr = jnp.cumsum(g_Btnr, axis=1)
-    total_Bnrt, b_Bnrt = (jnp.moveaxis(x, 1, -1) for x in (total_Btnr, b_Btnr))
+    g_Bnrt, b_Bnrt = (jnp.moveaxis(x, 1, -1) for x in (g_Btnr, b_Btnr))
+    until_Bnrt = jnp.exp(jnp.cumsum(g_Bnrt, axis=-1))
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
-    # Masked before the exponential, which would overflow.
-    decay_Bnrts = jnp.exp(jnp.where(earlier, total_Bnrt[..., :, None] - total_Bnrt[..., None, :], -jnp.inf))
+    # Sums from token to token: differences of sums from the first token on would lose small rates among large ones.
+    sums_Bnrts = jnp.cumsum(jnp.where(jnp.tril(earlier, -1), g_Bnrt[..., None], 0), axis=-2)
+    decay_Bnrts = jnp.where(earlier, jnp.exp(sums_Bnrts), 0)
     keys_Bnts, queries_Bnts = (exact_einsum("Btnk,Bsnk->Bnts", x, k_Btnk) for x in (k_Btnk, q_Btnk))
     system_Bnrts = b_Bnrt[..., None] * keys_Bnts[:, :, None] * decay_Bnrts  # its diagonal is taken as ones
     right_v = exact_einsum("Bnrt,Btnrw->Bnrtw", b_Bnrt, v_Btnrw)
-    right_k = exact_einsum("Bnrt,Btnk->Bnrtk", b_Bnrt * jnp.exp(total_Bnrt), k_Btnk)
+    right_k = exact_einsum("Bnrt,Btnk->Bnrtk", b_Bnrt * until_Bnrt, k_Btnk)
     solved = jax.lax.linalg.triangular_solve(
         system_Bnrts, jnp.concatenate([right_v, right_k], axis=-1), left_side=True, lower=True, unit_diagonal=True
     )
     width = v_Btnrw.shape[-1]
     change_Bnrtw = solved[..., :width] - exact_einsum("Bnrtk,Bnrkw->Bnrtw", solved[..., width:], s_Bnrkw)
-    o_Btnrw = exact_einsum("Btnk,Btnr,Bnrkw->Btnrw", q_Btnk, jnp.exp(total_Btnr), s_Bnrkw)
+    o_Btnrw = exact_einsum("Btnk,Bnrt,Bnrkw->Btnrw", q_Btnk, until_Bnrt, s_Bnrkw)
     o_Btnrw += exact_einsum("Bnrts,Bnrsw->Btnrw", queries_Bnts[:, :, None] * decay_Bnrts, change_Bnrtw)
-    left_Btnr = jnp.exp(total_Btnr[:, -1:] - total_Btnr)
-    s_Bnrkw = s_Bnrkw * jnp.exp(total_Btnr[:, -1])[..., None, None]
-    return s_Bnrkw + exact_einsum("Btnk,Btnr,Bnrtw->Bnrkw", k_Btnk, left_Btnr, change_Bnrtw), o_Btnrw
+    s_Bnrkw = s_Bnrkw * until_Bnrt[..., -1:, None]
+    return s_Bnrkw + exact_einsum("Btnk,Bnrt,Bnrtw->Bnrkw", k_Btnk, decay_Bnrts[..., -1, :], change_Bnrtw), o_Btnrw

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
-from tpuconv.models.common.rows import MLP, PRE_NORMS, decoder_table
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, without_mrope
+from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig
 from tpuconv.models.registry import Family
-
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Rotary parameters that change positions of images only."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,7 @@ class Config(HybridConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        check_rope_keys(raw)
-        raw = dict(raw)
-        for key in ("rope_scaling", "rope_parameters"):
-            if raw.get(key):
-                raw[key] = {name: value for name, value in raw[key].items() if name not in OF_IMAGES}
-        return super().read_ropes(raw, context)
+        return super().read_ropes(without_mrope(raw), context)
 
 
 FLAT_INPUTS = (
@@ -63,14 +55,14 @@ FLAT_INPUTS = (
     Map("in_proj_a.weight", "a.kernel", "(n r) D -> D n r"),
 )
 
+ATTENTION_OF_BOTH = (
+    *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
+    *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *FLAT_INPUTS, *LINEAR_ROWS),
+)
+"""The rows of attention, full and linear."""
+
 TABLE = decoder_table(
-    *PRE_NORMS,
-    *under("mlp", "mlp", *MLP),
-    others=(
-        *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
-        *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *FLAT_INPUTS, *LINEAR_ROWS),
-    ),
-    ignore={"mtp.*": "predicts further tokens (MTP), which the model's own logits do not need"},
+    *PRE_NORMS, *under("mlp", "mlp", *MLP), others=ATTENTION_OF_BOTH, ignore={"mtp.*": FURTHER_TOKENS}
 )
 
 FAMILY = Family(

@@ -7,7 +7,17 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, when
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    FURTHER_TOKENS,
+    HEAD_NORMS,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    SHARED,
+    decoder_table,
+    when,
+)
 from tpuconv.models.qwen3_moe.family import MOE_ROWS, mlp_rows
 from tpuconv.models.registry import Family
 
@@ -170,7 +180,7 @@ TABLE = decoder_table(
             Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
         ),
     ),
-    ignore={"mtp.*": "predicts further tokens (MTP), which the model's own logits do not need"},
+    ignore={"mtp.*": FURTHER_TOKENS},
 )
 
 FAMILY = Family(
