@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from helpers.configs import ENCODINGS, NAMES, WEIGHTS, config_json, plan_of
+from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import patterns
 from tpuconv.convert.plan.coverage import make_plan
@@ -40,12 +41,20 @@ def refused(raw: dict[str, Any]) -> Exception | None:
     return error
 
 
-def integers() -> Iterator[tuple[str, str]]:
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Those of a test of this model_type."""
+    return [] if find_family({"model_type": name}).name in CORE else [pytest.mark.slow]
+
+
+def integers() -> Iterator[Any]:
     """Every key of every model_type that is an integer."""
     for name in NAMES:
         for field, hint in _hints(find_family({"model_type": name}).config):
             if int in (hint, *get_args(hint)):
-                yield name, field.name
+                yield pytest.param(name, field.name, marks=marks(name))
+
+
+EVERY_NAME = pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 
 
 @pytest.mark.parametrize(("name", "key"), list(integers()))
@@ -92,7 +101,7 @@ def test_experts_times_layers_are_counted_before_they_are_listed():
         make_plan(Source(Path("x"), raw, {}, ()), family.name, family.table, config, Options())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_NAME
 def test_tables_count_what_they_list(name):
     raw = config_json(name)
     family = find_family(raw)
@@ -106,7 +115,7 @@ def test_tables_count_what_they_list(name):
 ODD = (1.5, -1, 0, True, "x", "", [], [1], ["x"], [{}], [[]], {}, {"a": 1}, {"factor": {}}, float("nan"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_NAME
 def test_a_value_of_another_type_is_an_error_that_is_meant(name):
     fields = [field.name for field, _ in _hints(find_family({"model_type": name}).config) if field.name != "rope"]
     nested = [{"rope_type": kind, key: value} for kind in OPTIONAL for key in OPTIONAL[kind] for value in ODD]

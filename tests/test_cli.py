@@ -261,7 +261,8 @@ def test_real_models_are_planned_whole(model, tmp_path):
     assert all(skip["reason"] for skip in facts["skipped"])
     assert facts["peak_memory_bytes"] < 4.6e8
     # The published number counts the vision tower, which is skipped by name.
-    vision = sum(prod(shape) for name, (_, shape) in tensors.items() if name.startswith(("vision_", "multi_modal_")))
+    seeing = ("vision_", "multi_modal_", "model.visual.")
+    vision = sum(prod(shape) for name, (_, shape) in tensors.items() if name.startswith(seeing))
     assert facts["parameters"] + vision == listing["parameters"]
 
 

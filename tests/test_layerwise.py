@@ -11,7 +11,7 @@ import pytest
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import convert
-from helpers.families import CASES, OWN_CACHE, Case, one_fast_of_each, save
+from helpers.families import CASES, OWN_CACHE, Case, is_inseparable, one_fast_of_each, save
 from helpers.schemes import encode
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -33,7 +33,10 @@ def compared(
     return compare_layers(read_manifest(out), source, PROMPTS, dtype)
 
 
-@pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE))
+SEPARABLE = [case for case in CASES if not is_inseparable(case)]
+
+
+@pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE, SEPARABLE))
 def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) -> None:
     parts, theirs, ours = compared(orbax(case), hf(case))
     layers = case.config.get("num_hidden_layers", 2)

@@ -550,7 +550,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     raw = case.hf_config().to_diff_dict()
     hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
-    everywhere = case.model_type in {"mistral", "mixtral", "qwen3_moe", "phi3", "starcoder2"}
+    everywhere = hf.model_type in {"mistral", "ministral3", "mixtral", "qwen3_moe", "phi3", "starcoder2"}
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if everywhere else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(config.windows) == windows[: hf.num_hidden_layers]
@@ -652,8 +652,8 @@ UNSUPPORTED = {
     ),
     "rope type, new": (
         "qwen3",
-        {"rope_parameters": {"rope_type": "proportional"}},
-        "rope_parameters=.*proportional.*for qwen3",
+        {"rope_parameters": {"rope_type": "axial"}},
+        "rope_parameters=.*axial.*for qwen3",
     ),
     "rope parameter": ("llama", {"rope_scaling": LINEAR | {"mscale": 2.0}}, "rope_scaling=.*mscale"),
     "rope partial": ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -671,6 +671,13 @@ UNSUPPORTED = {
     "normalized deepseek": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True .*deepseek_v2, only False"),
     "head bias": ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not implemented for ernie4_5_moe"),
     "cap of gemma3": ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 .*only None"),
+    "weights of experts": ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob=False .*True"),
+    "window of qwen3_vl": ("qwen3_vl", {"text_config": {"use_sliding_window": True}}, "use_sliding_window=True"),
+    "bidirectional gemma4": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention='all'",
+    ),
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
@@ -744,6 +751,23 @@ INVALID = {
     "windows of llama4": ("llama4", {"text_config": {"layer_types": ["sliding_attention"] * 48}}, "the unknown"),
     "few experts": ("llama4", {"text_config": {"num_experts_per_tok": 17}}, "more than 16 experts"),
     "no floor": ("llama4", {"text_config": {"floor_scale": 0}}, "floor_scale=0 is not positive"),
+    "layers of other kinds": (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 8}, "2": {"head_dim": 16}}},
+        "per_layer_config=.* is not the same for all its layers",
+    ),
+    "all share": ("gemma4_text", {"num_kv_shared_layers": 30}, "num_kv_shared_layers=30 leaves none of 30 layers"),
+    "shared kind": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 25},
+        "share keys and values of a type of layers that has none of its own",
+    ),
+    "experts without sizes": ("gemma4_text", {"enable_moe_block": True}, "needs num_experts, top_k_experts and"),
+    "global heads": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+        "8 is not a multiple of num_global_key_value_heads=3",
+    ),
     "no rope by layer": ("gemma3_text", {"rope_parameters": LINEAR}, "no object for each type of layer"),
     "cap": ("gemma2", {"final_logit_softcapping": 0.0}, r"final_logit_softcapping=0\.0 is not positive"),
     "no window of gemma2": ("gemma2", {"sliding_window": None}, "'sliding_attention' with sliding_window=None"),
@@ -768,6 +792,16 @@ INVALID = {
     "clip": ("olmoe", {"clip_qkv": 0.0}, r"clip_qkv=0\.0 is not positive"),
     "experts of granite": ("granitemoe", {"num_local_experts": 1}, "=2 is more than num_local_experts=1"),
     "head of cohere2": ("cohere2", {"head_dim": 64}, "head_dim=64 is not hidden_size=8192 divided by"),
+    "no growth": (
+        "ministral3",
+        {"rope_parameters": YARN},
+        "llama_4_scaling_beta=None of the rotary positions is not a number",
+    ),
+    "growth without a context": (
+        "ministral3",
+        {"rope_parameters": {"rope_theta": 5.0, "llama_4_scaling_beta": 0.1}},
+        "needs an original context",
+    ),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import LIMITS, convert
-from helpers.families import CASES, Case
+from helpers.families import CASES, CORE, Case
 from helpers.quantizing import ONE_OF_EACH, assert_same_model, leaves, quantize, quantize_source
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
@@ -593,7 +593,14 @@ def resolutions():
 def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
     """Tracing the first layer of each kind gives what tracing each layer does."""
     rules = parse_config(MIXED.encode(), "mixed", "mixed.yaml") if name == "mixed" else find_config(name)
-    longer = {} if "layer_types" in case.config else {"num_hidden_layers": 5}
+    lists = {key: case.config[key] for key in ("layer_types", "no_rope_layers") if case.config.get(key)}
+    if kinds := case.config.get("mlp_layer_types"):
+        longer = {"mlp_layer_types": kinds + kinds[-1:] * 3, "num_hidden_layers": len(kinds) + 3}
+    elif lists and case.family not in CORE:
+        longer = {key: 2 * kinds for key, kinds in lists.items()}
+        longer["num_hidden_layers"] = len(next(iter(longer.values())))
+    else:
+        longer = {} if lists else {"num_hidden_layers": 5}
     case = replace(case, config={**case.config, **longer})
     config_json = json.loads(case.hf_config().to_json_string()) | ({"model_type": "kimi_k2"} if case.written_as else {})
     family = get_family(case.family)

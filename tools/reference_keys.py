@@ -47,7 +47,7 @@ def keys_of(model_type: str) -> set[str]:
     names = {*kind.__dataclass_fields__, *kind.attribute_map, *asked(kind.__module__.removeprefix("transformers."))}
     names |= set(asked(f"{package}.modeling_{package.rpartition('.')[2]}"))
     text = kind.sub_configs.get("text_config")
-    return names | keys_of(text.model_type) if text else names
+    return names | keys_of(text.model_type) if text and text is not AutoConfig else names
 
 
 def is_data(name: str) -> bool:
@@ -57,8 +57,11 @@ def is_data(name: str) -> bool:
 
 def table() -> tuple[list[str], dict[str, list[str]]]:
     """The keys that every model reads, and for each model type of ours those that it reads besides."""
-    types = sorted({kind for family in all_families() for kind in family.architectures.values()})
-    read = {kind: keys_of(READ_AS.get(kind, kind)) for kind in types}
+    types = {kind: family.text_types for family in all_families() for kind in family.architectures.values()}
+    read = {
+        kind: set().union(*(keys_of(READ_AS.get(name, name)) for name in (kind, *types[kind])))
+        for kind in sorted(types)
+    }
     shared = {name for module in SHARED for name in asked(module)} | set.intersection(*read.values())
     return sorted(filter(is_data, shared)), {k: sorted(filter(is_data, names - shared)) for k, names in read.items()}
 

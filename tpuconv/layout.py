@@ -44,8 +44,31 @@ LETTERS = {
     "Q": "latent width of queries (q_lora_rank)",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
-    "h": "half of the head dimension, of which rotary position takes one element from each half",
-    **{letter: f"layers at place {place} of each period of layers" for place, letter in enumerate("uvwxyz")},
+    "f": "layers with full attention, in a model where others have linear attention",
+    "l": "layers with linear attention",
+    "n": "key heads of linear attention",
+    "r": "value heads per key head of linear attention",
+    "k": "dimension of a key head of linear attention",
+    "w": "dimension of a value head of linear attention",
+    "c": "taps of a causal convolution",
+    # Of models in which layers that see all tokens and those with a sliding window differ in size
+    "s": "layers with a sliding window",
+    "g": "layers that see all tokens",
+    "a": "layers with a sliding window and keys and values of their own",
+    "b": "layers that see all tokens, with keys and values of their own",
+    "o": "layers that use the keys and values of an earlier one",
+    "h": "head dimension of layers that see all tokens",
+    "m": "key-value heads of layers that see all tokens",
+    "i": "layers with an MLP of width F",
+    "j": "layers with an MLP of width y",
+    "y": "double MLP width",
+    # Of models in which each layer has embeddings of its own
+    "p": "width of the embeddings of a layer",
+    "v": "vocabulary of the embeddings of layers",
+    "z": "layers, as an axis of embeddings and of a projection for all of them",
+    # Of what other programs expect
+    "X": "half of the head dimension, of which rotary position takes one element from each half",
+    **{letter: f"layers at place {place} of each period of layers" for place, letter in enumerate("YZdequ")},
     "t": "layers after the last complete period",
 }
 

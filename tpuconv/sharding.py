@@ -27,9 +27,13 @@ AXES = ("data", *WIDTH_AXES)
 MESH_AXES: Rules = {
     "E": ("expert",),
     "V": WIDTH_AXES,
+    "v": WIDTH_AXES,
     "N": WIDTH_AXES,
     "K": ("tensor",),
+    "m": ("tensor",),
+    "n": ("tensor",),
     "F": WIDTH_AXES,
+    "y": WIDTH_AXES,
     "M": WIDTH_AXES,
     "W": WIDTH_AXES,
     "D": ("data",),
@@ -41,12 +45,13 @@ ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WI
 """For activations between layers. The batch is sharded over `data`, the model width is replicated; heads and logits are
 sharded."""
 
-BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
+BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "n": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
 """For attention with a small cache: sharded over heads only. If there are more chips than key-value heads, several
 chips hold the same keys and values, each for other query heads, and no data is exchanged."""
 
 BY_BATCH: Rules = {
     "K": ("tensor",),
+    "n": ("tensor",),
     "B": ("data", "group", "expert", "tensor"),
     "G": ("group", "expert"),
     "N": WIDTH_AXES,

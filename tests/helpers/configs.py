@@ -6,6 +6,7 @@ from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.models.common.config import _hints
+from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.registry import all_families, find_family
 from tpuconv.sources.source import Source
 
@@ -22,9 +23,11 @@ SMALL = {
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
     """A small config.json of a model_type with some keys changed."""
-    known = {field.name for field, _ in _hints(find_family({"model_type": name}).config)}
+    config = find_family({"model_type": name}).config
+    known = {field.name for field, _ in _hints(config)}
     text = {key: value for key, value in SMALL.items() if key in known} | changes
-    return {"model_type": name, "text_config": text} if name == "llama4" else {"model_type": name, **text}
+    nested = issubclass(config, WrapperConfig) and not config.flat
+    return {"model_type": name, **({"text_config": text} if nested else text)}
 
 
 def plan_of(raw: dict[str, Any]) -> None:

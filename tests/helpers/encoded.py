@@ -98,7 +98,8 @@ ENCODINGS = {
     int4: INT4,
     int8: compressed_config(type="int", num_bits=8, strategy="channel"),
 }
-PARTS = (".w1", ".w2", ".w3", "_proj", "_mqa", "q_a_proj", "q_b_proj", "kv_b_proj")
+IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
+PARTS = (".w1", ".w2", ".w3", ".c_fc", "_proj", "_mqa", "_input_gate", "_projection", *IN_PROJ)
 
 
 def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, np.ndarray]:

@@ -39,6 +39,8 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 12}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MROPE = {"rope_type": "default", "rope_theta": 500.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -67,8 +69,9 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
+            beside = {"projection_hidden_size": 8} if self.family == "kimi_k25" else {}
             return AutoConfig.for_model(
-                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied
+                self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
         return AutoConfig.for_model(self.model_type, **sizes)
 
@@ -93,10 +96,17 @@ NO_SCAN = {
     "qwen3_moe-dense-layers": "dense layers and those with experts have different parameters",
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
+    "kimi_k25": "as deepseek_v3",
+    "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+        "layers with linear and with full attention",
+    ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
+    **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified"), "layers differ in the size of heads"),
 }
 LLAMA4 = {
     "intermediate_size": 20,
@@ -136,7 +146,50 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
     },
 }
-VISION: dict[str, dict[str, Any]] = {"llama4": LLAMA4_VISION, "gemma3": SIGLIP_VISION}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+}
+KIMI_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "pos_emb_height": 2,
+    "pos_emb_width": 2,
+    "pos_emb_time": 2,
+}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 101,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+}
+UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+VISION: dict[str, dict[str, Any]] = {
+    "llama4": LLAMA4_VISION,
+    "gemma3": SIGLIP_VISION,
+    "mistral3": SIGLIP_VISION | {"head_dim": 4},
+    "qwen2_5_vl": QWEN_VISION | {"fullatt_block_indexes": [0]},
+    "qwen3_vl": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_5": QWEN_VISION | {"num_position_embeddings": 4},
+    "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
+    "kimi_k25": KIMI_VISION,
+    "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
+    "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
+}
 """The `vision_config` of families inside multimodal models."""
 
 DEEPSEEK = {
@@ -165,12 +218,21 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.3,
 }
+HYBRID = {
+    "rms_norm_eps": 1e-3,  # with a smaller one transformers errs by more than the limit
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
     "short_factor": [1.0, 1.5, 2.0],
     "long_factor": [2.0, 5.0, 9.0],
-    "original_max_position_embeddings": 10,
+    "original_max_position_embeddings": 6,  # less than tests generate
 }
 
 
@@ -317,7 +379,7 @@ CASES: list[Case] = [
     _case(
         "phi3-longrope",
         rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
-        original_max_position_embeddings=10,
+        original_max_position_embeddings=6,
         sliding_window=6,
         tie_word_embeddings=True,
         num_hidden_layers=3,
@@ -471,6 +533,7 @@ CASES: list[Case] = [
         num_local_experts=90,
         num_experts_per_tok=4,
         intermediate_size=20,
+        initializer_range=0.1,
         tie_word_embeddings=True,
         num_hidden_layers=3,
     ),
@@ -576,6 +639,69 @@ CASES: list[Case] = [
         layer_norm_eps=1e-3,
         rope_parameters=LINEAR,
     ),
+    _case(
+        "qwen3_next-plain",
+        **HYBRID,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen3_next-dense-layers",  # more experts than tokens
+        **HYBRID | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        num_experts=90,
+        num_experts_per_tok=4,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    _case("qwen3_5_text-plain", **HYBRID, num_hidden_layers=4, full_attention_interval=2),
+    _case(
+        "qwen3_5_text-biases",
+        **HYBRID | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+    ),
+    _case(
+        "qwen3_5-plain",
+        **HYBRID,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+    ),
+    _case(
+        "qwen3_5_moe_text-plain",
+        **HYBRID,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen3_5_moe-plain",
+        **HYBRID,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -604,6 +730,97 @@ CASES: list[Case] = [
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
         },
+    ),
+    _case("ministral3-plain", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case(
+        "ministral3-window",
+        head_dim=10,
+        rope_parameters=GROWING | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5},
+        sliding_window=6,
+        tie_word_embeddings=True,
+        num_key_value_heads=3,
+    ),
+    _case("mistral3-ministral3", model_type="ministral3", head_dim=12, rope_parameters=GROWING, num_hidden_layers=3),
+    _case("mistral3-mistral", model_type="mistral", sliding_window=5, num_key_value_heads=6),
+    _case("mistral3-tied", model_type="mistral", sliding_window=None, head_dim=14, tie_word_embeddings=True),
+    _case("qwen2_5_vl-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "qwen2_5_vl-windows",
+        rope_parameters=MROPE | {"mrope_section": [4, 2, 2]},
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("qwen3_vl-plain", head_dim=12, rope_parameters=MROPE | {"mrope_section": [2, 2, 2]}),
+    _case(
+        "qwen3_vl-tied",
+        head_dim=20,
+        rope_parameters=MROPE | {"mrope_section": [4, 3, 3], "mrope_interleaved": True},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+    ),
+    _case(
+        "qwen3_vl_moe-plain",
+        head_dim=12,
+        rope_parameters=MROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+    ),
+    _case(
+        "qwen3_vl_moe-dense-layers",  # square matrices, which show no transpose by their shape
+        rope_parameters=MROPE | {"mrope_section": [2, 1, 1]},
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "kimi_k25-plain",
+        **DEEPSEEK | {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        model_type="deepseek_v3",
+        num_hidden_layers=3,
+        num_nextn_predict_layers=0,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    _case("gemma4_text-plain", **GEMMA4, final_logit_softcapping=50.0),
+    _case(
+        "gemma4_text-experts",  # values made of keys in layers that see all tokens
+        **GEMMA4 | {"hidden_size_per_layer_input": 0},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=3,
+        enable_moe_block=True,
+        num_experts=7,
+        top_k_experts=3,
+        moe_intermediate_size=20,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "gemma4_text-shared",
+        **GEMMA4 | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    ),
+    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1, initializer_range=0.3),
+    _case("gemma4-dense", **GEMMA4 | {"hidden_size_per_layer_input": 0}, tie_word_embeddings=False),
+    _case("gemma4_unified-plain", **UNIFIED, final_logit_softcapping=50.0),
+    _case(
+        "gemma4_unified-values-of-keys",
+        **UNIFIED,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        tie_word_embeddings=True,
     ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
@@ -645,8 +862,21 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
-COMPUTED_BY = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo3": "olmo2", "llama4_text": "llama4"}
+COMPUTED_BY = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "olmo3": "olmo2",
+    "llama4_text": "llama4",
+}
 """Families with a config or names of their own that run another one's modules."""
+
+
+def is_inseparable(case: Case) -> bool:
+    """Whether no layer of a case can run by itself on hidden states."""
+    return bool(case.config.get("hidden_size_per_layer_input") or case.config.get("num_kv_shared_layers"))
 
 
 OWN_CACHE = {"llama", "deepseek_v3"}
@@ -666,6 +896,10 @@ def one_fast_of_each(
     ]
 
 
+CENTERED = {"qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"}
+"""Families whose norms multiply by 1 + w."""
+
+
 def hf_model(case: Case, seed: int = 0) -> Any:
     """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
     they are when new, they would hide that they are used wrongly or not at all."""
@@ -680,10 +914,14 @@ def hf_model(case: Case, seed: int = 0) -> Any:
         model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
+                if case.family in CENTERED and "linear_attn" not in name:
+                    parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
             elif ".alpha_" in name:
                 parameter.uniform_(-1, 1)
             elif "embed_tokens" in name:
@@ -691,6 +929,8 @@ def hf_model(case: Case, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.2)
+            elif "layer_scalar" in name:
+                buffer.uniform_(0.5, 1.5)
     return model
 
 
@@ -698,6 +938,12 @@ def _drop_empty(path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     save_file({name: x for name, x in load_file(path).items() if x.numel()}, path, {"format": "pt"})
+
+
+def _rename(path: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name.replace(old, new): x for name, x in load_file(path).items()}, path, {"format": "pt"})
 
 
 def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
@@ -708,6 +954,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Pat
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if case.family == "kimi_k25":  # transformers calls the layers of the text model as those of the vision tower
+        _rename(folder / "model.safetensors", "language_model.model.blocks.", "language_model.model.layers.")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.written_as:

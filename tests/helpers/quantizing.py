@@ -28,10 +28,24 @@ MLA = {
     "v_head_dim": 32,
     "moe_intermediate_size": 64,
 }
+SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+LINEAR = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, **SHARED}
 EVEN = {
+    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite")},
+    **{name: {"num_attention_heads": 2} for name in ("cohere2", "olmoe")},
+    **{name: LINEAR for name in ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")},
+    "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "deepseek_v3": MLA,
     "kimi_k2": MLA,
+    "kimi_k25": MLA,
+    "qwen2_5_vl": {"num_attention_heads": 2},
+    "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
+    "gemma4_unified": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
     "qwen2": {"num_attention_heads": 2},

@@ -30,7 +30,7 @@ MAX_MODEL_BYTES = 4 << 40
 """Twice those of the largest model: a plan holds all slabs of the conversion."""
 
 NEVER_ENCODED = ("embed", "router")
-"""Modules whose matrix is looked up, or in which small differences decide."""
+"""How the names of modules begin whose matrix is looked up, or in which small differences decide."""
 
 
 def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
@@ -77,7 +77,7 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Ite
 
 
 def _is_multiplied(binding: Binding) -> bool:
-    return not any(part in NEVER_ENCODED for stack in binding.dst for part in stack.names[0].split("."))
+    return not any(part.startswith(NEVER_ENCODED) for stack in binding.dst for part in stack.names[0].split("."))
 
 
 def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape) -> Scheme | None:

@@ -21,11 +21,11 @@ from tpuconv.mapping.arithmetic import Arithmetic
 
 INDEX = re.compile(r"\{(#?\w)\}")
 LAYERS, EXPERTS = "L", "E"
-PLACES = "uvwxyz"
+PLACES = "YZdequ"
 """Letters of the layers at the first, second, ... place of each period of layers."""
 REST = "t"
 """The letter of the layers after the last complete period."""
-LAYER_INDICES = f"LIJ{PLACES}{REST}"
+LAYER_INDICES = f"LIJflsgaboij{PLACES}{REST}"
 """Letters whose values are layer numbers."""
 MTP = "U"
 """The letter of layers that predict further tokens (MTP). Their rows exist only on request."""

@@ -31,6 +31,15 @@ FAMILIES: Mapping[str, str] = {
     "gemma2": "tpuconv.models.gemma2.family:FAMILY",
     "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
     "gemma3": "tpuconv.models.gemma3.family:FAMILY",
+    "gemma4_text": "tpuconv.models.gemma4_text.family:FAMILY",
+    "gemma4": "tpuconv.models.gemma4.family:FAMILY",
+    "gemma4_unified": "tpuconv.models.gemma4_unified.family:FAMILY",
+    "ministral3": "tpuconv.models.ministral3.family:FAMILY",
+    "mistral3": "tpuconv.models.mistral3.family:FAMILY",
+    "qwen2_5_vl": "tpuconv.models.qwen2_5_vl.family:FAMILY",
+    "qwen3_vl": "tpuconv.models.qwen3_vl.family:FAMILY",
+    "qwen3_vl_moe": "tpuconv.models.qwen3_vl_moe.family:FAMILY",
+    "kimi_k25": "tpuconv.models.kimi_k25.family:FAMILY",
     "phi3": "tpuconv.models.phi3.family:FAMILY",
     "glm": "tpuconv.models.glm.family:FAMILY",
     "glm4": "tpuconv.models.glm4.family:FAMILY",
@@ -55,6 +64,11 @@ FAMILIES: Mapping[str, str] = {
     "exaone4": "tpuconv.models.exaone4.family:FAMILY",
     "olmo3": "tpuconv.models.olmo3.family:FAMILY",
     "cohere2": "tpuconv.models.cohere2.family:FAMILY",
+    "qwen3_next": "tpuconv.models.qwen3_next.family:FAMILY",
+    "qwen3_5_text": "tpuconv.models.qwen3_5_text.family:FAMILY",
+    "qwen3_5": "tpuconv.models.qwen3_5.family:FAMILY",
+    "qwen3_5_moe_text": "tpuconv.models.qwen3_5_moe_text.family:FAMILY",
+    "qwen3_5_moe": "tpuconv.models.qwen3_5_moe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

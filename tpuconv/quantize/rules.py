@@ -315,6 +315,7 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
     """Keeps only the first of equal layers, since tracing each takes time. Layers are equal if they have the same
     modules, sizes, settings and window, and the same rules match each module."""
     kinds: list[tuple[Any, int]] = []
+    needed = {source for i, source in enumerate(getattr(model.config, "kv_sources", ())) if source != i}
     for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
         graph, state = nnx.split(layer)
         sizes = [(path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state)]
@@ -323,7 +324,7 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
         kind = graph, sizes, window, matches  # not hashable: settings may be dicts
         if (like := next((first for known, first in kinds if known == kind), None)) is None:
             kinds.append((kind, i))
-        else:
+        elif i not in needed:  # later layers use its keys and values
             model.layers[i] = Skipped(like)
 
 

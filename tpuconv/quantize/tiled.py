@@ -5,6 +5,7 @@ long as the product. Here quantized values are multiplied as they are, group by 
 """
 
 from math import prod
+from string import ascii_letters
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,14 @@ def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) ->
     left, right, out = _letters(equation)
     counts = dict(zip(right, scale.shape, strict=True))
     tiled = [letter for letter in right if letter not in out and counts[letter] > 1]
-    numbers = "".join(tiled).lower()  # a small letter counts groups, its capital the elements within one
+    unused = (letter for letter in ascii_letters if letter not in left + right + out)
+    group = dict(zip(tiled, unused, strict=False))  # the letter that counts groups; its own counts elements within one
+    numbers = "".join(group.values())
 
     def split(letters: str, array: jax.Array) -> tuple[str, jax.Array]:
         names, shape = "", []
         for letter, size in zip(letters, array.shape, strict=True):
-            names += letter.lower() + letter if letter in tiled else letter
+            names += group.get(letter, "") + letter
             shape += [counts[letter], size // counts[letter]] if letter in tiled else [size]
         return names, array.reshape(shape)
 
@@ -51,7 +54,7 @@ def einsum(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) ->
         if letter in out:
             scale = jnp.repeat(scale, size // counts[letter], axis=axis)
     shared = "".join(letter for letter in out if letter in right)
-    names = "".join(letter.lower() if letter in tiled else letter for letter in right)
+    names = "".join(group.get(letter, letter) for letter in right)
     scale = jnp.einsum(f"{names}->{numbers}{shared}", scale)
     missing = [len(numbers) + axis_ for axis_, letter in enumerate(out) if letter not in shared]
     return jnp.sum(sums * jnp.expand_dims(scale, missing), axis=tuple(range(len(numbers)))).astype(x.dtype)

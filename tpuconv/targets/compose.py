@@ -114,7 +114,7 @@ def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
     period = tree.period
     axes = config.axes
     head = axes.get("H")
-    half = {"h": head // 2} if isinstance(head, int) else {}
+    half = {"X": head // 2} if isinstance(head, int) else {}
     if period == 1:
         return half
     layers = axes[LAYERS]
@@ -263,7 +263,7 @@ def _find(places: Places, names: Collection[str]) -> _Placed | None:
 
 def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
     """The axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H as
-    (h + h), is taken apart in the sources too."""
+    (X + X), is taken apart in the sources too."""
     stack = "".join(row_indices(row)[1])
     layout = Layout.parse(row.layout, stack)
     apart: dict[str, Axis] = {}

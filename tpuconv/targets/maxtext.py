@@ -74,8 +74,8 @@ SCALED: Places = {
 }
 PAIRS: Places = {
     **SCALED,
-    "attn.q.kernel": Place("self_attention.query.kernel", "D N (h + h) -> D N (h (1 + 1))", SCALED_QUERY),
-    "attn.k.kernel": Place("self_attention.key.kernel", "D K (h + h) -> D K (h (1 + 1))"),
+    "attn.q.kernel": Place("self_attention.query.kernel", "D N (X + X) -> D N (X (1 + 1))", SCALED_QUERY),
+    "attn.k.kernel": Place("self_attention.key.kernel", "D K (X + X) -> D K (X (1 + 1))"),
 }
 LLAMA_TREE = (
     _alike(
@@ -146,8 +146,8 @@ GEMMA2 = _gemma(
     Tree(
         {},
         (
-            LayerPlaces(_gemma2_layer("local"), "decoder.layers_{#u}", "decoder.layers", "u"),
-            LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#v}", "decoder.layers", "v"),
+            LayerPlaces(_gemma2_layer("local"), "decoder.layers_{#Y}", "decoder.layers", "Y"),
+            LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#Z}", "decoder.layers", "Z"),
         ),
         period=2,
         when=lambda config: config.head_dim == config.query_pre_attn_scalar,

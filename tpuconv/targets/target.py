@@ -45,7 +45,7 @@ class LayerPlaces:
         apart: what stands before the names of one layer. `{L}` is the number of the layer, `{#J}` its place among the
             layers of the letter J.
         stacked: what stands before the names of scanned layers; `{#}` is the place in a period.
-        letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, u
+        letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, Y
             for the first of each period.
         rest: what stands before the names of a layer after the last complete period, if the others are scanned. If
             empty, there must be none.

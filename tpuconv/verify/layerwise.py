@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import read_box
+from tpuconv.checkpoint.reader import read_box, read_checkpoint_config
 from tpuconv.encodings.decode import Tensor, decode_names
 from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
+from tpuconv.models.registry import get_family
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import empty_weights, reference_class, reference_config
 
@@ -81,12 +82,19 @@ def compare_layers(
         complete models.
 
     Raises:
-        UsageError: the checkpoint is quantized, or has only a part of the layers.
+        UsageError: the checkpoint is quantized, or has only a part of the layers; or its layers cannot run one by one.
         SourceError: the source lacks a tensor that transformers needs.
     """
     manifest.check_complete()
     if manifest.quantization is not None:
         raise UsageError(f"{manifest.folder} is quantized: every layer diverges", hint="leave --layerwise out")
+    config = get_family(manifest.family).read_config(
+        read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays
+    )
+    if config.inseparable:
+        raise UsageError(
+            f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave --layerwise out"
+        )
     _return_freed_memory()
     theirs, ours = _Reference(source, manifest, prompts, dtype), _Ours(manifest, prompts, dtype)
     errors: list[LayerError] = []
@@ -127,7 +135,6 @@ class _Reference:
         import torch
         from transformers.utils import logging
 
-        from tpuconv.models.registry import get_family
         from tpuconv.private import get_model_conversion_mapping
 
         logging.disable_progress_bar()
@@ -194,8 +201,7 @@ class _Reference:
         return self._states()
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each prompt: transformers' forward pass, in which the embedding returns `hidden` and the
-        layers are the identity."""
+        """The logits [T, V] of each prompt: transformers' forward pass, in which every layer returns `hidden`."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
         out = []
@@ -203,7 +209,7 @@ class _Reference:
             with ExitStack() as stack:
                 stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
                 for layer in self.layers:
-                    stack.enter_context(_replace_forward(layer, lambda x, *args, **kwargs: x))
+                    stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: x))
                 with self.torch.no_grad():
                     out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
         self._empty(head)

@@ -125,7 +125,7 @@ class PreNormBlock(nnx.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.attn = self.new_attention(config, layer, dtype=dtype, keys=keys)
         self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         if self.moe_type is not None and layer in config.axes.get("J", (layer,)):
             self.moe = self.moe_type(config, dtype=dtype, keys=keys)
@@ -137,6 +137,10 @@ class PreNormBlock(nnx.Module):
         x_BTD = self.joined(x_BTD, y_BTD)
         feed: Any = self.moe if hasattr(self, "moe") else self.mlp
         return self.joined(x_BTD, feed(self.mlp_norm(x_BTD))), kv
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        """Returns the attention of a layer."""
+        return self.attention_type(config, dtype=dtype, keys=keys)
 
     def joined(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Returns the hidden states with the output of a part."""

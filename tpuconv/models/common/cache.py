@@ -34,8 +34,8 @@ class KV:
     v_scale_BSK: jax.Array | None = None
 
     @classmethod
-    def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns a cache of zeros; `shape` is [B, S] or [L, B, S]."""
+    def empty(cls, config: DecoderConfig, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns a cache of zeros for a layer; `shape` is [B, S], or [L, B, S] for all layers."""
         keys = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         values = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
         return cls(keys[0], values[0], keys[1], values[1])
@@ -145,6 +145,8 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     attention, `positions_BS` and `used` are replicated. The cache may hold shapes instead of arrays."""
 
     def entry(layer: Any) -> Any:
+        if layer is None:  # a layer that uses the cache of another one
+            return None
         leaves, treedef = jax.tree.flatten(layer)
         stacked = leaves[0].ndim - len(type(layer).axes[0].split())
         unstacked = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]

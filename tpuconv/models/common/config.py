@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hi
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import short
-from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 
 NO_EFFECT = frozenset(
     {
@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(
         *("quantization_config", "compression_config"),
         # training
         *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
-        *("initializer_range", "pretraining_tp"),
+        *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
@@ -167,7 +167,7 @@ class DecoderConfig:
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """Returns the fields for rotary positions that a parsed config.json describes. `context` is the value of
         `max_position_embeddings`."""
-        return {"rope": Rope.from_hf(_with_default_rope(raw, cls.default_rope), cls.model_type, context)}
+        return {"rope": Rope.from_hf(with_default_rope(raw, cls.default_rope), cls.model_type, context)}
 
     @classmethod
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,6 +270,11 @@ class DecoderConfig:
         return ""
 
     @property
+    def inseparable(self) -> str:
+        """Why no layer can run by itself on hidden states; empty if each can."""
+        return ""
+
+    @property
     def has_lm_head(self) -> bool:
         """Whether there is a matrix for the logits. If not, the embedding is used (tied embeddings)."""
         return not self.tie_word_embeddings
@@ -278,14 +283,6 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
-
-
-def _with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = raw.get("rope_scaling") or raw.get("rope_parameters")
-    theta = {name: value for name, value in default.items() if name == "rope_theta" and raw.get(name) is None}
-    if not given:
-        return {**raw, **theta, "rope_parameters": {k: v for k, v in default.items() if k != "rope_theta"}}
-    return raw if "rope_theta" in given else {**raw, **theta}
 
 
 def ignored_keys(

@@ -29,12 +29,14 @@ class Step(NamedTuple):
         pos_BS: positions of all keys, those of the cache included.
         slot: slot of the cache for the first token.
         cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
+        input: what this layer reads besides the hidden states; None in most families.
     """
 
     pos_BT: jax.Array
     pos_BS: jax.Array
     slot: jax.Array | int
     cos_sin: tuple[jax.Array, jax.Array]
+    input: Any = None
 
     def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Returns `cos_sin`, rounded to `dtype`."""
@@ -48,23 +50,32 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets."""
+    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets, `inputs` has its own."""
 
     kinds: Sequence[Step]
     of_layer: Sequence[int]
+    inputs: Sequence[Any] | None = None
 
     @classmethod
-    def of(cls, config: DecoderConfig, pos_BT: jax.Array, pos_BS: jax.Array, slot: jax.Array | int) -> "Steps":
-        """Returns the inputs of the layers of a model; the arguments are those of `Step`. Without a cache `pos_BS` is
-        `pos_BT` itself."""
+    def of(
+        cls,
+        config: DecoderConfig,
+        pos_BT: jax.Array,
+        pos_BS: jax.Array,
+        slot: jax.Array | int,
+        inputs: Sequence[Any] | None = None,
+    ) -> "Steps":
+        """Returns the inputs of the layers of a model; the arguments are those of `Step`, and the `input` of each
+        layer. Without a cache `pos_BS` is `pos_BT` itself."""
         slots = None if pos_BS is pos_BT else pos_BS.shape[1]
         rotations = list(zip(config.ropes, config.rope_dims, strict=True))
         kinds = list(dict.fromkeys(rotations))
         steps = [Step(pos_BT, pos_BS, slot, rope_cos_sin(rope, dim, pos_BT, slots)) for rope, dim in kinds]
-        return cls(steps, [kinds.index(rotation) for rotation in rotations])
+        return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs)
 
     def __getitem__(self, layer: int) -> Step:
-        return self.kinds[self.of_layer[layer]]
+        step = self.kinds[self.of_layer[layer]]
+        return step if self.inputs is None else step._replace(input=self.inputs[layer])
 
 
 class Block(Protocol):
@@ -82,7 +93,7 @@ class Decoder(nnx.Module):
     Attributes:
         block: creates a layer from (config, number of the layer, dtype=, keys=).
         norm_type: class of the last norm; by default `RMSNorm`.
-        cached: creates a layer's empty cache from (config, [B, S], dtype); by default `KV.empty`.
+        cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
 
     Args:
         config: the family's config.
@@ -137,8 +148,8 @@ class Decoder(nnx.Module):
         model's dtype by default."""
         L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype
         if self.scan_layers:
-            return Cache.empty(self.cached(self.config, (L, batch, length), dtype), batch, length)
-        layers = tuple(self.cached(self.config, (batch, length), dtype) for _ in range(L))
+            return Cache.empty(self.cached(self.config, 0, (L, batch, length), dtype), batch, length)
+        layers = tuple(self.cached(self.config, layer, (batch, length), dtype) for layer in range(L))
         return Cache.empty(layers, batch, length)
 
     @overload
@@ -180,11 +191,12 @@ class Decoder(nnx.Module):
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
         x_BTD = self.scaled(self.embed(ids_BT))
+        inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
-            x_BTD, _ = self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0), None)
+            x_BTD, _ = self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs), None)
             return self._logits(x_BTD)
         taken = cache.take(pos_BT)
-        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
         overrun = taken.used > taken.positions_BS.shape[1]
         x_BTD = x_BTD[:, -1:] if last_only else x_BTD
@@ -195,6 +207,11 @@ class Decoder(nnx.Module):
         """Returns the first layer's input [B, T, D], made of the embeddings of the tokens. Families with a factor
         override this."""
         return x_BTD
+
+    def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
+        """Returns what each layer reads besides the hidden states, made of the token ids and the first layer's input;
+        None where layers read nothing else."""
+        return None
 
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V], made of the products with the head. Families with a factor or a limit override

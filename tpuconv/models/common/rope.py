@@ -22,6 +22,7 @@ REQUIRED = {
     "yarn": ("factor",),
     "dynamic": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 OPTIONAL = {
     "default": (),
@@ -38,6 +39,7 @@ OPTIONAL = {
     ),
     "dynamic": (),
     "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
+    "proportional": ("partial_rotary_factor", "factor"),
 }
 """The parameters of each implemented type, besides the type and `rope_theta`."""
 
@@ -66,6 +68,7 @@ class Rope:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    partial_rotary_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -140,6 +143,9 @@ class Rope:
                 return rates / np.float32(self.factor), 1.0
             case "llama3":
                 return self._llama3(rates), 1.0
+            case "proportional":  # of the slower pairs none turns
+                turning = int(self.partial_rotary_factor * head_dim // 2)
+                return np.where(np.arange(head_dim // 2) < turning, rates / np.float32(self.factor), np.float32(0)), 1.0
             case "yarn":
                 return self._yarn(periods), self._yarn_attention_factor()
             case "longrope":
@@ -213,6 +219,29 @@ def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
         raise ConfigError(f"config.json: {name}={short(given)} of the rotary positions is not a list of numbers")
     _check_numbers({f"{name}[{i}]": value for i, value in enumerate(given)})
     return tuple(given)
+
+
+def with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a parsed config.json with the default rotary positions of its family where it has none; a `rope_theta`
+    of its own wins."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")
+    theta = {name: value for name, value in default.items() if name == "rope_theta" and raw.get(name) is None}
+    if not given:
+        return {**raw, **theta, "rope_parameters": {k: v for k, v in default.items() if k != "rope_theta"}}
+    return raw if "rope_theta" in given else {**raw, **theta}
+
+
+def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json whose rotary positions have sections for time, height and width (mrope,
+    arXiv:2409.12191) without them: the three positions of a text token are equal, so that it turns by the plain
+    angles."""
+    check_rope_keys(raw)
+    out = dict(raw)
+    for key in ROPE_KEYS[1:]:
+        if given := raw.get(key):
+            plain = {k: value for k, value in given.items() if k not in ("mrope_section", "mrope_interleaved")}
+            out[key] = {k: "default" if value == "mrope" else value for k, value in plain.items()}
+    return out
 
 
 def rope_of_layers(

@@ -102,7 +102,8 @@ MTP_HEAD = (
 )
 """A layer for multi-token prediction, besides the rows of every layer (arXiv:2412.19437, section 2.2)."""
 
-MTP_IGNORE = {"model.layers.{U}.*": "predicts further tokens (MTP), which the model's own logits do not need"}
+FURTHER_TOKENS = "predicts further tokens (MTP), which the model's own logits do not need"
+MTP_IGNORE = {"model.layers.{U}.*": FURTHER_TOKENS}
 MTP_COPIES = {
     "model.layers.{U}.embed_tokens.weight": "model.embed_tokens.weight",
     "model.layers.{U}.shared_head.head.weight": "lm_head.weight",

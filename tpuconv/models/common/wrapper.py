@@ -34,7 +34,7 @@ BRINGS = "brings images to the text model, which alone is converted"
 
 
 def tables(
-    text: MappingTable, released: str, outside: Mapping[str, str], ignore: Mapping[str, str] | None = None
+    text: MappingTable, released: str, outside: Mapping[str, str], *, name: str = ""
 ) -> tuple[MappingTable, ...]:
     """Returns a table for each prefix of the text model.
 
@@ -42,15 +42,15 @@ def tables(
         text: the table of the text model, with the prefix `model.`.
         released: the prefix that releases have: that of the first table.
         outside: names of the modules outside the text model, and why they are skipped. They may stand below `model.`.
-        ignore: further names that are skipped, with their prefixes, and why.
+        name: the beginning of the tables' `variant`, of a family with several text tables.
     """
     skipped = {f"{front}{name}.*": why for name, why in outside.items() for front in ("", "model.")}
     return tuple(
         MappingTable(
             [replace(row, hf=tuple(_inside(name, prefix) for name in row.hf_names)) for row in text],
-            ignore={**{_inside(name, prefix): why for name, why in text.ignore.items()}, **skipped, **(ignore or {})},
+            ignore={**{_inside(name, prefix): why for name, why in text.ignore.items()}, **skipped},
             copies={_inside(copy, prefix): _inside(original, prefix) for copy, original in text.copies.items()},
-            variant="" if prefix == released else prefix,
+            variant=name + ("" if prefix == released else prefix),
         )
         for prefix in sorted(PREFIXES, key=lambda prefix: prefix != released)
     )

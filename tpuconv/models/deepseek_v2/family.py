@@ -46,14 +46,13 @@ class Config(deepseek_v3.Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Groups count only for the method that is limited by them, and null is as good as
-        absent."""
-        limited = raw.get("topk_method") == "group_limited_greedy"
-        unused = {"n_group", "topk_group"} if not limited else set()
+        """As `DecoderConfig.from_hf`. Null is as good as absent."""
         nullable = {"n_group", "topk_group", "topk_method", "norm_topk_prob"}
-        return super().from_hf(
-            {key: x for key, x in raw.items() if key not in unused and not (key in nullable and x is None)}
-        )
+        return super().from_hf({key: x for key, x in raw.items() if key not in nullable or x is not None})
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        return (self.n_group, self.topk_group) if self.topk_method == "group_limited_greedy" else (1, 1)
 
 
 UNCORRECTED_EXPERTS = tuple(row for row in deepseek_v3.EXPERT_ROWS if not row.buffer)

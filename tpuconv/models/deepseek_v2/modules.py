@@ -34,9 +34,10 @@ class Router(nnx.Module):
         x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
         logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
         probs_BTE = nnx.softmax(placed(logits_BTE, "B T E"))
-        groups = probs_BTE.reshape(*probs_BTE.shape[:2], config.n_group, -1)
-        best = jax.lax.top_k(groups.max(-1), config.topk_group)[1]
-        chosen = jax.nn.one_hot(best, config.n_group).sum(-2) > 0
+        count, kept = config.groups
+        groups = probs_BTE.reshape(*probs_BTE.shape[:2], count, -1)
+        best = jax.lax.top_k(groups.max(-1), kept)[1]
+        chosen = jax.nn.one_hot(best, count).sum(-2) > 0
         probs_BTE = jnp.where(chosen[..., None], groups, 0).reshape(probs_BTE.shape)
         weights_BTX, ids_BTX = jax.lax.top_k(probs_BTE, config.num_experts_per_tok)
         return ids_BTX, weights_BTX * config.routed_scaling_factor

@@ -94,6 +94,11 @@ class Config(DecoderConfig):
         }
 
     @property
+    def groups(self) -> tuple[int, int]:
+        """The numbers of groups of experts and of those that a token's experts are chosen from."""
+        return self.n_group, self.topk_group
+
+    @property
     def rope_dim(self) -> int:
         return self.qk_rope_head_dim
 
@@ -133,13 +138,13 @@ class Config(DecoderConfig):
 
 def contradictions_of_groups(config: Any) -> Iterator[str]:
     """Yields a sentence for each contradiction between the numbers of experts and of their groups."""
-    experts, groups = config.n_routed_experts, config.n_group
+    experts, (groups, chosen) = config.n_routed_experts, config.groups
     if experts % groups or experts // groups < 2:
         yield f"n_routed_experts={experts} are not n_group={groups} groups of two or more"
-    elif config.topk_group > groups:
-        yield f"topk_group={config.topk_group} is more than n_group={groups}"
-    elif config.num_experts_per_tok > config.topk_group * (experts // groups):
-        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than {config.topk_group} groups have"
+    elif chosen > groups:
+        yield f"topk_group={chosen} is more than n_group={groups}"
+    elif config.num_experts_per_tok > chosen * (experts // groups):
+        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than {chosen} groups have"
 
 
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")

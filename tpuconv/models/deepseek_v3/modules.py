@@ -34,8 +34,8 @@ class Latent:
     k_scale_BS: jax.Array | None = None
 
     @classmethod
-    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns a cache of zeros; `shape` is [B, S]."""
+    def empty(cls, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns a cache of zeros for a layer; `shape` is [B, S]."""
         latents, keys = (
             empty_vectors((*shape, config.axes["C"]), dtype),
             empty_vectors((*shape, config.axes["R"]), dtype),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rows import EXPERT_MLPS, MLP, SHARED, decoder_table, when
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED, decoder_table, when
 from tpuconv.models.ernie4_5 import family as dense
 from tpuconv.models.registry import Family
 
@@ -75,7 +75,7 @@ TABLE = decoder_table(
             *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
         ),
     ),
-    ignore={"*mtp*": "predicts further tokens (MTP), which the model's own logits do not need"},
+    ignore={"*mtp*": FURTHER_TOKENS},
 )
 
 FAMILY = Family(

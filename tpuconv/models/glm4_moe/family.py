@@ -74,6 +74,11 @@ class Config(PartialRopeConfig):
         }
 
     @property
+    def groups(self) -> tuple[int, int]:
+        """The numbers of groups of experts and of those that a token's experts are chosen from."""
+        return self.n_group, self.topk_group
+
+    @property
     def unscannable(self) -> str:
         return "its dense layers and those with experts have different parameters"
 

@@ -1,0 +1,260 @@
+"""Gemma 4, the text model on its own: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
+from tpuconv.models.common.rows import MLP, decoder_table, when
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.gemma2.family import NORMS
+from tpuconv.models.registry import Family
+
+GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
+"""The rotary positions of layers that see all tokens, of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(PatternConfig):
+    """The keys of config.json. Layers that see all tokens have heads of another size (`global_head_dim`) and, with
+    `attention_k_eq_v`, another number of key-value heads. `per_layer_config` of newer files says the same by layer."""
+
+    model_type: ClassVar[str] = "gemma4_text"
+    full_every: ClassVar[int] = 6
+    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+    only: ClassVar = {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_act": ("gelu_pytorch_tanh", None),  # without effect
+        "use_bidirectional_attention": (None, "vision"),
+        "attention_bias": (False,),
+    }
+    least: ClassVar[Mapping[str, int]] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+
+    vocab_size: int = 262144
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    global_head_dim: int = 512
+    num_global_key_value_heads: int | None = None
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: Rope = GEMMA4_ROPE
+    local_rope: Rope = PLAIN_ROPE
+    sliding_window: int | None = 512
+    layer_types: tuple[str, ...] | None = None
+    final_logit_softcapping: float | None = None
+    vocab_size_per_layer_input: int = 262144
+    hidden_size_per_layer_input: int = 256
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return super().from_hf(_without_layer_configs(raw))
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().ignored_keys(_without_layer_configs(raw))
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        proportional = {"rope_type": "proportional", "partial_rotary_factor": cls.rope.partial_rotary_factor}
+        full = rope_of_layers(raw, "full_attention", cls.rope.theta, proportional)
+        sliding = rope_of_layers(raw, "sliding_attention", cls.local_rope.theta)
+        return {
+            "rope": Rope.from_hf(full, cls.model_type, context),
+            "local_rope": Rope.from_hf(sliding, cls.model_type, context),
+        }
+
+    def contradictions(self) -> Iterator[str]:
+        if self.num_kv_shared_layers >= self.num_hidden_layers:
+            yield f"num_kv_shared_layers={self.num_kv_shared_layers} leaves none of {self.num_hidden_layers} layers"
+            return
+        yield from super().contradictions()
+        heads, kv_heads = self.num_attention_heads, self.axes["m"]
+        if heads % kv_heads:
+            yield f"num_attention_heads={heads} is not a multiple of num_global_key_value_heads={kv_heads}"
+        if self.global_head_dim % 2:
+            yield f"global_head_dim={self.global_head_dim} is odd: rotary positions need pairs"
+        if self.num_kv_shared_layers and set(self.kinds) - set(self.kinds[: -self.num_kv_shared_layers]):
+            yield "layers share keys and values of a type of layers that has none of its own"
+        sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
+        if self.enable_moe_block and None in sizes:
+            yield "enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size"
+        elif self.enable_moe_block and (self.top_k_experts or 0) > (self.num_experts or 0):
+            yield f"top_k_experts={self.top_k_experts} is more than num_experts={self.num_experts}"
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers. The last one sees all tokens, as in transformers."""
+        return (*super().kinds[:-1], "full_attention")
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        layers = range(self.num_hidden_layers)
+        own = layers[: self.num_hidden_layers - self.num_kv_shared_layers]
+        wide = layers[len(own) :] if self.use_double_wide_mlp else ()
+        full = [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+        kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        return super().axes | {
+            "E": self.num_experts or 0,
+            "M": self.moe_intermediate_size or 0,
+            "h": self.global_head_dim,
+            "m": kv_heads or self.num_key_value_heads or self.num_attention_heads,
+            "y": 2 * self.intermediate_size,
+            "p": self.hidden_size_per_layer_input,
+            "v": self.vocab_size_per_layer_input,
+            "z": self.num_hidden_layers,
+            "s": tuple(i for i in layers if i not in full),
+            "g": tuple(full),
+            "a": tuple(i for i in own if i not in full),
+            "b": tuple(i for i in own if i in full),
+            "o": tuple(layers[len(own) :]),
+            "i": tuple(i for i in layers if i not in wide),
+            "j": tuple(wide),
+        }
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        return tuple(self.axes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer the one whose keys and values it uses: itself, or the last of its type with own ones."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: i for i, kind in enumerate(self.kinds[:own])}
+        return tuple(i if i < own else last[kind] for i, kind in enumerate(self.kinds))
+
+    @property
+    def has_global_values(self) -> bool:
+        """Whether layers that see all tokens have a matrix for values. Without, values are made of the keys."""
+        return not self.attention_k_eq_v
+
+    @property
+    def has_layer_inputs(self) -> bool:
+        """Whether each layer has embeddings of its own."""
+        return self.hidden_size_per_layer_input > 0
+
+    @property
+    def inseparable(self) -> str:
+        if self.has_layer_inputs:
+            return "its layers have embeddings of their own"
+        return "some of its layers use the keys and values of an earlier one" if self.num_kv_shared_layers else ""
+
+    @property
+    def unscannable(self) -> str:
+        return "its layers differ in the size of heads, and some in having keys and values"
+
+
+def _without_layer_configs(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json with `global_head_dim` and `num_global_key_value_heads` in place of `per_layer_config`.
+
+    Raises:
+        ConfigError: `per_layer_config` does not say the same for all layers that it names.
+    """
+    given = raw.get("per_layer_config")
+    out = {key: value for key, value in raw.items() if key != "per_layer_config"}
+    if not given:
+        return out
+    parts = list(given.values()) if isinstance(given, Mapping) else [None]
+    first = parts[0]
+    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    if not isinstance(first, Mapping) or set(first) - set(keys) or any(part != first for part in parts):
+        raise ConfigError(f"config.json: per_layer_config={short(given, 300)} is not the same for all its layers")
+    return out | {keys[key]: value for key, value in first.items()}
+
+
+def _attention(H: str, K: str) -> tuple[Map, ...]:
+    return (
+        Map("k_proj.weight", "k.kernel", f"({K} {H}) D -> D {K} {H}"),
+        Map("k_norm.weight", "k_norm.scale", H),
+        Map("v_proj.weight", "v.kernel", f"({K} {H}) D -> D {K} {H}"),
+    )
+
+
+def _queries(H: str) -> tuple[Map, ...]:
+    return (
+        Map("q_proj.weight", "q.kernel", f"(N {H}) D -> D N {H}"),
+        Map("q_norm.weight", "q_norm.scale", H),
+        Map("o_proj.weight", "o.kernel", f"D (N {H}) -> N {H} D"),
+    )
+
+
+def _in(index: str, *rows: Map, part: str = "self_attn", to: str = "attn") -> tuple[Map, ...]:
+    return under(f"model.layers.{{{index}}}.{part}", f"layers.{{{index}}}.{to}", *rows)
+
+
+WIDE_MLP = (
+    Map("gate_proj.weight", "gate.kernel", "y D -> D y"),
+    Map("up_proj.weight", "up.kernel", "y D -> D y"),
+    Map("down_proj.weight", "down.kernel", "D y -> y D"),
+)
+LAYER_INPUTS = (
+    Map("per_layer_input_gate.weight", "per_layer_gate.kernel", "p D -> D p"),
+    Map("per_layer_projection.weight", "per_layer_projection.kernel", "D p -> p D"),
+    Map("post_per_layer_input_norm.weight", "post_per_layer_norm.scale", "D"),
+)
+EXPERT_PARTS = (
+    Map("post_feedforward_layernorm_1.weight", "post_mlp_norm_1.scale", "D"),
+    Map("post_feedforward_layernorm_2.weight", "post_moe_norm.scale", "D"),
+    Map("pre_feedforward_layernorm_2.weight", "moe_norm.scale", "D"),
+    Map("router.proj.weight", "moe.router.kernel", "E D -> D E"),
+    Map("router.scale", "moe.router_scale", "D"),
+    Map("router.per_expert_scale", "moe.expert_scale", "E"),
+    Map("experts.gate_up_proj", ("moe.gate.kernel", "moe.up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("experts.down_proj", "moe.down.kernel", "E D M -> E M D"),
+)
+SHARED_ALREADY = "of a layer that uses the keys and values of an earlier one"
+
+TABLE = decoder_table(
+    *NORMS,
+    *when("enable_moe_block", *EXPERT_PARTS),
+    *when("has_layer_inputs", *LAYER_INPUTS),
+    Map("layer_scalar", "layer_scalar", "1", buffer=True),
+    others=(
+        *_in("s", *_queries("H")),
+        *_in("g", *_queries("h")),
+        *_in("a", *_attention("H", "K")),
+        *_in("b", *_attention("h", "m")[:2]),
+        *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
+        *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
+        *under("model.layers.{j}.mlp", "layers.{j}.mlp", *WIDE_MLP),
+        *when(
+            "has_layer_inputs",
+            Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
+            Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
+            Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
+        ),
+    ),
+    ignore={
+        f"model.layers.{{o}}.self_attn.{name}.weight": SHARED_ALREADY
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    },
+)
+
+FAMILY = Family(
+    name="gemma4_text",
+    summary="Gemma 4, the text model on its own",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.gemma4_text.modules:Model",
+    architectures={"Gemma4ForCausalLM": "gemma4_text"},
+)

@@ -1,0 +1,205 @@
+"""Gemma 4, the text model."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common.cache import KV, Cache, append_kv, empty_vectors
+from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step, Steps
+from tpuconv.models.common.layers import (
+    Einsum,
+    Keys,
+    ScaledRMSNorm,
+    apply_rope,
+    attention,
+    gelu_tanh,
+    normal,
+    normalize,
+    soft_capped,
+)
+from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.placement import placed
+from tpuconv.models.gemma4_text.family import Config
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far.
+    Queries, keys and values are normalized, each head separately. A layer without keys and values of its own is given
+    those of an earlier layer."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, self.eps = config.axes, config.rms_norm_eps
+        is_global = config.kinds[layer] == "full_attention"
+        H, K = ("h", "m") if is_global else ("H", "K")
+        self.q = Einsum(f"BTD,DN{H}->BTN{H}", sizes, dtype=dtype, keys=keys)
+        self.q_norm = ScaledRMSNorm(H, sizes, self.eps, dtype=dtype)
+        self.o = Einsum(f"BTN{H},N{H}D->BTD", sizes, dtype=dtype, keys=keys)
+        self.has_keys = config.kv_sources[layer] == layer
+        if self.has_keys:
+            self.k = Einsum(f"BTD,D{K}{H}->BT{K}{H}", sizes, dtype=dtype, keys=keys)
+            self.k_norm = ScaledRMSNorm(H, sizes, self.eps, dtype=dtype)
+            has_values = config.has_global_values or not is_global
+            self.v = Einsum(f"BTD,D{K}{H}->BT{K}{H}", sizes, dtype=dtype, keys=keys) if has_values else None
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
+        if self.has_keys:
+            k_BTKH = self.k(x_BTD)
+            v_BTKH = k_BTKH if self.v is None else self.v(x_BTD)
+            v_BTKH = normalize(v_BTKH, 1, self.eps).astype(x_BTD.dtype)
+            kv = append_kv(kv, apply_rope(self.k_norm(k_BTKH), cos_sin), v_BTKH, step.slot)
+        assert kv is not None
+        return self.o(attention(q_BTNH, kv, step.visible(window), scale=1.0)), kv
+
+
+class MLP(GatedMLP):
+    """Gated MLP (arXiv:2002.05202) with GELU, x [B, T, D] to [B, T, D]."""
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        return gelu_tanh(x_BTF)
+
+
+class MoE(Experts):
+    """The X most probable experts of each token, x [B, T, D] to [B, T, D]. The router reads other hidden states than
+    the experts. The weights are probabilities, normalized, times a factor of each expert."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        super().__init__(sizes, gelu_tanh, dtype=dtype, keys=keys)
+        self.config, self.chosen = config, config.top_k_experts or 0
+        self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
+        self.router_scale = nnx.Param(jnp.ones(sizes["D"], dtype))
+        self.expert_scale = nnx.Param(jnp.ones(sizes["E"], dtype))
+
+    def routed(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] of the experts for `y_BTD`. `x_BTD` are the hidden states that choose them."""
+        scaled_BTD = normalize(x_BTD, 1, self.config.rms_norm_eps).astype(x_BTD.dtype) * self.router_scale[...]
+        scores_BTE = self.router(scaled_BTD * self.config.hidden_size**-0.5)
+        probs_BTE = nnx.softmax(placed(scores_BTE, "B T E").astype(jnp.float32))
+        weights_BTX, ids_BTX = jax.lax.top_k(probs_BTE, self.chosen)
+        weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True)
+        return self(y_BTD, ids_BTX, weights_BTX * self.expert_scale[...].astype(jnp.float32)[ids_BTX])
+
+
+class Block(nnx.Module):
+    """One layer: attention, MLP and experts side by side, and the layer's own embeddings, each between norms, with
+    residual connections. At the end all is multiplied by `layer_scalar`."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        def norm() -> ScaledRMSNorm:
+            return ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+        self.attn_norm, self.post_attn_norm = norm(), norm()
+        self.attn = Attention(config, layer, dtype=dtype, keys=keys)
+        self.mlp_norm, self.post_mlp_norm = norm(), norm()
+        self.mlp = MLP(config, "y" if layer in config.axes["j"] else "F", dtype=dtype, keys=keys)
+        if config.enable_moe_block:
+            self.post_mlp_norm_1, self.moe_norm, self.post_moe_norm = norm(), norm(), norm()
+            self.moe = MoE(config, dtype=dtype, keys=keys)
+        if config.has_layer_inputs:
+            self.per_layer_gate = Einsum("BTD,Dp->BTp", config.axes, dtype=dtype, keys=keys)
+            self.per_layer_projection = Einsum("BTp,pD->BTD", config.axes, dtype=dtype, keys=keys)
+            self.post_per_layer_norm = norm()
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32))
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None
+    ) -> tuple[jax.Array, KV | None]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + self.post_attn_norm(y_BTD)
+        y_BTD = self.mlp(self.mlp_norm(x_BTD))
+        if hasattr(self, "moe"):
+            experts_BTD = self.moe.routed(x_BTD, self.moe_norm(x_BTD))
+            y_BTD = self.post_mlp_norm_1(y_BTD) + self.post_moe_norm(experts_BTD)
+        x_BTD = x_BTD + self.post_mlp_norm(y_BTD)
+        if step.input is not None:
+            y_BTD = self.per_layer_projection(gelu_tanh(self.per_layer_gate(x_BTD)) * step.input)
+            x_BTD = x_BTD + self.post_per_layer_norm(y_BTD)
+        return x_BTD * self.layer_scalar[...].astype(x_BTD.dtype), kv
+
+
+class LayerEmbed(nnx.Module):
+    """The embeddings [v, z, p] of each token for each layer."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.embedding = nnx.Param(normal(keys(), (sizes["v"], sizes["z"], sizes["p"]), dtype))
+
+    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        """Returns [B, T, z, p]. An id outside the vocabulary gives NaN."""
+        return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
+
+
+class LayerInputs(nnx.Module):
+    """What each layer reads besides the hidden states: the token's embedding for the layer, and a projection of the
+    first layer's input."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        self.config = config
+        self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
+        self.projection = Einsum("BTD,Dzp->BTzp", config.axes, dtype=dtype, keys=keys)
+        self.norm = ScaledRMSNorm("p", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, ids_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns [B, T, z, p]."""
+        factor: jax.Array = jnp.float32(self.config.hidden_size_per_layer_input**0.5).astype(x_BTD.dtype)
+        projected_BTzp: jax.Array = self.norm(self.projection(x_BTD) * self.config.hidden_size**-0.5)
+        return (projected_BTzp + self.embed(ids_BT) * factor) * 2**-0.5
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block: ClassVar[Any] = Block
+    norm_type = ScaledRMSNorm
+    config: Config
+
+    def __init__(
+        self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any
+    ):
+        super().__init__(config, dtype=dtype, rngs=rngs, **options)
+        if config.has_layer_inputs:
+            keys = Keys((rngs or nnx.Rngs(1)).params())
+            self.per_layer = LayerInputs(config, dtype=dtype, keys=keys)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
+        """As `Decoder.init_cache`. Layers that use the keys and values of an earlier one have no cache."""
+        dtype = self.embed.embedding.dtype if dtype is None else dtype
+        sizes, layers = self.config.axes, []
+        for layer, source in enumerate(self.config.kv_sources):
+            H, K = ("h", "m") if self.config.kinds[layer] == "full_attention" else ("H", "K")
+            shape = (batch, length, sizes[K], sizes[H])
+            (k, k_scale), (v, v_scale) = empty_vectors(shape, dtype), empty_vectors(shape, dtype)
+            layers.append(KV(k, v, k_scale, v_scale) if source == layer else None)
+        return Cache.empty(tuple(layers), batch, length)
+
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        """Multiplies the embeddings by sqrt(D), rounded to their dtype. Returns [B, T, D]."""
+        factor: jax.Array = jnp.float32(self.config.hidden_size**0.5).astype(x_BTD.dtype)
+        return x_BTD * factor
+
+    def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
+        """Returns [B, T, p] for each layer, or None without embeddings of layers."""
+        if not self.config.has_layer_inputs:
+            return None
+        inputs_BTzp = self.per_layer(ids_BT, x_BTD)
+        return [inputs_BTzp[:, :, layer] for layer in range(self.config.num_hidden_layers)]
+
+    def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
+        """Limits the logits [B, T, V] softly."""
+        return soft_capped(logits_BTV, self.config.final_logit_softcapping)
+
+    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
+        new_kvs: list[Any] = []
+        windows, sources = self.config.windows, self.config.kv_sources
+        for i, (block, window, source) in enumerate(zip(self.layers, windows, sources, strict=True)):
+            kv = new_kvs[source] if source != i else None if kvs is None else kvs[i]
+            x_BTD, kv = block(placed(x_BTD, "B T D"), steps[i], min(window or NO_WINDOW, NO_WINDOW), kv)
+            new_kvs.append(kv)
+        return x_BTD, tuple(kv if sources[i] == i else None for i, kv in enumerate(new_kvs))

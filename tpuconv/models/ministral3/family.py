@@ -1,0 +1,84 @@
+"""Ministral 3: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, ROPE_KEYS, Rope
+from tpuconv.models.common.rows import ATTENTION, MLP, PRE_NORMS, decoder_table
+from tpuconv.models.registry import Family
+
+MINISTRAL3_ROPE = Rope(
+    "yarn", theta=1e6, factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0
+)
+"""The rotary positions of a config.json without any."""
+
+BETA = "llama_4_scaling_beta"
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `llama_4_scaling_beta` is one of `rope_parameters`: how much queries grow with their
+    position."""
+
+    model_type: ClassVar[str] = "ministral3"
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {BETA}
+    default_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": MINISTRAL3_ROPE.type,
+        "rope_theta": MINISTRAL3_ROPE.theta,
+        "factor": MINISTRAL3_ROPE.factor,
+        "original_max_position_embeddings": MINISTRAL3_ROPE.original_max_position_embeddings,
+        "mscale": MINISTRAL3_ROPE.mscale,
+        "mscale_all_dim": MINISTRAL3_ROPE.mscale_all_dim,
+    }
+
+    vocab_size: int = 131072
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = MINISTRAL3_ROPE
+    sliding_window: int | None = None
+    llama_4_scaling_beta: float = 0.1
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        raw = dict(raw)
+        given = [key for key in ROPE_KEYS[1:] if raw.get(key)]
+        beta: Any = None if given else cls.llama_4_scaling_beta
+        for key in given:
+            inside = dict(raw[key])
+            beta = inside.pop(BETA, beta)
+            inside.pop("max_position_embeddings", None)  # without effect
+            raw[key] = inside
+        if type(beta) not in (int, float) or not 0 <= beta < LARGEST_ROPE_VALUE:
+            raise ConfigError(f"config.json: {BETA}={short(beta)} of the rotary positions is not a number from 0")
+        ropes = super().read_ropes(raw, context)
+        if ropes["rope"].type != "yarn":
+            raise ConfigError(f"config.json: {BETA} needs an original context, which only rotary positions 'yarn' have")
+        return {**ropes, BETA: float(beta)}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
+
+
+TABLE = decoder_table(*PRE_NORMS, *ATTENTION, *under("mlp", "mlp", *MLP))
+
+FAMILY = Family(
+    name="ministral3",
+    summary="Ministral 3, the text model on its own",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.ministral3.modules:Model",
+    architectures={"Ministral3ForCausalLM": "ministral3"},
+)

@@ -1,0 +1,1 @@
+"""Qwen2.5-VL, of which the text model is converted."""

@@ -1,0 +1,61 @@
+"""Qwen2.5-VL: the text model's config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.rope import Rope, without_mrope
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.qwen2 import family as qwen2
+from tpuconv.models.registry import Family
+
+QWEN2_5_VL_ROPE = Rope(theta=1e6)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, qwen2.Config):
+    """The keys of `text_config`, which releases have at the root."""
+
+    model_type: ClassVar[str] = "qwen2_5_vl"
+    flat: ClassVar[bool] = True
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": QWEN2_5_VL_ROPE.theta}
+
+    vocab_size: int = 152064
+    hidden_size: int = 8192
+    intermediate_size: int = 29568
+    num_hidden_layers: int = 80
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = 1e-5
+    rope: Rope = QWEN2_5_VL_ROPE
+    max_window_layers: int = 80
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.head_dim is not None and self.head_dim * self.num_attention_heads != self.hidden_size:
+            yield f"head_dim={self.head_dim} is not hidden_size / num_attention_heads, which transformers takes"
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        return super().read_ropes(without_mrope(raw), context)
+
+    @classmethod
+    def _is_tied(cls, raw: Mapping[str, Any]) -> Any:
+        """As transformers: a true inside `text_config` counts although the root says false."""
+        text = raw.get("text_config")
+        inside = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+        return True if inside is True else super()._is_tied(raw)
+
+
+TABLE, *VARIANTS = tables(qwen2.TABLE, "model.", {"visual": SEES})
+
+FAMILY = Family(
+    name="qwen2_5_vl",
+    summary="Qwen2.5-VL, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.qwen2_5_vl.modules:Model",
+    architectures={"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl"},
+)

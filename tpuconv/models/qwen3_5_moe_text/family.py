@@ -1,0 +1,93 @@
+"""Qwen3.5 with experts, the text model: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, without_mrope
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, decoder_table
+from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH
+from tpuconv.models.qwen3_next.family import HybridConfig
+from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(HybridConfig):
+    """The keys of config.json. All layers have experts, whose weights are always normalized."""
+
+    model_type: ClassVar[str] = "qwen3_5_moe_text"
+    only: ClassVar = {"attn_output_gate": (True,), "mlp_only_layers": ([], None), "norm_topk_prob": (True,)}
+
+    vocab_size: int = 248320
+    hidden_size: int = 2048
+    intermediate_size: int = 512
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    head_dim: int = 256
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 4
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        return super().read_ropes(without_mrope(raw), context)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "E": self.num_experts,
+            "M": self.moe_intermediate_size,
+            "W": self.shared_expert_intermediate_size,
+        }
+
+
+def text_table(variant: str, *experts: Map) -> MappingTable:
+    """Returns the table with these rows of experts."""
+    moe_rows = (
+        Map("gate.weight", "router.kernel", "E D -> D E"),
+        *experts,
+        *under("shared_expert", "shared", *SHARED),
+        Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+    )
+    table = decoder_table(
+        *PRE_NORMS, *under("mlp", "moe", *moe_rows), others=ATTENTION_OF_BOTH, ignore={"mtp.*": FURTHER_TOKENS}
+    )
+    return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
+
+
+TABLE = text_table("", *EXPERT_MLPS)
+STACKED_TABLE = text_table("stacked", *OUT_MAJOR)
+
+FAMILY = Family(
+    name="qwen3_5_moe_text",
+    summary="Qwen3.5 with experts, the text model on its own",
+    config=Config,
+    table=TABLE,
+    variants=(STACKED_TABLE,),
+    model="tpuconv.models.qwen3_5_moe_text.modules:Model",
+    architectures={"Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"},
+)

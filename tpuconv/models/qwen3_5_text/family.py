@@ -1,0 +1,75 @@
+"""Qwen3.5, dense, the text model: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, without_mrope
+from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
+from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(HybridConfig):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "qwen3_5_text"
+    only: ClassVar = {"attn_output_gate": (True,), "mlp_only_layers": ([], None)}
+
+    vocab_size: int = 248320
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+    head_dim: int = 256
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 4
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        return super().read_ropes(without_mrope(raw), context)
+
+
+FLAT_INPUTS = (
+    Map(
+        "in_proj_qkv.weight",
+        ("q.kernel", "k.kernel", "v.kernel"),
+        "((n k) + (n k) + (n r w)) D -> D n k, D n k, D n r w",
+    ),
+    Map("in_proj_z.weight", "z.kernel", "(n r w) D -> D n r w"),
+    Map("in_proj_b.weight", "b.kernel", "(n r) D -> D n r"),
+    Map("in_proj_a.weight", "a.kernel", "(n r) D -> D n r"),
+)
+
+ATTENTION_OF_BOTH = (
+    *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
+    *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *FLAT_INPUTS, *LINEAR_ROWS),
+)
+"""The rows of attention, full and linear."""
+
+TABLE = decoder_table(
+    *PRE_NORMS, *under("mlp", "mlp", *MLP), others=ATTENTION_OF_BOTH, ignore={"mtp.*": FURTHER_TOKENS}
+)
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    summary="Qwen3.5, dense, the text model on its own",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.qwen3_5_text.modules:Model",
+    architectures={"Qwen3_5ForCausalLM": "qwen3_5_text"},
+)

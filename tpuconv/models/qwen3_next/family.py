@@ -1,0 +1,193 @@
+"""Qwen3-Next: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    FURTHER_TOKENS,
+    HEAD_NORMS,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    SHARED,
+    decoder_table,
+    when,
+)
+from tpuconv.models.qwen3_moe.family import MOE_ROWS, mlp_rows
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class HybridConfig(PartialRopeConfig):
+    """A decoder with linear attention in some layers: those with "linear_attention" in `layer_types` or, if that is
+    absent, all but every `full_attention_interval`-th layer."""
+
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    layer_types: tuple[str, ...] | None
+    full_attention_interval: int
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.kinds) - {"full_attention", "linear_attention"}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            yield f"linear_num_value_heads={values} is not a multiple of linear_num_key_heads={keys}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        if self.layer_types is not None:
+            return self.layer_types
+        layers, every = range(1, self.num_hidden_layers + 1), self.full_attention_interval
+        return tuple("linear_attention" if i % every else "full_attention" for i in layers)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        is_linear = [kind == "linear_attention" for kind in self.kinds]
+        return {
+            **super().axes,
+            "f": tuple(i for i, linear in enumerate(is_linear) if not linear),
+            "l": tuple(i for i, linear in enumerate(is_linear) if linear),
+            "n": self.linear_num_key_heads,
+            "r": self.linear_num_value_heads // self.linear_num_key_heads,
+            "k": self.linear_key_head_dim,
+            "w": self.linear_value_head_dim,
+            "c": self.linear_conv_kernel_dim,
+        }
+
+    @property
+    def unscannable(self) -> str:
+        return "its layers with linear and with full attention have different parameters"
+
+
+@dataclass(frozen=True)
+class Config(HybridConfig):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "qwen3_next"
+    only: ClassVar = {"use_sliding_window": (False, None)}
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    head_dim: int = 256
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 4
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        dense, layers = set(self.mlp_only_layers or ()), range(self.num_hidden_layers)
+        sparse = {i: None for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0}
+        return {
+            **super().axes,
+            "E": self.num_experts,
+            "M": self.moe_intermediate_size,
+            "W": self.shared_expert_intermediate_size,
+            "I": tuple(i for i in layers if i not in sparse),
+            "J": tuple(sparse),
+        }
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return not self.axes["I"]
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return not self.all_experts
+
+
+QUERIES_GATES = {
+    "kernel": Map("self_attn.q_proj.weight", ("attn.q.kernel", "attn.gate.kernel"), "(N (H + H)) D -> D N H, D N H"),
+    "bias": Map("self_attn.q_proj.bias", ("attn.q.bias", "attn.gate.bias"), "(N (H + H)) -> N H, N H"),
+}
+
+FULL_ROWS = (
+    QUERIES_GATES["kernel"],
+    *ATTENTION[1:],
+    *when("attention_bias", QUERIES_GATES["bias"], *QKV_BIAS[1:], O_BIAS),
+    *HEAD_NORMS,
+)
+"""Full attention: each head's queries are stored with its gates."""
+
+CONVOLUTIONS = ("q_conv.kernel", "k_conv.kernel", "v_conv.kernel")
+
+LINEAR_ROWS = (
+    Map("conv1d.weight", CONVOLUTIONS, "((n k) + (n k) + (n r w)) 1 c -> n k c, n k c, n r w c"),
+    Map("A_log", "a_log", "(n r) -> n r"),
+    Map("dt_bias", "dt_bias", "(n r) -> n r"),
+    Map("norm.weight", "norm.scale", "w"),
+    Map("out_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+)
+"""Linear attention, besides the matrices that make its inputs."""
+
+GROUPED_INPUTS = (
+    Map(
+        "in_proj_qkvz.weight",
+        ("q.kernel", "k.kernel", "v.kernel", "z.kernel"),
+        "(n (k + k + (r w) + (r w))) D -> D n k, D n k, D n r w, D n r w",
+    ),
+    Map("in_proj_ba.weight", ("b.kernel", "a.kernel"), "(n (r + r)) D -> D n r, D n r"),
+)
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
+        *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
+        *mlp_rows(
+            *MOE_ROWS,
+            *under("shared_expert", "shared", *SHARED),
+            Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+        ),
+    ),
+    ignore={"mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="qwen3_next",
+    summary="Qwen3-Next-80B-A3B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.qwen3_next.modules:Model",
+    architectures={"Qwen3NextForCausalLM": "qwen3_next"},
+)

@@ -1,0 +1,62 @@
+"""Qwen3-Next."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.delta import DeltaNet, DeltaState
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, attention
+from tpuconv.models.qwen2_moe.modules import MoE
+
+
+class Attention(blocks.NormedAttention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately. The output is gated."""
+
+    norm_type = CenteredRMSNorm
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        bias = config.attention_bias
+        super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DNH->BTNH", config.axes, bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
+        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
+        return self.o(attention(q_BTNH, kv, step.visible(window)) * nnx.sigmoid(self.gate(x_BTD))), kv
+
+
+class HybridBlock(blocks.PreNormBlock):
+    """One layer: linear or full attention, then experts or an MLP, each after a norm, with residual connections."""
+
+    norm_type = CenteredRMSNorm
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        kind = DeltaNet if layer in config.axes["l"] else Attention
+        return kind(config, dtype=dtype, keys=keys)
+
+
+class Block(HybridBlock):
+    """One layer: linear or full attention, then experts or an MLP, each after a norm, with residual connections."""
+
+    moe_type = MoE
+
+
+def new_cache(config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Returns the empty cache of a layer; `shape` is [B, S]."""
+    if layer in config.axes["l"]:
+        return DeltaState.empty(config, shape[0])
+    return KV.empty(config, layer, shape, dtype)
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = CenteredRMSNorm
+    cached = staticmethod(new_cache)

@@ -1,0 +1,1 @@
+"""Qwen3-VL, dense, of which the text model is converted."""

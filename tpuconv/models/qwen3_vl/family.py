@@ -1,0 +1,42 @@
+"""Qwen3-VL, dense: the text model's config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.rope import Rope, without_mrope
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.qwen3 import family as qwen3
+from tpuconv.models.registry import Family
+
+QWEN3_VL_ROPE = Rope(theta=5e5)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, qwen3.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "qwen3_vl"
+    only: ClassVar = {"use_sliding_window": (False, None)}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": QWEN3_VL_ROPE.theta}
+
+    max_position_embeddings: int = 128000
+    rope: Rope = QWEN3_VL_ROPE
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        return super().read_ropes(without_mrope(raw), context)
+
+
+TABLE, *VARIANTS = tables(qwen3.TABLE, "model.language_model.", {"visual": SEES})
+
+FAMILY = Family(
+    name="qwen3_vl",
+    summary="Qwen3-VL, dense, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.qwen3_vl.modules:Model",
+    architectures={"Qwen3VLForConditionalGeneration": "qwen3_vl"},
+)

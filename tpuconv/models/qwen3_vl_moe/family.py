@@ -1,0 +1,99 @@
+"""Qwen3-VL with experts: the text model's config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import Rope, without_mrope
+from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.qwen3_moe import family as qwen3_moe
+from tpuconv.models.qwen3_vl.family import QWEN3_VL_ROPE
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, qwen3_moe.Config):
+    """The keys of `text_config`, and whether transformers 5 wrote the files: it stacks the matrices of experts as (out,
+    in), older releases as (in, out)."""
+
+    model_type: ClassVar[str] = "qwen3_vl_moe"
+    derived: ClassVar[frozenset[str]] = qwen3_moe.Config.derived | {"is_out_major"}
+    only: ClassVar = {"use_sliding_window": (False, None), "norm_topk_prob": (True,)}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": QWEN3_VL_ROPE.theta}
+
+    intermediate_size: int = 5632
+    moe_intermediate_size: int = 1408
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    norm_topk_prob: bool = True
+    max_position_embeddings: int = 128000
+    rope: Rope = QWEN3_VL_ROPE
+    is_out_major: bool = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        major = str(raw.get("transformers_version", "")).partition(".")[0][:3]
+        return replace(super().from_hf(raw), is_out_major=major.isdecimal() and int(major) >= 5)
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        return super().read_ropes(without_mrope(raw), context)
+
+    @property
+    def all_in_major(self) -> bool:
+        """Whether every layer has experts, stacked as (in, out)."""
+        return self.all_experts and not self.is_out_major
+
+    @property
+    def all_out_major(self) -> bool:
+        """Whether every layer has experts, stacked as (out, in)."""
+        return self.all_experts and self.is_out_major
+
+    @property
+    def some_in_major(self) -> bool:
+        """Whether some layers have experts, stacked as (in, out)."""
+        return self.some_dense and not self.is_out_major
+
+    @property
+    def some_out_major(self) -> bool:
+        """Whether some layers have experts, stacked as (out, in)."""
+        return self.some_dense and self.is_out_major
+
+
+GATE_AND_UP = ("gate.kernel", "up.kernel")
+IN_MAJOR = (
+    Map("experts.gate_up_proj", GATE_AND_UP, "E D (M + M) -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E M D"),
+)
+OUT_MAJOR = (
+    Map("experts.gate_up_proj", GATE_AND_UP, "E (M + M) D -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+)
+STACKED = (
+    *qwen3_moe.mlp_rows(Map("gate.weight", "router.kernel", "E D -> D E")),
+    *when("all_in_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *IN_MAJOR)),
+    *when("all_out_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *OUT_MAJOR)),
+    *when("some_in_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *IN_MAJOR)),
+    *when("some_out_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *OUT_MAJOR)),
+)
+"""Of releases. Quantized ones number the experts."""
+
+REST = (*PRE_NORMS, *ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS), *HEAD_NORMS)
+PREFIX = "model.language_model."
+
+TABLE, *OTHERS = tables(decoder_table(*REST, others=STACKED), PREFIX, {"visual": SEES})
+NUMBERED = tables(qwen3_moe.TABLE, PREFIX, {"visual": SEES}, name="numbered ")
+
+FAMILY = Family(
+    name="qwen3_vl_moe",
+    summary="Qwen3-VL with experts, text",
+    config=Config,
+    table=TABLE,
+    variants=(*OTHERS, *NUMBERED),
+    model="tpuconv.models.qwen3_vl_moe.modules:Model",
+    architectures={"Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe"},
+)
