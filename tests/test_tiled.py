@@ -12,11 +12,12 @@ from helpers.checkpoints import qwen3_config
 from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.quantize.tiled import einsum, is_for
 
-SIZES = {"B": 2, "T": 3, "D": 256, "N": 6, "H": 128, "F": 96, "C": 384}
+SIZES = {"B": 2, "T": 3, "D": 256, "N": 6, "H": 128, "h": 128, "F": 96, "C": 384}
 PRODUCTS = {  # tiles of each axis of the second operand
     "BTD,DF->BTF": [(128, 1), (128, 32), (256, 1), (64, 1)],
     "BTD,DNH->BTNH": [(128, 1, 1), (128, 1, 64), (128, 2, 128)],
     "BTNH,NHD->BTD": [(1, 128, 1), (1, 128, 128), (2, 128, 1), (6, 64, 1)],
+    "BTNh,NhD->BTD": [(2, 128, 1), (1, 64, 1)],  # small letters are axes too
     "BTNH,CNH->BTNC": [(128, 1, 128), (1, 1, 64)],
 }
 

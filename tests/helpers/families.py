@@ -106,7 +106,7 @@ NO_SCAN = {
     ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
-    **dict.fromkeys(("gemma4_text", "gemma4"), "layers differ in the size of heads"),
+    **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified"), "layers differ in the size of heads"),
 }
 LLAMA4 = {
     "intermediate_size": 20,
@@ -176,6 +176,7 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
     },
 }
+UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
 VISION: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4_VISION,
     "gemma3": SIGLIP_VISION,
@@ -187,6 +188,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
     "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
+    "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
 }
 """The `vision_config` of families inside multimodal models."""
 
@@ -810,8 +812,16 @@ CASES: list[Case] = [
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
     ),
-    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1),
+    _case("gemma4-plain", **GEMMA4, num_kv_shared_layers=1, initializer_range=0.3),
     _case("gemma4-dense", **GEMMA4 | {"hidden_size_per_layer_input": 0}, tie_word_embeddings=False),
+    _case("gemma4_unified-plain", **UNIFIED, final_logit_softcapping=50.0),
+    _case(
+        "gemma4_unified-values-of-keys",
+        **UNIFIED,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(

@@ -45,6 +45,7 @@ EVEN = {
     "qwen2_5_vl": {"num_attention_heads": 2},
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
+    "gemma4_unified": {"head_dim": 32, "global_head_dim": 64},
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},

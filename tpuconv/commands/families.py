@@ -54,5 +54,7 @@ def _show_table(family: "Family") -> None:
         show(f"  not converted: {pattern}: {why}")
     for copy, original in family.table.copies.items():
         show(f"  not converted: {copy}, where it is a copy of {original}")
+    for other in family.variants:
+        show(f"  other releases have other names: {other.rows[0].hf_names[0]} ({other.variant.strip()})")
     used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
     show("  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used))

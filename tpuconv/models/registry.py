@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma3": "tpuconv.models.gemma3.family:FAMILY",
     "gemma4_text": "tpuconv.models.gemma4_text.family:FAMILY",
     "gemma4": "tpuconv.models.gemma4.family:FAMILY",
+    "gemma4_unified": "tpuconv.models.gemma4_unified.family:FAMILY",
     "ministral3": "tpuconv.models.ministral3.family:FAMILY",
     "mistral3": "tpuconv.models.mistral3.family:FAMILY",
     "qwen2_5_vl": "tpuconv.models.qwen2_5_vl.family:FAMILY",

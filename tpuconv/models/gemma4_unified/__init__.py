@@ -1,0 +1,1 @@
+"""Gemma 4 without towers (12B), of which the text model is converted."""

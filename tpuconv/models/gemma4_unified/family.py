@@ -1,0 +1,42 @@
+"""Gemma 4 without towers (12B): the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, tables
+from tpuconv.models.gemma4 import family as gemma4
+from tpuconv.models.gemma4_text import family as gemma4_text
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(gemma4.Config):
+    """The keys of `text_config`. Layers have neither experts nor embeddings of their own."""
+
+    model_type: ClassVar[str] = "gemma4_unified"
+    only: ClassVar = {
+        **gemma4.Config.only,
+        "enable_moe_block": (False,),
+        "hidden_size_per_layer_input": (0,),
+    }
+
+    max_position_embeddings: int = 262144
+    sliding_window: int | None = 1024
+    hidden_size_per_layer_input: int = 0
+
+
+TABLE, *VARIANTS = tables(
+    gemma4_text.TABLE,
+    "model.language_model.",
+    {"vision_embedder": SEES, "embed_vision": BRINGS, "embed_audio": HEARS},
+)
+
+FAMILY = Family(
+    name="gemma4_unified",
+    summary="Gemma 4 without towers, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.gemma4_unified.modules:Model",
+    architectures={"Gemma4UnifiedForConditionalGeneration": "gemma4_unified"},
+)
