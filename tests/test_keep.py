@@ -36,7 +36,7 @@ from helpers.encoded import (
     quantized,
     write_encoded,
 )
-from helpers.families import CASES, Case
+from helpers.families import CASES, CORE, Case
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
 from tpuconv.checkpoint.manifest import read_manifest
@@ -72,14 +72,17 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def rows() -> list[Any]:
-    """The rows that can be encoded: matrices, with layers stacked or not. The same layout is tried once."""
-    out = {}
-    for name in FAMILIES:
+    """The rows that can be encoded: matrices, with layers stacked or not. The same layout is tried once; those that no
+    family of the core has are slow."""
+    out: dict[tuple[str, bool], Any] = {}
+    for name in sorted(FAMILIES, key=lambda name: name not in CORE):
+        marks = [pytest.mark.slow] * (name not in CORE)
         for table in (get_family(name).table, get_family(name).table.stack_layers()):
             for row in table:
                 binding = bind(row, dict.fromkeys(LETTERS, 2))
                 if min(len(shape) for shape in binding.src_shapes().values()) > 1:
-                    out[str(binding.layout), bool(binding.src[0].depth)] = pytest.param(row, id=f"{name}-{row.layout}")
+                    tried = str(binding.layout), bool(binding.src[0].depth)
+                    out.setdefault(tried, pytest.param(row, id=f"{name}-{row.layout}", marks=marks))
     return list(out.values())
 
 

@@ -26,6 +26,7 @@ from tpuconv.models import registry
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import RMSNorm, rope_cos_sin
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -840,10 +841,11 @@ def test_an_unknown_model_is_told_of_every_family() -> None:
 
 def test_tensors_that_are_not_converted() -> None:
     for family in all_families():
-        front = "language_model." if family.name == "llama4" else ""
-        config = family.config()
-        assert family.table.ignored(config)(f"{front}model.layers.11.self_attn.rotary_emb.inv_freq")
-        assert family.table.copies_of(config) == {f"{front}lm_head.weight": f"{front}model.embed_tokens.weight"}
+        config, embedding = family.config(), family.table.rows[0].hf_names[0]
+        front = embedding.removesuffix("embed_tokens.weight")
+        assert family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
+        head = PREFIXES.get(front, "lm_head.")
+        assert family.table.copies_of(config) == {f"{head}weight": embedding}
 
 
 @pytest.mark.parametrize(

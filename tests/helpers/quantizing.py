@@ -29,11 +29,12 @@ MLA = {
     "moe_intermediate_size": 64,
 }
 SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-LINEAR = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, **SHARED}
+LINEAR = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 EVEN = {
     **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite")},
     **{name: {"num_attention_heads": 2} for name in ("cohere2", "olmoe")},
-    **{name: LINEAR for name in ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")},
+    **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
+    **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},

@@ -173,7 +173,8 @@ def _one_chunk(
     )
     width = v_Btnrw.shape[-1]
     change_Bnrtw = solved[..., :width] - exact_einsum("Bnrtk,Bnrkw->Bnrtw", solved[..., width:], s_Bnrkw)
-    o_Btnrw = exact_einsum("Btnk,Bnrt,Bnrkw->Btnrw", q_Btnk, until_Bnrt, s_Bnrkw)
+    o_Btnrw = exact_einsum("Btnk,Bnrkw->Btnrw", q_Btnk, s_Bnrkw) * jnp.moveaxis(until_Bnrt, -1, 1)[..., None]
     o_Btnrw += exact_einsum("Bnrts,Bnrsw->Btnrw", queries_Bnts[:, :, None] * decay_Bnrts, change_Bnrtw)
     s_Bnrkw = s_Bnrkw * until_Bnrt[..., -1:, None]
-    return s_Bnrkw + exact_einsum("Btnk,Bnrt,Bnrtw->Bnrkw", k_Btnk, decay_Bnrts[..., -1, :], change_Bnrtw), o_Btnrw
+    left_Bnrtw = change_Bnrtw * decay_Bnrts[..., -1, :, None]
+    return s_Bnrkw + exact_einsum("Btnk,Bnrtw->Bnrkw", k_Btnk, left_Bnrtw), o_Btnrw
