@@ -81,7 +81,7 @@ LLAMA_TREE = (
     _alike(
         PAIRS,
         when=lambda config: config.rope.type == "llama3",
-        note="give rope_type=llama3.1, which the model names llama3.1-... imply",
+        note="Llama 3.1 and later: give rope_type=llama3.1, which the model names llama3.1-... imply",
     ),
     _alike(SCALED),
 )
