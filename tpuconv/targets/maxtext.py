@@ -127,7 +127,8 @@ def _gemma(tree: Tree, factor: Times) -> Tree:
     return replace(
         tree,
         places={"embed.embedding": embedding, "norm.scale": norm},
-        note="give the vocab_size of config.json: MaxText's own is padded or cut",
+        note="give the vocab_size of config.json: MaxText's own is padded or cut; "
+        "--dtype float32 keeps all digits of its norms, 1 + w",
     )
 
 
