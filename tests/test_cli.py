@@ -28,7 +28,19 @@ from tpuconv import cli
 from tpuconv.models.registry import family_names, find_family, get_family
 from tpuconv.targets.registry import get_target
 
-COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families", "doctor")
+COMMANDS = (
+    "convert",
+    "quantize",
+    "export",
+    "push",
+    "verify",
+    "benchmark",
+    "fit",
+    "generate",
+    "inspect",
+    "families",
+    "doctor",
+)
 
 
 @pytest.fixture(scope="module")
