@@ -22,7 +22,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     said, names = io.StringIO(), {}
     with redirect_stdout(said):
         for block in blocks:
@@ -57,6 +57,7 @@ def test_errors_are_ours(tmp_path):
         lambda: api.verify(tmp_path),
         lambda: api.quantize(tmp_path, config="int8_default"),
         lambda: api.export(tmp_path, tmp_path / "out"),
+        lambda: api.push(tmp_path, "org/name", dry_run=True),
         lambda: api.plan(EXAMPLE, quantize="int8_default", encoding="keep"),
         lambda: tpuconv.load(tmp_path),
     ):

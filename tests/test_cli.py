@@ -25,9 +25,22 @@ from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
 from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import cli
-from tpuconv.models.registry import find_family
+from tpuconv.models.registry import family_names, find_family, get_family
+from tpuconv.targets.registry import get_target
 
-COMMANDS = ("convert", "quantize", "export", "verify", "benchmark", "fit", "generate", "inspect", "families", "doctor")
+COMMANDS = (
+    "convert",
+    "quantize",
+    "export",
+    "push",
+    "verify",
+    "benchmark",
+    "fit",
+    "generate",
+    "inspect",
+    "families",
+    "doctor",
+)
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +321,38 @@ def test_families_are_listed_with_their_tables():
     assert "(N H) D -> D N H" in table
     assert "H head dimension" in table
     assert "the nearest is llama" in tpuconv("families", "lama", code=2).stderr
+
+
+def test_families_of_a_target_are_listed_with_how_they_are_loaded():
+    facts = json.loads(tpuconv("families", "--target", "maxtext", "--json").stdout)
+    found = {family["name"]: family for family in facts["families"]}
+    assert found.keys() == get_target("maxtext").trees.keys()
+    assert (facts["loading"], facts["quantized"]) == ("load_parameters_path=OUT/0/items", False)
+    assert all(family["scanned"] for family in facts["families"])
+    assert "vocab_size" in found["gemma2"]["notes"][0]
+    assert found["mistral"]["models"] == "model_type mistral of llama"
+    assert found["qwen3"]["models"] == get_family("qwen3").summary
+    shown = tpuconv("families", "--target", "tunix").stdout
+    assert "load OUT there by: CheckpointManager(OUT).maybe_restore(model)" in shown
+    assert "quantized parameters: no" in shown
+    assert "yes" not in shown
+    assert "gpt_oss" not in shown
+
+
+@pytest.mark.parametrize("target", ["nnx", "tpuconv"])
+def test_a_target_with_our_own_names_has_every_family(target):
+    facts = json.loads(tpuconv("families", "--target", target, "--json").stdout)
+    assert [family["name"] for family in facts["families"]] == family_names()
+    assert facts["quantized"]
+    assert "names are our own" in tpuconv("families", "--target", target, "llama").stdout
+
+
+def test_one_family_of_a_target_may_be_asked_for():
+    facts = json.loads(tpuconv("families", "llama", "--target", "maxtext", "--json").stdout)
+    assert [family["name"] for family in facts["families"]] == ["llama", "mistral"]
+    assert "the target tunix has no table for olmo2" in tpuconv("families", "olmo2", "--target", "tunix", code=2).stderr
+    assert "the nearest is maxtext" in tpuconv("families", "--target", "maxtex", code=2).stderr
+    assert "--dry-run" in tpuconv("families", "llama", "--target", "nnx", "--table", code=2).stderr
 
 
 # -- help and mistakes -------------------------------------------------------------------------------------------------

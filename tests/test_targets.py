@@ -1,6 +1,7 @@
 """Targets: the names and shapes that other programs expect, what they restore, and the way back."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,9 +198,50 @@ def test_commands_for_our_own_tree_say_what_a_checkpoint_is_for(target, tmp_path
         lambda: tpuconv.load(tmp_path / "out"),
         lambda: api.quantize(tmp_path / "out", config="int8_weight_only"),
         lambda: api.benchmark(tmp_path / "out"),
+        lambda: api.compare(tmp_path / "out"),
     ):
         with pytest.raises(UsageError, match=f"is a checkpoint for {target}"):
             use()
+
+
+TILES = "qwix:\n  rules: [{module_path: 'layers/.*mlp/.*', weight_qtype: int8, tile_size: 16}]\n"
+MINMAX = "qwix:\n  rules: [{module_path: 'layers/.*mlp/.*', weight_qtype: int8, weight_calibration_method: minmax}]\n"
+
+
+@pytest.mark.parametrize(("rules", "message"), [(TILES, "scales of whole channels"), (MINMAX, r"no array\.zero_point")])
+def test_jax_llm_examples_has_a_scale_for_each_channel_alone(rules, message, tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config())
+    (tmp_path / "mine.yaml").write_text(rules)
+    with pytest.raises(UnsupportedConfig, match=message):
+        api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", quantize=str(tmp_path / "mine.yaml"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_jax_llm_examples_has_no_scales_of_blocks(tmp_path):
+    from helpers.encoded import encoded, fp8
+
+    encoded(random_checkpoint(tmp_path / "plain", qwen3_config()), tmp_path / "hf", fp8)
+    with pytest.raises(UnsupportedConfig, match="scales of whole channels"):
+        api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", encoding="keep")
+
+
+def test_an_axis_that_no_product_sums_stays_in_the_scales(tmp_path):
+    """One head of keys is an axis of size 1 too."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(num_key_value_heads=1))
+    api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", quantize="int8_weight_only")
+    arrays = read_manifest(tmp_path / "out").arrays
+    assert arrays["layers.0.attn.k.scale"].axes == "K H"
+    assert arrays["layers.0.attn.o.scale"].axes == "D"
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_the_card_says_how_a_checkpoint_is_loaded(target, tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config())
+    api.convert(tmp_path / "hf", tmp_path / "out", target=target)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert get_target(target).loading in card
+    assert "tpuconv.load" not in card
+    assert ("This folder" if target == "jax-llm-examples" else f"`{get_target(target).folder}/`") in card
 
 
 # -- targets of others ------------------------------------------------------------------------------------------------
@@ -262,6 +304,26 @@ def test_other_packages_register_targets(monkeypatch, tmp_path):
         arrays = read_manifest(tmp_path / "True" / "out").arrays
         assert arrays["blocks.kv"].axes == "D L K (H + H)"
         assert arrays["blocks.gate"].axes == "L D F"
+    finally:
+        registry._plugins.cache_clear()
+
+
+def test_the_example_of_the_documentation_works(monkeypatch, tmp_path):
+    text = (HELPERS.parents[1] / "docs" / "targets.md").read_text()
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], names)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point("mine", names["MINE"])])
+    registry._plugins.cache_clear()
+    try:
+        random_checkpoint(tmp_path / "hf", qwen3_config(tie_word_embeddings=False), dtype="float32")
+        found, source = back(tmp_path / "hf", tmp_path, "mine", scan_layers=True), read_tensors(tmp_path / "hf")
+        assert found.keys() == source.keys()
+        assert read_manifest(tmp_path / "out").arrays["blocks.gate"].axes == "L F D"
+        for name, values in source.items():
+            if "post_attention" in name:
+                np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6)
+            else:
+                assert same_bits(found[name], values), name
     finally:
         registry._plugins.cache_clear()
 

@@ -12,6 +12,7 @@ from tpuconv.commands.fit import fit
 from tpuconv.commands.generate import generate
 from tpuconv.commands.inspect import inspect
 from tpuconv.commands.process import run
+from tpuconv.commands.push import push
 from tpuconv.commands.quantize import quantize
 from tpuconv.commands.verify import verify
 from tpuconv.memory import check_address_space
@@ -25,7 +26,7 @@ def tpuconv(verbose: bool) -> None:
     check_address_space()
 
 
-for command in (convert, quantize, verify, benchmark, fit, generate, export, inspect, families, doctor):
+for command in (convert, quantize, verify, benchmark, fit, generate, export, push, inspect, families, doctor):
     tpuconv.add_command(command)
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import struct
 import threading
+from base64 import b64decode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ class HubServer:
             folders = {"main": revisions} if isinstance(revisions, Path) else dict(revisions)
             refs = {ref: commit_of(folder) for ref, folder in folders.items()}
             self.repos[name] = Repo({refs[ref]: folder for ref, folder in folders.items()}, refs)
+        self.private: dict[str, bool] = {}
+        self.pushed: dict[str, dict[str, dict[str, bytes]]] = {}  # files by repository and branch
+        self.objects: dict[str, bytes] = {}  # large files by hash
         self.users: dict[str, str] = {}  # names by token
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
@@ -169,6 +173,63 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.connections.discard(self.connection)
         super().finish()
 
+    def do_POST(self) -> None:
+        """Uploads: a repository, a branch, how files go, where large ones go, and the commit."""
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._log("upload")
+        if self._fault("upload"):
+            return None
+        if path == "/api/repos/create":
+            facts = json.loads(body)
+            name = f"{facts['organization']}/{facts['name']}"
+            if name in self.hub.pushed:
+                return self._json({"url": f"{self.hub.url}/{name}"}, 409)
+            self.hub.pushed[name] = {"main": {}}
+            self.hub.private[name] = facts.get("visibility") == "private"
+            return self._json({"url": f"{self.hub.url}/{name}"})
+        if path == "/api/validate-yaml":  # of a model card
+            return self._json({"errors": [], "warnings": [{"message": "no metadata"}]})
+        if match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
+            objects = [
+                {"oid": x["oid"], "size": x["size"]}
+                | ({} if x["oid"] in self.hub.objects else {"actions": {"upload": {"href": self._object(x["oid"])}}})
+                for x in json.loads(body)["objects"]
+            ]
+            return self._json({"objects": objects, "transfer": "basic"})
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/(.+)", path)
+        assert match, path
+        name, action, branch = match.groups()
+        branches = self.hub.pushed[name]
+        if action == "branch":
+            branches.setdefault(branch, {})
+            return self._json({})
+        if action == "preupload":
+            kinds = [
+                {"path": x["path"], "uploadMode": "lfs" if x["size"] > 4096 else "regular", "shouldIgnore": False}
+                for x in json.loads(body)["files"]
+            ]
+            return self._json({"files": kinds})
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                branches[branch][value["path"]] = b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                branches[branch][value["path"]] = self.hub.objects[value["oid"]]
+        oid = git_id(body)
+        return self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid})
+
+    def do_PUT(self) -> None:
+        """A large file, at the other host."""
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self._log("object")
+        if not self._fault("object"):
+            self.hub.objects[hashlib.sha256(data).hexdigest()] = data
+            self._refuse(200, "")
+
+    def _object(self, oid: str) -> str:
+        return f"{self.hub.cdn}/objects/{oid}"
+
     def do_HEAD(self) -> None:
         self._answer()
 
@@ -203,6 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
         assert match
         name, revision, refs = match.groups()
         repo = self.hub.repos.get(name)
+        if name in self.hub.pushed:
+            return self._json({"id": name, "modelId": name, "private": self.hub.private[name], "siblings": []})
         if repo is None:
             return self._refuse(404, "RepoNotFound")
         if refs:
@@ -319,9 +382,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _json(self, value: object) -> None:
+    def _json(self, value: object, status: int = 200) -> None:
         body = json.dumps(value).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

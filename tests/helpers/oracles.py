@@ -27,10 +27,14 @@ REQUIREMENTS = {
             *("jinja2", "sympy"),
         ),
     ),
+    # Tunix requires TensorFlow's datasets and much more: these are what its models and its CheckpointManager import.
     "tunix": (
         "3.11",
-        ("--no-deps", "google-tunix==0.1.7"),
-        ("jax==0.10.2", "flax", "orbax-checkpoint", "qwix", "safetensors<0.8", "jaxtyping", "absl-py", "transformers"),
+        ("--no-deps", "google-tunix==0.1.7", "google-metrax", "clu", "sentencepiece"),
+        (
+            *("jax==0.10.2", "flax", "orbax-checkpoint", "qwix", "safetensors<0.8", "jaxtyping", "absl-py"),
+            *("transformers", "wrapt", "tensorboardX", "pillow", "perfetto", "pandas", "einops"),
+        ),
     ),
 }
 

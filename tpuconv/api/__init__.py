@@ -22,6 +22,7 @@ from tpuconv.api.exporting import Export, export
 from tpuconv.api.inspection import Inspection, inspect
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
+from tpuconv.api.pushing import Push, push
 from tpuconv.api.recipes import Sensitivity, sensitivity
 from tpuconv.progress import Progress
 
@@ -34,6 +35,7 @@ __all__ = [
     "Fit",
     "Inspection",
     "Progress",
+    "Push",
     "Sensitivity",
     "Verification",
     "benchmark",
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "plan",
     "plan_quantization",
+    "push",
     "quantize",
     "save",
     "sensitivity",

@@ -188,7 +188,8 @@ def compare(
         progress: called while it runs.
 
     Raises:
-        TpuconvError: the source cannot be found or read, the checkpoint is damaged, or transformers lacks the model.
+        TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or
+            transformers lacks the model.
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.sources.hub import resolve
@@ -199,6 +200,7 @@ def compare(
     if layerwise and mesh:
         raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
     manifest = read_manifest(Path(ckpt))
+    manifest.check_own()
     origin = manifest.raw["source"]
     devices = logits.device_mesh(mesh) if mesh else None
     layers: Sequence[LayerError] = ()

@@ -220,10 +220,14 @@ class Manifest:
             missing = (name for name in self.arrays if not (self.params / name).is_dir())
             yield from ((self.path_of(name), "is missing") for name in missing)
             return
-        sizes = {name: facts["bytes"] for name, facts in self.sealed.files.items()}
+        yield from size_faults(self.folder, self.file_sizes())
+
+    def file_sizes(self) -> dict[str, int]:
+        """Returns the size of each file but the manifest, by its path in the folder."""
+        sizes = {name: int(facts["bytes"]) for name, facts in self.sealed.files.items()}
         for array in self.arrays.values():
             sizes |= {self.path_of(f"{array.name}/{name}"): n for name, n in array.spec.shard_sizes().items()}
-        yield from size_faults(self.folder, sizes)
+        return sizes
 
     @property
     def params(self) -> Path:

@@ -6,21 +6,36 @@ import click
 
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
+from tpuconv.commands.params import Name
+from tpuconv.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuconv.models.registry import Family
 
 
 @options.command(
-    "families", "List the model families that can be converted.", "tpuconv families", "tpuconv families llama --table"
+    "families",
+    "List the model families that can be converted.",
+    "tpuconv families",
+    "tpuconv families llama --table",
+    "tpuconv families --target maxtext",
 )
 @click.argument("name", required=False)
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
+@click.option("--target", type=Name(), help="List those that this target of `convert --target` has.")
 @options.as_json
-def families(name: str | None, as_table: bool, as_json: bool) -> None:
+def families(name: str | None, as_table: bool, target: str | None, as_json: bool) -> None:
     """List the model families that can be converted, or show one of them and its table."""
     from tpuconv.models.registry import family_names, get_family
 
+    if target is not None:
+        if as_table:
+            raise UsageError(
+                "--table shows a family's own table, --target what a target has",
+                hint="`tpuconv convert SRC --target NAME --dry-run` shows the parameters of a model there",
+            )
+        _show_target(target, name, as_json)
+        return
     chosen = [get_family(each) for each in ([name] if name else family_names())]
     if as_json:
         print_json({"families": [_to_json(family) for family in chosen]})
@@ -41,6 +56,32 @@ def _to_json(family: "Family") -> dict[str, Any]:
     ]
     ignored = dict(family.table.ignore)
     return {"name": family.name, "architectures": list(family.architectures), "rows": rows, "ignored": ignored}
+
+
+def _show_target(name: str, family: str | None, as_json: bool) -> None:
+    """What a target has, and how its output is loaded."""
+    from tpuconv.targets.listing import supported
+    from tpuconv.targets.registry import get_target
+
+    target = get_target(name)
+    found = supported(target, family)
+    quantized = target.quantized is not None
+    if as_json:
+        facts = {"target": target.name, "summary": target.summary, "loading": target.loading, "quantized": quantized}
+        print_json({**facts, "families": [each.to_json() for each in found]})
+        return
+    table = Table(
+        f"{target.name}: {target.summary}",
+        ("name", "converts", "scanned layers", "notes"),
+        optional=("notes", "converts") if not any(each.notes for each in found) else ("converts",),
+    )
+    for each in found:
+        table.add_row(each.name, each.models, "yes" if each.scanned else "no", lines(each.notes))
+    console().print(table)
+    show("  quantized parameters: " + ("yes" if quantized else "no"))
+    show(f"  load OUT there by: {target.loading}")
+    if target.trees is None:
+        show("  names are our own; --scan-layers is refused where layers of a model have different parameters")
 
 
 def _show_table(family: "Family") -> None:

@@ -202,7 +202,9 @@ def _write_rest(plan: Plan, journal: Journal, files: dict[str, Any]) -> None:
             disk.write_file(journal.staging / path, content)
             files[path] = hash_bytes(content)
     facts = describe(plan, sha256, checksums, statistics)
-    texts = {CARD: model_card(facts)} | ({REPORT: plan.quantization.report(facts)} if plan.quantization else {})
+    texts = {CARD: model_card(facts, plan.target)} | (
+        {REPORT: plan.quantization.report(facts)} if plan.quantization else {}
+    )
     for name, text in texts.items():
         disk.write_file(journal.staging / name, text.encode())
         files[name] = hash_bytes(text.encode())

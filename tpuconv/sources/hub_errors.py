@@ -24,23 +24,26 @@ def near_folders(path: Path) -> str | None:
 
 
 @contextmanager
-def client_errors(repo: str, revision: str) -> Iterator[None]:
-    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError."""
+def client_errors(repo: str, revision: str, to_write: bool = False) -> Iterator[None]:
+    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError. `to_write` says
+    that the client uploads."""
     try:
         yield
     except TpuconvError:
         raise
     except Exception as error:
-        raise _translate(error, repo, revision) from error
+        raise _translate(error, repo, revision, to_write) from error
 
 
-def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
+def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -> TpuconvError:
     from huggingface_hub import constants, errors, get_token
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
         error = error.__cause__  # the client reports any failure of a request as a file that is not in its cache
+    if to_write and isinstance(error, RuntimeError) and error.__cause__:
+        error = error.__cause__  # of one file
     if is_unreachable(error):
-        return _unreachable(repo, error)
+        return _unreachable(repo, error, to_write=to_write)
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     page = f"{constants.ENDPOINT}/{repo}"
     login = "`hf auth login`, or set HF_TOKEN"
@@ -58,7 +61,7 @@ def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
     if isinstance(error, errors.RemoteEntryNotFoundError):
         name = str(error.response.url.path).rpartition("/")[2]
         return HubError(f"{repo} at revision {revision} lists {name} but does not serve it", hint="try again later")
-    near_folder = near_folders(Path(repo))
+    near_folder = None if to_write else near_folders(Path(repo))
     if status == 401:
         if get_token():
             return HubError(f"the Hub does not accept your token for {repo}", hint=f"renew it with {login}")
@@ -72,15 +75,18 @@ def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
             hint=near_folder or f"check the name at {constants.ENDPOINT}/models?search={repo.rpartition('/')[2]}",
         )
     if status == 403:
+        permission = f"the permission to {'write to' if to_write else 'read'} this repository"
         return HubError(
             f"the Hub denies access to {repo}",
-            hint=f"your token needs the permission to read this repository: see {page}, then {login}",
+            hint=f"your token needs {permission}: see {page}, then {login}",
         )
     if status == 429:
         return HubError(
             "the Hub limits the rate of your requests",
             hint=f"wait some minutes and run again to resume; log in with {login} for a higher limit",
         )
+    if isinstance(error, OSError) and to_write:
+        return ResourceError(f"the upload to {repo} failed: {error.strerror or error}", hint="run again to resume")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(
             f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
@@ -92,10 +98,14 @@ def _translate(error: BaseException, repo: str, revision: str) -> TpuconvError:
             hint="set HF_HOME to a folder where you may write",
         )
     return HubError(
-        f"the download of {repo} failed",
+        f"the {_direction(to_write)} of {repo} failed",
         details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
-        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the download",
+        hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the {_direction(to_write)}",
     )
+
+
+def _direction(to_write: bool) -> str:
+    return "upload" if to_write else "download"
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -116,9 +126,11 @@ def is_offline(error: BaseException) -> bool:
     return isinstance(error, OfflineModeIsEnabled)
 
 
-def _unreachable(repo: str, cause: BaseException, *details: str) -> HubError:
+def _unreachable(repo: str, cause: BaseException, *details: str, to_write: bool = False) -> HubError:
     from huggingface_hub import constants
 
+    if is_offline(cause) and to_write:
+        return HubError("offline mode is on", hint="unset HF_HUB_OFFLINE and run again")
     if is_offline(cause):
         return HubError(
             f"{repo} is not complete in the cache, and offline mode is on",
@@ -129,7 +141,7 @@ def _unreachable(repo: str, cause: BaseException, *details: str) -> HubError:
     return HubError(
         f"the Hub at {constants.ENDPOINT} cannot be reached",
         details=[reason, *details],
-        hint="check the network (and HF_ENDPOINT, proxies); run again to resume the download",
+        hint=f"check the network (and HF_ENDPOINT, proxies); run again to resume the {_direction(to_write)}",
     )
 
 

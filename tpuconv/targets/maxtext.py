@@ -81,7 +81,7 @@ LLAMA_TREE = (
     _alike(
         PAIRS,
         when=lambda config: config.rope.type == "llama3",
-        note="give rope_type=llama3.1, which the model names llama3.1-... imply",
+        note="Llama 3.1 and later: give rope_type=llama3.1, which the model names llama3.1-... imply",
     ),
     _alike(SCALED),
 )
@@ -127,7 +127,8 @@ def _gemma(tree: Tree, factor: Times) -> Tree:
     return replace(
         tree,
         places={"embed.embedding": embedding, "norm.scale": norm},
-        note="give the vocab_size of config.json: MaxText's own is padded or cut",
+        note="give the vocab_size of config.json: MaxText's own is padded or cut; "
+        "--dtype float32 keeps all digits of its norms, 1 + w",
     )
 
 

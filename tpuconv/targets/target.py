@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.arithmetic import Arithmetic
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 
@@ -115,8 +116,16 @@ class Target:
     has_lists: bool = False
 
     def part(self, parameter: str, suffix: str) -> str:
-        """Returns the name of an array that holds a part of a quantized parameter, such as its scales."""
+        """Returns the name of an array that holds a part of a quantized parameter, such as its scales.
+
+        Raises:
+            UnsupportedConfig: the target has no such part.
+        """
         assert self.quantized is not None
+        if suffix not in self.quantized:
+            raise UnsupportedConfig(
+                f"the target {self.name} has no {suffix} of quantized parameters", hint="quantize in another way"
+            )
         return f"{parameter.removesuffix(self.leaf)}{self.quantized[suffix]}{self.leaf}"
 
 

@@ -1,6 +1,6 @@
 """Tunix (github.com/google/tunix), version 0.1.7: the trees of its models, as their `params.py` name them."""
 
-from tpuconv.targets.target import LayerPlaces, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
@@ -14,7 +14,10 @@ ATTENTION_PLACES: Places = {
     "attn_norm.scale": "input_layernorm.w",
     "mlp_norm.scale": "post_attention_layernorm.w",
 }
-BIASES: Places = {f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkv"}
+BIASES: Places = {
+    f"attn.{x}.bias": Place(f"attn.{x}_bias", f"{heads} H -> ({heads} H)")
+    for x, heads in zip("qkv", "NKK", strict=True)
+}
 MLP_PLACES: Places = {f"mlp.{x}.kernel": f"mlp.{x}_proj.kernel" for x in ("gate", "up", "down")}
 ROUTED: Places = {
     "moe.router.kernel": "mlp.router.kernel",
@@ -22,9 +25,12 @@ ROUTED: Places = {
 }
 
 
-def _tree(places: Places) -> Tree:
+def _tree(places: Places, note: str = "") -> Tree:
     """The tree of a model."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),))
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), note=note)
+
+
+OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope scaling, whatever its settings say"
 
 
 TUNIX = Target(
@@ -32,10 +38,10 @@ TUNIX = Target(
     summary="Tunix: fine-tuning and RL of Flax NNX models",
     loading="CheckpointManager(OUT).maybe_restore(model)",
     trees={
-        "llama": _tree({**ATTENTION_PLACES, **MLP_PLACES}),
+        "llama": _tree({**ATTENTION_PLACES, **MLP_PLACES}, OTHER_ROPE),
         "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}),
-        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}),
-        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}),
+        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, OTHER_ROPE),
+        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, OTHER_ROPE),
     },
     folder="0/model_params",
     leaf=".value",

@@ -95,6 +95,11 @@ def make_plan(
             f"the target {target.name} has no quantized parameters", hint="leave out --encoding keep and --quantize"
         )
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
+    if wanted and target.squeezes_scales:
+        raise UnsupportedConfig(
+            f"{target.name} has scales of whole channels, not those of a release",
+            hint="decode by --encoding dequantize, or quantize to another type than the release has",
+        )
     if wanted and not faults:
         tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted, target.part)
 

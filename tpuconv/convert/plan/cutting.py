@@ -18,6 +18,7 @@ from tpuconv.convert.plan.types import (
     stored_bytes,
 )
 from tpuconv.encodings.decode import Tensor
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
 from tpuconv.mapping.table import EXPERTS, LAYERS, Binding
 from tpuconv.sharding import MESH_AXES
@@ -120,7 +121,17 @@ class _Cut:
             full_name = target.part(name, part.suffix) if part.suffix else name
             is_buffer = buffer or not part.own
             array = OutputArray(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
-            yield array.squeezed() if target.squeezes_scales and part.suffix and not part.own else array
+            if target.squeezes_scales and part.suffix and not part.own:
+                dropped = tuple(i for i, (n, b) in enumerate(zip(shape, part.blocks, strict=True)) if n == 1 < b)
+                if any(b > 1 for i, b in enumerate(part.blocks) if i not in dropped) or not 0 < len(dropped) < len(
+                    shape
+                ):
+                    raise UnsupportedConfig(
+                        f"{target.name} has scales of whole channels, and those of {name} are of shape {list(shape)}",
+                        hint="quantize without tile_size, or decode by --encoding dequantize",
+                    )
+                array = array.squeezed(dropped)
+            yield array
 
 
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:

@@ -173,16 +173,15 @@ class OutputArray(ShardedArraySpec):
     buffer: bool = False
     dropped: tuple[int, ...] = ()
 
-    def squeezed(self) -> "OutputArray":
-        """The array without its axes of size 1."""
-        dropped = tuple(i for i, n in enumerate(self.shape) if n == 1)
+    def squeezed(self, dropped: Sequence[int]) -> "OutputArray":
+        """The array without these axes, which have size 1."""
 
         def kept(sizes: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(size for i, size in enumerate(sizes) if i not in dropped)
 
         axes = " ".join(map(str, kept(parse_axes(self.axes))))
         shape, shards, chunks = kept(self.shape), kept(self.shards), kept(self.chunks)
-        return replace(self, shape=shape, shards=shards, chunks=chunks, axes=axes, dropped=dropped)
+        return replace(self, shape=shape, shards=shards, chunks=chunks, axes=axes, dropped=tuple(dropped))
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,149 @@
+"""Tunix's own models, with what `--target tunix` writes, restored by its CheckpointManager: every array, and the logits
+of transformers. Slow: it makes an environment of Python 3.11 with Tunix."""
+
+import numpy as np
+import pytest
+
+from helpers.conversions import flatten, same_bits
+from helpers.families import CASES, Case, hf_model, save
+from helpers.oracles import ask
+from tpuconv import api
+
+pytestmark = pytest.mark.slow
+
+BY_ID = {case.id: case for case in CASES}
+MODELS = {
+    "llama": ("tunix.models.llama3.model", "Llama3"),
+    "qwen2": ("tunix.models.qwen2.model", "Qwen2"),
+    "qwen3": ("tunix.models.qwen3.model", "Qwen3"),
+    "qwen3_moe": ("tunix.models.qwen3.model", "Qwen3"),
+    "gemma": ("tunix.models.gemma.model", "Gemma"),
+    "gemma2": ("tunix.models.gemma.model", "Gemma"),
+    "gemma3_text": ("tunix.models.gemma3.model", "Gemma3"),
+}
+
+
+def settings(case: Case, config) -> dict[str, object]:
+    """Tunix's settings of a model with this config."""
+    rope = config.rope_parameters
+    experts = getattr(config, "num_experts", None)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "num_layers": config.num_hidden_layers,
+        "embed_dim": config.hidden_size,
+        "hidden_dim": config.moe_intermediate_size if experts else config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "head_dim": head,
+        "num_kv_heads": config.num_key_value_heads,
+    }
+    if case.family == "gemma3_text":
+        return sizes | {
+            "num_embed": config.vocab_size,
+            "sliding_window_size": config.sliding_window,
+            "local_base_frequency": int(rope["sliding_attention"]["rope_theta"]),
+            "global_base_frequency": int(rope["full_attention"]["rope_theta"]),
+            "param_dtype": "float32",
+        }
+    if case.family.startswith("gemma"):
+        second = case.family == "gemma2"
+        kinds = {"sliding_attention": "LOCAL_SLIDING", "full_attention": "GLOBAL"}
+        layers = config.layer_types if second else ["full_attention"] * config.num_hidden_layers
+        return sizes | {
+            "num_embed": config.vocab_size,
+            "final_logit_softcap": config.final_logit_softcapping if second else None,
+            "use_post_attn_norm": second,
+            "use_post_ffw_norm": second,
+            "attention_types": [kinds[kind] for kind in layers],
+            "attn_logits_soft_cap": config.attn_logit_softcapping if second else None,
+            "sliding_window_size": config.sliding_window if second else None,
+        }
+    tied = "weight_tying" if case.family == "llama" else "use_tied_embedding"
+    own = {"num_experts": experts, "num_experts_per_tok": config.num_experts_per_tok} if experts else {}
+    return (
+        sizes
+        | own
+        | {
+            "vocab_size": config.vocab_size,
+            "rope_theta": int(rope["rope_theta"]),
+            "norm_eps": config.rms_norm_eps,
+            tied: config.tie_word_embeddings,
+        }
+    )
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+"""What Tunix's Llama and Qwen3 compute with, whatever their settings say."""
+
+
+def tied(case: Case, value: bool) -> Case:
+    return Case(
+        f"{case.id}-{'tied' if value else 'head'}",
+        case.family,
+        case.model_type,
+        dict(case.config)
+        | {"tie_word_embeddings": value}
+        | ({} if case.family == "qwen2" else {"rope_parameters": ROPE}),
+    )
+
+
+COMPARED = [
+    tied(BY_ID[name], value)
+    for name in ("llama-plain", "qwen2-plain", "qwen3-tied", "qwen3_moe-few-experts")
+    for value in (False, True)
+]
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory):
+    """For each case Tunix's logits and those of transformers, Tunix's arrays and those that `convert` wrote."""
+    import orbax.checkpoint as ocp
+    import torch
+
+    base = tmp_path_factory.mktemp("tunix")
+    ids = np.random.default_rng(0).integers(3, 100, (2, 12))
+    np.save(base / "ids.npy", ids)
+    requests, wanted = [], {}
+    for case in COMPARED:
+        folder = base / case.id
+        save(case, folder / "hf")
+        model = hf_model(case)
+        with torch.no_grad():
+            wanted[case.id] = model(torch.from_numpy(ids)).logits.numpy()
+        api.convert(folder / "hf", folder / "out", target="tunix")
+        module, name = MODELS[case.family]
+        requests.append(
+            {
+                "root": str(folder / "out"),
+                "ids": str(base / "ids.npy"),
+                "out": str(folder / "restored.npz"),
+                "module": module,
+                "model": name,
+                "settings": settings(case, model.config),
+            }
+        )
+    ask("tunix", "tunix_models.py", requests)
+
+    def found(case: Case):
+        path = base / case.id / "restored.npz"
+        error = path.with_suffix(".error")
+        assert not error.exists(), error.read_text()
+        theirs = dict(np.load(path))
+        with ocp.StandardCheckpointer() as checkpointer:
+            ours = dict(flatten(checkpointer.restore(base / case.id / "out" / "0" / "model_params")))
+        return theirs.pop("logits"), wanted[case.id], theirs, ours
+
+    return found
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_tunix_restores_every_array(case, restored):
+    _, _, theirs, written = restored(case)
+    assert {f"{name}.value" for name in theirs} == written.keys()
+    for name, values in theirs.items():
+        assert same_bits(values, written[f"{name}.value"]), name
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_tunix_computes_the_logits_of_transformers(case, restored):
+    logits, wanted, _, _ = restored(case)
+    assert np.abs(logits - wanted).max() / np.abs(wanted).max() < 2e-5

@@ -1,0 +1,128 @@
+"""Upload an output of ours to the Hub."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import CorruptOutput, UsageError, shorten
+
+
+@dataclass(frozen=True)
+class Push:
+    """What `push` uploaded, or would upload.
+
+    Attributes:
+        folder: the output.
+        repo: the repository on the Hub, as `org/name`.
+        revision: the branch.
+        files: size by path.
+        commit: the commit on the Hub; None if nothing was uploaded.
+    """
+
+    folder: Path
+    repo: str
+    revision: str
+    files: Mapping[str, int]
+    commit: str | None
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        facts = {"folder": str(self.folder), "repo": self.repo, "revision": self.revision, "commit": self.commit}
+        return {**facts, "bytes": self.bytes, "files": dict(self.files)}
+
+
+def push(
+    path: str | Path, repo: str, *, private: bool = False, revision: str | None = None, dry_run: bool = False
+) -> Push:
+    """Uploads a complete checkpoint or export of ours to the Hub. Interrupted, the same call continues: the client
+    skips what is there.
+
+    Args:
+        path: the folder. Its files must be those of its manifest, with their sizes; `verify` compares contents.
+        repo: `org/name`; it is made if it does not exist.
+        private: the repository must be private; a new one is made so.
+        revision: a branch, which is made if it does not exist.
+        dry_run: check the folder and list its files; the Hub is not asked.
+
+    Raises:
+        UsageError: the folder is no output of ours or holds other files, the name is wrong, or `private` was given and
+            the repository is public.
+        CorruptOutput: files are missing or have the wrong size.
+        HubError: the Hub refuses, or cannot be reached.
+    """
+    from tpuconv.sources.hub_errors import client_errors
+
+    folder, branch = Path(path), revision or "main"
+    files = _complete(folder)
+    _check_name(repo)
+    if dry_run:
+        return Push(folder, repo, branch, files, None)
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        with client_errors(repo, branch, to_write=True), warnings.catch_warnings(action="ignore"):
+            hub = HfApi()
+            hub.create_repo(repo, private=private or None, exist_ok=True)
+            if private and not hub.model_info(repo).private:
+                raise UsageError(f"{repo} is public", hint="make it private on the Hub, or leave --private out")
+            if revision:
+                hub.create_branch(repo, branch=revision, exist_ok=True)
+            done = hub.upload_folder(
+                repo_id=repo, folder_path=folder, revision=branch, commit_message=f"Upload {folder.resolve().name}"
+            )
+    finally:
+        if shown:
+            enable_progress_bars()
+    return Push(folder, repo, branch, files, str(done.oid))
+
+
+def _complete(folder: Path) -> dict[str, int]:
+    """The files of an output and their sizes, after checking that it is complete and holds nothing else."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.names import MANIFEST
+    from tpuconv.storage.sealed import SAFETENSORS, STAGED, read_sealed, size_faults
+
+    sealed = read_sealed(folder)
+    if not sealed.is_sealed:
+        raise UsageError(f"{folder} is of an early version and does not list its files", hint="convert it again")
+    sizes = {name: int(facts["bytes"]) for name, facts in sealed.files.items()}
+    if sealed.raw.get("kind") != SAFETENSORS:
+        manifest = read_manifest(folder)
+        manifest.check_complete()
+        sizes = manifest.file_sizes()
+    if faults := [f"{name} {fault}" for name, fault in size_faults(folder, sizes)]:
+        raise CorruptOutput(
+            f"{folder} is not complete", details=shorten(faults), hint="`tpuconv verify` shows all; make it again"
+        )
+    sizes[MANIFEST] = (folder / MANIFEST).stat().st_size
+    if (folder / STAGED).exists():
+        raise CorruptOutput(f"{folder} was not published", hint="run the command that made it again")
+    found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
+    if foreign := sorted(set(found) - sizes.keys()):
+        raise UsageError(
+            f"{folder} holds files that tpuconv did not write", details=shorten(foreign), hint="move them elsewhere"
+        )
+    return dict(sorted(sizes.items()))
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+
+    from tpuconv.private import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        repo = ""
+    if repo.count("/") != 1:
+        raise UsageError("the repository is no Hub id", hint="give ORG/NAME, as your-name/Qwen3-8B-orbax")

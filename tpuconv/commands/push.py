@@ -1,0 +1,43 @@
+"""`tpuconv push`."""
+
+from pathlib import Path
+
+import click
+
+from tpuconv import api
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.params import File, Name
+from tpuconv.sizes import format_size
+
+
+@options.command(
+    "push",
+    "Upload a checkpoint or an export to the Hub.",
+    "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --dry-run",
+    "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --private",
+)
+@click.argument("path", type=File())
+@click.argument("repo", type=Name(), metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Make a private repository; one that is public is refused.")
+@click.option("--revision", type=Name(), help="A branch, which is made if it does not exist.  [default: main]")
+@click.option("--dry-run", is_flag=True, help="List the files and stop; the Hub is not asked.")
+@options.as_json
+def push(path: Path, repo: str, private: bool, revision: str | None, dry_run: bool, as_json: bool) -> None:
+    """Upload PATH, a complete checkpoint or export of ours, to the repository ORG/NAME on the Hub, which is made if it
+    does not exist.
+
+    Interrupted, the same command continues. File sizes are compared with the manifest; `tpuconv verify` compares
+    contents.
+    """
+    done = api.push(path, repo, private=private, revision=revision, dry_run=dry_run)
+    if as_json:
+        print_json(done.to_json())
+        return
+    if dry_run:
+        table = Table(f"{path} -> {repo}, {done.revision}", ("file", "bytes"), right=("bytes",))
+        for name, size in done.files.items():
+            table.add_row(name, format_size(size))
+        console().print(table)
+    what = f"{len(done.files)} files, {format_size(done.bytes)}"
+    show((repo, "bold"), f": {what} would go" if dry_run else f": {what}, commit {done.commit}")

@@ -1,0 +1,62 @@
+"""Which families a target has."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tpuconv.errors import UsageError
+from tpuconv.models.registry import all_families, family_names, get_family
+from tpuconv.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Support:
+    """A family, or one model_type of a family, that a target has.
+
+    Attributes:
+        name: of the family, or the model_type.
+        models: the models that it has.
+        scanned: whether the target has its layers scanned.
+        notes: what a user must know to load it.
+    """
+
+    name: str
+    models: str
+    scanned: bool
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        return {"name": self.name, "models": self.models, "scanned": self.scanned, "notes": list(self.notes)}
+
+
+def supported(target: Target, family: str | None = None) -> list[Support]:
+    """Returns what a target has, of one family if it is named.
+
+    Raises:
+        UsageError: there is no such family, or the target does not have it.
+    """
+    if target.trees is None:
+        names = [get_family(family).name] if family else family_names()
+        return [Support(name, get_family(name).summary, target.layer_axis is not None, ()) for name in names]
+    types = get_family(family).architectures.values() if family else ()
+    found = []
+    for name, trees in target.trees.items():
+        if family is None or name == family or name in types:
+            several = trees if isinstance(trees, tuple) else (trees,)
+            scanned = target.layer_axis is not None and all(
+                layers.stacked for tree in several for layers in tree.layers
+            )
+            found.append(Support(name, _models(name), scanned, tuple(tree.note for tree in several if tree.note)))
+    if not found:
+        raise UsageError(
+            f"the target {target.name} has no table for {family}", hint=f"it has {', '.join(target.trees)}"
+        )
+    return found
+
+
+def _models(name: str) -> str:
+    """The models of a family, or whose a model_type is."""
+    if name in family_names():
+        return get_family(name).summary
+    owners = [family.name for family in all_families() if name in family.architectures.values()]
+    return f"model_type {name}" + (f" of {owners[0]}" if owners else "")
