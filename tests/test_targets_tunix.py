@@ -4,7 +4,8 @@ of transformers. Slow: it makes an environment of Python 3.11 with Tunix."""
 import numpy as np
 import pytest
 
-from helpers.conversions import flatten, same_bits
+from helpers.checkpoints import read_tensors
+from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import CASES, Case, hf_model, save
 from helpers.oracles import ask
 from tpuconv import api
@@ -91,6 +92,12 @@ COMPARED = [
     for name in ("llama-plain", "qwen2-plain", "qwen3-tied", "qwen3_moe-few-experts")
     for value in (False, True)
 ]
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+COMPARED += [
+    Case("gemma-released", "gemma", "gemma", {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}),
+    Case("gemma2-released", "gemma2", "gemma2", GEMMA | {"num_hidden_layers": 4}),
+    Case("gemma3-released", "gemma3_text", "gemma3_text", GEMMA | {"num_hidden_layers": 7}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +154,11 @@ def test_tunix_restores_every_array(case, restored):
 def test_tunix_computes_the_logits_of_transformers(case, restored):
     logits, wanted, _, _ = restored(case)
     assert np.abs(logits - wanted).max() / np.abs(wanted).max() < 2e-5
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_every_tensor_comes_back(case, tmp_path):
+    save(case, tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="tunix")
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf"))

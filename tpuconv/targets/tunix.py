@@ -1,5 +1,7 @@
 """Tunix (github.com/google/tunix), version 0.1.7: the trees of its models, as their `params.py` name them."""
 
+from typing import Any
+
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
@@ -30,6 +32,48 @@ def _tree(places: Places, note: str = "") -> Tree:
     return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), note=note)
 
 
+def _gemma(norms: Places, **changes: Any) -> Tree:
+    """The tree of a Gemma: keys and values are in one array, norms are those of the release. Where there are as many
+    heads of keys as of queries, Tunix has all three in one array, for which there is no table."""
+    places: Places = {
+        "attn.q.kernel": Place("attn.q_einsum.w", "D N H -> N D H"),
+        ("attn.k.kernel", "attn.v.kernel"): Place("attn.kv_einsum.w", "D K H, D K H -> (1 + 1) K D H"),
+        "attn.o.kernel": "attn.attn_vec_einsum.w",
+        "attn.q_norm.scale": "attn._query_norm.scale",
+        "attn.k_norm.scale": "attn._key_norm.scale",
+        "attn_norm.scale": "pre_attention_norm.scale",
+        "mlp_norm.scale": "pre_ffw_norm.scale",
+        "post_mlp_norm.scale": "post_ffw_norm.scale",
+        **norms,
+        **MLP_PLACES,
+    }
+    model: Places = {"embed.embedding": "embedder.input_embedding", "norm.scale": "final_norm.scale"}
+    return Tree(model, (LayerPlaces(places, "layers.{L}"),), **changes)
+
+
+GEMMA_NOTE = "models with as many heads of keys as of queries (Gemma 7B) have no table"
+
+
+def _is_grouped(config: Any) -> bool:
+    return bool(config.num_key_value_heads != config.num_attention_heads)
+
+
+GEMMA12 = _gemma(
+    {"post_attn_norm.scale": "post_attn_norm.scale"},
+    when=lambda config: (
+        _is_grouped(config) and getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
+    ),
+    note=GEMMA_NOTE,
+)
+TUNIX_GEMMA3 = _gemma(
+    {"post_attn_norm.scale": "post_attention_norm.scale"},
+    when=lambda config: (
+        _is_grouped(config)
+        and config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
+    ),
+    note=GEMMA_NOTE,
+)
+
 OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope scaling, whatever its settings say"
 
 
@@ -42,6 +86,10 @@ TUNIX = Target(
         "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}),
         "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, OTHER_ROPE),
         "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, OTHER_ROPE),
+        "gemma": GEMMA12,
+        "gemma2": GEMMA12,
+        "gemma3_text": TUNIX_GEMMA3,
+        "gemma3": TUNIX_GEMMA3,
     },
     folder="0/model_params",
     leaf=".value",
