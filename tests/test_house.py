@@ -19,7 +19,7 @@ MODULES = {
 # From the ground up: a room imports those that stand before it.
 ORDER = (
     *("errors", "sizes", "memory", "text", "names", "paths", "progress", "jsonfile"),
-    *("patterns", "private", "libtpu", "layout", "sharding", "compiled"),
+    *("patterns", "private", "libtpu", "letters", "layout", "sharding", "compiled"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets", "convert", "quantize"),
     *("restore", "persist", "verify", "doctor"),
     *("api", "commands", "cli", "__main__"),

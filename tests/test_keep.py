@@ -51,7 +51,7 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, MappingError, OutputError, SourceError, UsageError
-from tpuconv.layout import LETTERS
+from tpuconv.letters import LETTERS
 from tpuconv.mapping.passthrough import pass_through
 from tpuconv.mapping.table import Binding, Map, MappingTable
 from tpuconv.models.registry import FAMILIES, find_family, get_family

@@ -7,7 +7,7 @@
     E (M (1 + 1)) D -> E D M, E D M         two matrices with alternating rows
 
 A layout is an invertible rearrangement: swapping its sides gives the inverse. A letter has the same meaning everywhere
-(`LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
+(`tpuconv.letters.LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
 """
 
 import re
@@ -20,57 +20,7 @@ from math import gcd, prod
 import numpy as np
 
 from tpuconv.errors import LayoutError
-
-LETTERS = {
-    "B": "batch",
-    "T": "time: positions of this call's tokens",
-    "S": "source positions: the keys that attention looks at",
-    "D": "model width (hidden size)",
-    "A": "model width, as the input axis of a square matrix",
-    "N": "query heads",
-    "K": "key-value heads",
-    "G": "query heads per key-value head (N = K G)",
-    "H": "head dimension",
-    "F": "MLP width",
-    "V": "vocabulary",
-    "L": "layers",
-    "I": "layers with a dense MLP, in a model where others have experts",
-    "J": "layers with experts, in a model where others have a dense MLP",
-    "U": "layers for multi-token prediction (MTP), after the model's own",
-    "E": "experts",
-    "M": "MLP width of one expert",
-    "W": "MLP width of all shared experts together",
-    "C": "latent width of keys and values (kv_lora_rank)",
-    "Q": "latent width of queries (q_lora_rank)",
-    "P": "head dimension without rotary position",
-    "R": "head dimension with rotary position",
-    "f": "layers with full attention, in a model where others have linear attention",
-    "l": "layers with linear attention",
-    "n": "key heads of linear attention",
-    "r": "value heads per key head of linear attention",
-    "k": "dimension of a key head of linear attention",
-    "w": "dimension of a value head of linear attention",
-    "c": "taps of a causal convolution",
-    # Of models in which layers that see all tokens and those with a sliding window differ in size
-    "s": "layers with a sliding window",
-    "g": "layers that see all tokens",
-    "a": "layers with a sliding window and keys and values of their own",
-    "b": "layers that see all tokens, with keys and values of their own",
-    "o": "layers that use the keys and values of an earlier one",
-    "h": "head dimension of layers that see all tokens",
-    "m": "key-value heads of layers that see all tokens",
-    "i": "layers with an MLP of width F",
-    "j": "layers with an MLP of width y",
-    "y": "double MLP width",
-    # Of models in which each layer has embeddings of its own
-    "p": "width of the embeddings of a layer",
-    "v": "vocabulary of the embeddings of layers",
-    "z": "layers, as an axis of embeddings and of a projection for all of them",
-    # Of what other programs expect
-    "X": "half of the head dimension, of which rotary position takes one element from each half",
-    **{letter: f"layers at place {place} of each period of layers" for place, letter in enumerate("YZdequ")},
-    "t": "layers after the last complete period",
-}
+from tpuconv.letters import LETTERS
 
 UNIT = "1"
 """An axis of size 1, which may be left out."""
@@ -208,7 +158,7 @@ def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
             elif token in LETTERS or token == UNIT:
                 parts.append(Axis(token))
             else:
-                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.layout.LETTERS")
+                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.letters.LETTERS")
         if plus and plus != len(parts) - 1:
             raise LayoutError(f"'{text}' mixes a product and a concatenation in one bracket")
         return Axis(op="+" if plus else "*", parts=tuple(parts))

@@ -85,7 +85,7 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
 
 
 def _show_table(family: "Family") -> None:
-    from tpuconv.layout import LETTERS
+    from tpuconv.letters import LETTERS
 
     table = Table(family.name, ("Hugging Face", "JAX", "layout", "when"), optional=("when",))
     for row in family.table:

@@ -20,7 +20,7 @@ from tpuconv.sources.headers import DTYPES, TensorInfo, read_header
 from tpuconv.storage.hashes import hash_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 REFUSED = (
     "use_dora",
     "fan_in_fan_out",
@@ -98,7 +98,7 @@ def read_adapter(given: str) -> Adapter:
     embeddings: set[str] = set()
     unknown = []
     for info in infos:
-        name = info.name.removeprefix(PREFIX)
+        name = info.name.removeprefix(PEFT_PREFIX)
         found = _PART.fullmatch(name)
         if found is None or name == info.name or len(info.shape) != 2:
             unknown.append(info.name)
@@ -106,7 +106,7 @@ def read_adapter(given: str) -> Adapter:
         pairs.setdefault(found[1], {})[found[3]] = info
         embeddings |= {found[1]} if found[2] else set()
     # With an adapted embedding PEFT saves the unchanged matrix too.
-    copies = {f"{PREFIX}{module}.base_layer.weight" for module in embeddings}
+    copies = {f"{PEFT_PREFIX}{module}.base_layer.weight" for module in embeddings}
     unknown = [name for name in unknown if name not in copies]
     unknown += [part.name for pair in pairs.values() if len(pair) != 2 for part in pair.values()]
     if unknown:

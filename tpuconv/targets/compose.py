@@ -12,7 +12,7 @@ from tpuconv.mapping.table import (
     LAYERS,
     MTP,
     PLACES,
-    REST,
+    REST_LAYERS,
     Binding,
     HasAxes,
     Map,
@@ -126,7 +126,9 @@ def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
             f"{len(numbers)} layers are not a whole number of periods of {period}",
             hint="leave out --scan-layers" if scan else "convert without --target",
         )
-    return half | {PLACES[i]: list(numbers[i:whole:period]) for i in range(period)} | {REST: list(numbers[whole:])}
+    return (
+        half | {PLACES[i]: list(numbers[i:whole:period]) for i in range(period)} | {REST_LAYERS: list(numbers[whole:])}
+    )
 
 
 def _by_place(tree: Tree) -> bool:
@@ -205,8 +207,8 @@ class _Composer:
                 for place, letter_of_place in enumerate(PLACES[: self.period]):
                     yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
                 if layers.rest:
-                    row = _with_letter(row, own, REST)
-                    yield self._row(row, placed, layers.rest.replace("{#L}", f"{{#{REST}}}") + ".")
+                    row = _with_letter(row, own, REST_LAYERS)
+                    yield self._row(row, placed, layers.rest.replace("{#L}", f"{{#{REST_LAYERS}}}") + ".")
 
     def _layer_row(
         self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, letter: str, place: str = ""

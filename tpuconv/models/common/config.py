@@ -235,7 +235,7 @@ class DecoderConfig:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The size of each letter (`tpuconv.layout.LETTERS`); for I, J and U the indices of the layers."""
+        """The size of each letter (`tpuconv.letters.LETTERS`); for I, J and U the indices of the layers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         return {
             "D": self.hidden_size,

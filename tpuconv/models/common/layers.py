@@ -1,4 +1,4 @@
-"""Layers that the families share. Names of arrays end in the letters of their axes (`tpuconv.layout.LETTERS`)."""
+"""Layers that the families share. Names of arrays end in the letters of their axes (`tpuconv.letters.LETTERS`)."""
 
 from collections.abc import Mapping
 from functools import partial
