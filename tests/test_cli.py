@@ -457,7 +457,7 @@ def test_interrupted_it_promises_no_more_than_is_kept(monkeypatch, capsys):
 
 CONFIGS = {
     "unknown architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, 5, "no family reads"),
-    "unknown rope type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 5, "is not implemented for qwen3"),
+    "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),
     "unknown key": ({"attention_chunk_size": 4}, 5, "--allow-config attention_chunk_size"),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, 5, "quant_method='awq' is not implemented"),
     "contradiction": ({"num_key_value_heads": 3}, 6, "num_key_value_heads"),
