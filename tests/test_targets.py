@@ -90,20 +90,25 @@ FORMS = [
 
 @pytest.mark.parametrize(("case", "target", "scan"), FORMS)
 def test_every_tensor_comes_back_as_it_was(case, target, scan, hf, tmp_path, small_cuts):
-    """Bit for bit, but for queries with a factor that is no power of two, which are rounded twice."""
+    """All that is converted, bit for bit, but for what is changed by a factor that is no power of two, or by 1."""
     try:
         found = back(hf(case), tmp_path, target, scan_layers=scan)
     except UnsupportedConfig as error:
         pytest.skip(f"{target} has no such model: {error.message}")
     source = read_tensors(hf(case))
-    assert found.keys() == source.keys() or "vision_model.layernorm_pre.weight" in source.keys() - found.keys()
-    for name in found:
-        values = source[name]
-        changed = target == "maxtext" and name.endswith("q_proj.weight") and case.family in ("llama", "mixtral")
-        if changed:
-            np.testing.assert_allclose(found[name], values, rtol=2e-7)
+    assert found.keys() == read_manifest(tmp_path / "out").source_names
+    for name, values in found.items():
+        if target == "maxtext" and is_changed(case, name):
+            np.testing.assert_allclose(values, source[name], rtol=2e-7, atol=2e-7)
         else:
-            assert same_bits(found[name], values), name
+            assert same_bits(values, source[name]), name
+
+
+def is_changed(case: Case, name: str) -> bool:
+    """Whether MaxText has other values of a tensor."""
+    if name.endswith("q_proj.weight"):
+        return case.family in ("llama", "mixtral", "gemma2")
+    return case.family.startswith("gemma") and ("norm" in name or "embed_tokens" in name)
 
 
 def test_a_factor_that_is_a_power_of_two_changes_no_bit(tmp_path):

@@ -58,7 +58,7 @@ def target_table(
         return (table, config) if target.name == OWN_TARGET else (_renamed(table, target), config)
     tree = find_tree(target, family, model_type, config)
     config = WithAxes(config, {**config.axes, **_own_letters(config, tree, scan_layers)})
-    composer = _Composer(target, tree, tree.period if scan_layers else 1, scan_layers)
+    composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
     own = [
         row for row in table if (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
@@ -183,8 +183,11 @@ def _sides(layout: str) -> tuple[str, str]:
 class _Composer:
     """Places the rows of a family's table in a tree."""
 
-    def __init__(self, target: Target, tree: Tree, period: int, scan: bool):
-        self.target, self.tree, self.period, self.scan = target, tree, period, scan
+    def __init__(self, target: Target, tree: Tree, config: HasAxes, scan: bool):
+        self.target, self.tree, self.scan = target, tree, scan
+        self.period = tree.period if scan else 1
+        # Of a model with fewer layers than a period no place has any.
+        self.places = [letter for letter in PLACES[: self.period] if config.axes.get(letter)]
 
     def rows(self, row: Map) -> Iterator[Map]:
         """Yields the rows that a row of the family's table becomes; none if the tree has no place for it."""
@@ -204,7 +207,7 @@ class _Composer:
             if self.period == 1 or layers.letter in PLACES:
                 yield self._layer_row(row, placed, layers, own, letter)
             else:
-                for place, letter_of_place in enumerate(PLACES[: self.period]):
+                for place, letter_of_place in enumerate(self.places):
                     yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
                 if layers.rest:
                     row = _with_letter(row, own, REST_LAYERS)
