@@ -13,7 +13,7 @@ from helpers.conversions import same_bits
 from helpers.families import CASES, Case
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
 
 DENSE = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "deepseek_v3")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "kv_b_proj"]
@@ -154,12 +154,62 @@ def test_an_adapter_of_another_model_is_a_fault_of_the_plan(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_changed_factor_is_another_conversion(tmp_path: Path) -> None:
+    """The factor stands in adapter_config.json: with the same matrices it makes other weights."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
+    change_config(tmp_path / "lora", lora_alpha=14)
+    with pytest.raises(OutputError, match=r"another plan|exists already"):
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_pattern": {"([a-z_0-9.]+)+!": 2}}, "takes too long"),
+        ({"alpha_pattern": {"(": 2}}, "is not a regular expression"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": "2"}}, "alpha_pattern"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"r": "4"}, "adapter_config.json"),
+    ],
+)
+def test_a_hostile_config_is_an_error(changes: dict, message: str, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    change_config(tmp_path / "lora", **changes)
+    with pytest.raises(ConfigError) as error:
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    assert message in error.value.message
+
+
+def test_matrices_that_change_while_they_are_read_are_an_error(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    weights = tmp_path / "lora" / "adapter_model.safetensors"
+
+    def change(step: api.Progress) -> None:
+        if step.total and not step.done:
+            weights.write_bytes(weights.read_bytes())
+
+    with pytest.raises(SourceError, match="was changed while it was read"):
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")], progress=change)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_no_adapter(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     for given, message in (
         (str(tmp_path / "hf"), "is no LoRA adapter: it has no adapter_config.json"),
         (str(tmp_path / "nothing"), "is no LoRA adapter"),
         (f"{tmp_path / 'hf'}:much", "'much' is not a number"),
+        (f"{tmp_path / 'hf'}:nan", "'nan' is not a number"),
     ):
         with pytest.raises(UsageError, match=message):
             api.plan(tmp_path / "hf", adapter=[given])

@@ -14,7 +14,7 @@ from tpuconv.sources.reader import Reader
 
 @dataclass(frozen=True)
 class Adapted(Tensor):
-    """A tensor plus products of low rank, or with other values."""
+    """A tensor plus products of low rank."""
 
     base: Tensor = field(kw_only=True)
     changes: tuple[LowRank, ...] = field(kw_only=True)
@@ -35,6 +35,7 @@ class Adapted(Tensor):
             dtype = self.dtype if change.rounded else np.dtype(np.float32)
             product = np.empty((last - first, columns), np.float32)
             multiply(_float32(change.left[first:last]), _float32(change.right), product)
+            change.file.check_unchanged()
             product *= np.float32(change.scaling)
             part = product.astype(dtype).astype(np.float32).reshape(-1)[start - first * columns :][: out.size]
             np.copyto(out, part + out, casting="unsafe")

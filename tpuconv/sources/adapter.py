@@ -7,17 +7,18 @@ Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a f
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
-from tpuconv.jsonfile import check, parse, read_bytes
+from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes
 from tpuconv.layout import Shape
+from tpuconv.patterns import check_patterns
 from tpuconv.sources.headers import DTYPES, TensorInfo, read_header
-from tpuconv.storage.hashes import hash_file
+from tpuconv.storage.hashes import hash_bytes, hash_file, stamp
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -28,11 +29,36 @@ REFUSED = (
     "use_qalora",
     "megatron_config",
     "target_parameters",
+    "modules_to_save",
     "alora_invocation_tokens",
 )
 """Keys that change weights in a way that is not implemented, unless they are false or empty."""
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+_CONFIG = {
+    "peft_type": str,
+    "r": int,
+    "lora_alpha": float,
+    "alpha_pattern": Optional((Each(float), None)),
+    "use_rslora": Optional((bool, None)),
+}
 _PART = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The file of an adapter's matrices, with the stamp that it had when it was read."""
+
+    path: Path
+    stamp: tuple[int, ...]
+
+    def check_unchanged(self) -> None:
+        """Raises SourceError if the file was changed or replaced."""
+        try:
+            same = stamp(self.path.stat()) == self.stamp
+        except OSError:
+            same = False
+        if not same:
+            raise SourceError(f"{self.path} was changed while it was read", hint="run the command again")
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,7 @@ class LowRank:
     left: np.ndarray
     right: np.ndarray
     scaling: float
+    file: AdapterFile
     rounded: bool = False
 
     @property
@@ -59,7 +86,7 @@ class Adapter:
     Attributes:
         name: as the user gave it.
         weight: by which its changes are multiplied.
-        digest: hash of its weights.
+        digest: hash of its two files.
         changes: by the name of the tensor.
     """
 
@@ -85,14 +112,12 @@ def read_adapter(given: str) -> Adapter:
     place, weight = _parsed(given)
     folder = _folder(place)
     path = folder / ADAPTER_CONFIG
-    config = check(
-        parse(read_bytes(path, MAX_ADAPTER_CONFIG_BYTES, ConfigError), str(path), ConfigError),
-        dict,
-        str(path),
-        ConfigError,
-    )
+    data = read_bytes(path, MAX_ADAPTER_CONFIG_BYTES, ConfigError)
+    config = check(parse(data, str(path), ConfigError), dict, str(path), ConfigError)
     _check_config(config, path)
+    check(config, _CONFIG, str(path), ConfigError)
     weights = folder / ADAPTER_WEIGHTS
+    file = AdapterFile(weights, stamp(weights.stat()))
     _, _, infos = read_header(weights)
     pairs: dict[str, dict[str, TensorInfo]] = {}
     embeddings: set[str] = set()
@@ -115,15 +140,24 @@ def read_adapter(given: str) -> Adapter:
             details=shorten(unknown),
             hint="modules_to_save, biases, DoRA and experts are not implemented: merge them with peft first",
         )
+    patterns = {pattern: rf"(.*\.)?({pattern})$" for pattern in config.get("alpha_pattern") or {}}
+    named = [(f"{path}, alpha_pattern", pattern) for pattern in patterns.values()]
+    check_patterns(named, pairs, ConfigError, method="match")
     changes = {}
     for module, pair in pairs.items():
         a, b = (_mapped(weights, pair[part]) for part in "AB")
-        if a.shape[0] != b.shape[1]:
+        if a.shape[0] != b.shape[1] or not a.shape[0]:
             raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
         left, right = (a.T, b.T) if module in embeddings else (b, a)
-        scaling = _scaling(config, module, a.shape[0]) * weight
-        changes[f"{module}.weight"] = LowRank(left, right, scaling, rounded=module in embeddings)
-    return Adapter(place, weight, hash_file(weights)["xxh3_128"], changes)
+        # As PEFT chooses: the first pattern that the end of the module's name matches.
+        alpha = next((config["alpha_pattern"][key] for key, p in patterns.items() if re.match(p, module)), None)
+        alpha = config["lora_alpha"] if alpha is None else alpha
+        rank = a.shape[0]
+        scaling = weight * (alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
+        changes[f"{module}.weight"] = LowRank(left, right, scaling, file, rounded=module in embeddings)
+    contents = f"{hash_bytes(data)} {hash_file(weights)}"
+    file.check_unchanged()
+    return Adapter(place, weight, hash_bytes(contents.encode())["xxh3_128"], changes)
 
 
 def _parsed(given: str) -> tuple[str, float]:
@@ -131,7 +165,9 @@ def _parsed(given: str) -> tuple[str, float]:
     if not colon or Path(given).is_dir():
         return given, 1.0
     try:
-        return place, float(number)
+        if isfinite(weight := float(number)):
+            return place, weight
+        raise ValueError
     except ValueError:
         raise UsageError(
             f"--adapter {given}: {number!r} is not a number", hint="give a folder or a Hub id, and perhaps :WEIGHT"
@@ -157,29 +193,12 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
     faults = [f"{key}={config[key]!r}" for key in REFUSED if config.get(key)]
-    if config.get("modules_to_save"):
-        faults.append(f"modules_to_save={config['modules_to_save']!r}")
     if config.get("bias", "none") != "none":
         faults.append(f"bias={config['bias']!r}")
     if faults:
         raise UnsupportedConfig(
             f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"
         )
-    schema = {"r": int, "lora_alpha": float}
-    check({key: config.get(key) for key in schema}, schema, str(path), ConfigError)
-
-
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
-    return alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """As PEFT chooses: the first pattern that the end of the module's name matches."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
 
 
 def _mapped(path: Path, info: TensorInfo) -> np.ndarray:
