@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tpuconv.checkpoint.reader import (
     read_box,
     read_checkpoint_config,
 )
+from tpuconv.convert.export_tensor import ExportTensor
 from tpuconv.convert.run import RunProgress
 from tpuconv.convert.serving import WeightGroup, quantized_row
 from tpuconv.convert.serving import encoding as describe_encoding
@@ -48,28 +48,6 @@ from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, r
 from tpuconv.targets.registry import get_target
 
 SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True)
-class ExportTensor:
-    """A tensor to write.
-
-    Attributes:
-        dtype: safetensors' name of its dtype.
-        of: the name of the inverse row's result that it is made from.
-        make: makes its values from that result.
-    """
-
-    name: str
-    dtype: str
-    shape: Shape
-    of: str
-    make: Callable[[np.ndarray], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
@@ -183,8 +161,7 @@ def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> tuple[lis
             (row.qvalues, row.of_qvalues, {}),
             (row.scales, row.of_scales, row.repeats),
         ):
-            made = [ExportTensor(t.name, t.dtype, t.shape, t.of, t.make) for t in tensors]
-            rows.append(ExportRow(inverse, made, repeats))
+            rows.append(ExportRow(inverse, tensors, repeats))
         groups.setdefault(row.group, []).extend(row.modules)
     return rows, describe_encoding(groups, plain) if quantized else None
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
+from tpuconv.convert.export_tensor import ExportTensor
+from tpuconv.encodings.passthrough import exponents, pack_halves
 from tpuconv.errors import UsageError
 from tpuconv.layout import Shape, scale_layout
 from tpuconv.mapping.table import Binding, Stack
@@ -100,17 +102,6 @@ class WeightGroup:
 
 
 @dataclass(frozen=True)
-class QuantizedTensor:
-    """A tensor of a format, made from what a row's inverse gives under the name `of` by `make`."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    of: str
-    make: Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
 class QuantizedRow:
     """A row whose parameters are quantized.
 
@@ -125,8 +116,8 @@ class QuantizedRow:
     qvalues: Binding
     scales: Binding
     repeats: Mapping[str, Shape]
-    of_qvalues: tuple[QuantizedTensor, ...]
-    of_scales: tuple[QuantizedTensor, ...]
+    of_qvalues: tuple[ExportTensor, ...]
+    of_scales: tuple[ExportTensor, ...]
     group: WeightGroup
     modules: tuple[str, ...]
 
@@ -162,11 +153,9 @@ def quantized_row(manifest: Manifest, binding: Binding, part: Callable[[str, str
     follow = scale_layout(inverse.layout, binding.sizes, [each["tiles"] for each in facts])
     qvalues = replace(inverse, src=_parts(inverse.src, QVALUE, part))
     scales = replace(inverse, sizes=follow.sizes, src=_parts(inverse.src, SCALE, part))
-    repeats = {
-        stack.names[0]: _own_axes(refine, stack) for stack, refine in zip(scales.src, follow.refine, strict=True)
-    }
-    of_qvalues: list[QuantizedTensor] = []
-    of_scales: list[QuantizedTensor] = []
+    repeats = {stack.names[0]: refine[stack.depth :] for stack, refine in zip(scales.src, follow.refine, strict=True)}
+    of_qvalues: list[ExportTensor] = []
+    of_scales: list[ExportTensor] = []
     modules: list[str] = []
     groups: set[WeightGroup] = set()
     shapes = inverse.dst_shapes()
@@ -181,7 +170,7 @@ def quantized_row(manifest: Manifest, binding: Binding, part: Callable[[str, str
             step = size or shape[-1]
             scale_shape = (shape[0], -(-shape[1] // step))
             of_scales.append(
-                QuantizedTensor(
+                ExportTensor(
                     f"{base}{WEIGHT}_scale",
                     "U8" if form.exponents else SAFETENSORS_DTYPES[scale_dtype],
                     scale_shape,
@@ -208,10 +197,6 @@ def _parts(stacks: tuple[Stack, ...], suffix: str, part: Callable[[str, str], st
     return tuple(Stack(tuple(part(name, suffix[1:]) for name in stack.names), stack.depth) for stack in stacks)
 
 
-def _own_axes(refine: Shape, stack: Stack) -> Shape:
-    return refine[stack.depth :]
-
-
 def _group_size(form: Format, tile: Any, block: int, shape: Shape, names: list[str], facts: list[Any]) -> int | None:
     """The size of a group along a row; None for one scale a row."""
     columns = shape[-1]
@@ -225,18 +210,18 @@ def _group_size(form: Format, tile: Any, block: int, shape: Shape, names: list[s
     return size
 
 
-def _values(form: Format, base: str, shape: Shape, of: str) -> list[QuantizedTensor]:
+def _values(form: Format, base: str, shape: Shape, of: str) -> list[ExportTensor]:
     if form.packed == "words":
         words = -(-shape[1] // (PACK_WORD // form.bits))
         size = np.array(shape, np.int64)
         return [
-            QuantizedTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), of, partial(pack_words, form.bits)),
-            QuantizedTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, of, lambda values: size),
+            ExportTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), of, partial(pack_words, form.bits)),
+            ExportTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, of, lambda values: size),
         ]
     if form.packed == "pairs":
-        return [QuantizedTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), of, pack_pairs)]
+        return [ExportTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), of, pack_halves)]
     dtype = "I8" if form.kind == "int" else "F8_E4M3"
-    return [QuantizedTensor(base + WEIGHT, dtype, shape, of, lambda values: values)]
+    return [ExportTensor(base + WEIGHT, dtype, shape, of, lambda values: values)]
 
 
 def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
@@ -251,19 +236,11 @@ def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
     return words.view(np.int32)
 
 
-def pack_pairs(values: np.ndarray) -> np.ndarray:
-    """uint8 [O, I/2] of 4-bit floats [O, I], the first in the low half."""
-    codes = values.view(np.uint8)
-    return (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-
-
 def _scales(form: Format, rows: int, columns: int, shape: Shape, scales: np.ndarray) -> np.ndarray:
     """The stored scales of the shape `shape`: each repeated over `rows` rows and `columns` groups."""
     repeated = scales if rows == 1 else np.repeat(scales, rows, axis=0)[: shape[0]]
     repeated = repeated if columns == 1 else np.repeat(repeated, columns, axis=1)[:, : shape[1]]
-    if form.exponents:  # 2^e is 0.5 * 2^(e + 1) to frexp
-        return (np.frexp(repeated.astype(np.float32))[1] + 126).astype(np.uint8)
-    return repeated
+    return exponents(repeated) if form.exponents else repeated
 
 
 def encoding(groups: Mapping[WeightGroup, list[str]], plain: Iterable[str]) -> dict[str, Any]:
@@ -282,7 +259,7 @@ def encoding(groups: Mapping[WeightGroup, list[str]], plain: Iterable[str]) -> d
         plain.append(HEAD)  # tied to the embedding, it is a linear layer to servers
     _check_fused(module_group, plain)
     described = {
-        f"group_{i}": group.to_json(["Linear"] if len(groups) == 1 else _targets(modules, module_group))
+        f"group_{i}": group.to_json(["Linear"] if len(groups) == 1 else _patterns(modules, list(module_group)))
         for i, (group, modules) in enumerate(groups.items())
     }
     formats = {group.format.name for group in groups}
@@ -294,10 +271,6 @@ def encoding(groups: Mapping[WeightGroup, list[str]], plain: Iterable[str]) -> d
         "ignore": _patterns(plain, [*plain, *module_group]),
         "kv_cache_scheme": None,
     }
-
-
-def _targets(modules: list[str], everything: Mapping[str, WeightGroup]) -> list[str]:
-    return _patterns(modules, list(everything))
 
 
 def _patterns(modules: list[str], everything: list[str]) -> list[str]:

@@ -162,6 +162,19 @@ def apply_xor_mask(scheme: Scheme, qvalues: np.ndarray) -> None:
         np.bitwise_xor(qvalues, scheme.xor_mask, out=qvalues)
 
 
+def pack_halves(values: np.ndarray) -> np.ndarray:
+    """Bytes that hold two 4-bit values each, the first in the low half."""
+    bits = values.view(np.uint8)
+    packed: np.ndarray = (bits[..., 0::2] & 15) | (bits[..., 1::2] << 4)
+    return packed
+
+
+def exponents(scales: np.ndarray) -> np.ndarray:
+    """The bytes of scales that are powers of two, as exponents with a bias (E8M0)."""
+    found = np.frexp(scales.astype(np.float32))[1] - 1  # 2^e is 0.5 * 2^(e + 1) to frexp
+    return (found + E8M0_BIAS).astype(np.uint8)
+
+
 def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
     """The stored tensor of values, from quantized values in the shape of the tensor: the inverse of `QValues`."""
     dtype = DTYPES[scheme.dtype]
@@ -169,7 +182,7 @@ def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
     if scheme.xor_mask:
         stored = stored ^ scheme.xor_mask
     if scheme.per_element > dtype.itemsize:
-        stored = (stored[..., 0::2] & 15) | (stored[..., 1::2] << 4)
+        stored = pack_halves(stored)
     if scheme.groups_apart:
         return stored.reshape(scheme.stored_shape(qvalues.shape))
     return stored.view(dtype)
@@ -178,7 +191,6 @@ def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
 def unrefine(scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape) -> np.ndarray:
     """The stored tensor of scales, of the shape `shape`, from refined scales: the inverse of `Scales`."""
     stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
-    if dtype in POWERS_OF_TWO:  # 2^e is 0.5 * 2^(e + 1) to frexp
-        exponents = np.frexp(stored.astype(np.float32))[1] - 1
-        stored = (exponents + E8M0_BIAS).astype(np.uint8).view(DTYPES[dtype])
+    if dtype in POWERS_OF_TWO:
+        stored = exponents(stored).view(DTYPES[dtype])
     return stored.reshape(shape)
