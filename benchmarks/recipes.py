@@ -40,7 +40,7 @@ def main() -> None:
         nbytes = read_manifest(folder / "plain").raw["bytes"]
         print("| config | bits a weight | bytes | mean KL | p99.9 KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|---|")
-        print(f"| none | 16 | {nbytes:,} | 0 | 0 | 100% | {plain.perplexity_jax:.4f} |")
+        print(f"| none | 16 | {nbytes:,} | 0 | 0 | 100% | {plain.perplexity:.4f} |")
         recipes = {str(folder / f"--target-bits {target}.yaml"): target for target in TARGETS}
         for path, target in recipes.items():
             command = [*tpuconv, "quantize", str(folder / "plain"), "--target-bits", target, "--out-config", path]
@@ -57,7 +57,7 @@ def main() -> None:
             print(
                 f"| `{rules.name}` | {size.weight_bits:.2f} | {size.bytes:,} "
                 f"| {statistics.mean_kl:.2g} | {statistics.p999_kl:.2g} "
-                f"| {100 * statistics.top1:.2f}% | {statistics.perplexity_jax:.4f} |",
+                f"| {100 * statistics.top1:.2f}% | {statistics.perplexity:.4f} |",
                 flush=True,
             )
     if failed:

@@ -1,5 +1,6 @@
-"""Settings of property tests: no deadline on a loaded machine, and the same examples in every run of CI."""
+"""Settings of property tests, fixtures that tests share, and the choice of slow tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from helpers.families import Case
+    from helpers.hub_server import HubServer
     from helpers.shared import Shared
 
 pytest.register_assert_rewrite("helpers")
@@ -31,7 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_configure(config: pytest.Config) -> None:
     """Programs that XLA compiled are kept in pytest's cache folder, for the children and workers of this run and for
     the next run: most of the time of these tests is the compiler's. The key holds the program, the versions and the
-    compiler's options. `pytest --cache-clear` empties it."""
+    compiler's options. `pytest --cache-clear` empties it. With slow tests properties are tried on more examples."""
+    if config.option.markexpr != "not slow":
+        settings.load_profile("slow")
     if cache := getattr(config, "cache", None):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -40,21 +44,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow what `is_slow` says, before pytest chooses by marks."""
+    """Marks slow what `is_slow` and `is_left_out` say, before pytest chooses by marks. Of a test's fast cases coverage
+    is measured of the first one: on Python 3.11 it takes half as long again, of jax and torch too."""
     from helpers.families import is_slow
+    from helpers.samples import is_left_out
 
+    measured = set()
     for item in items:
-        if (call := getattr(item, "callspec", None)) and is_slow(getattr(item, "originalname", ""), call.params):
+        name, call = getattr(item, "originalname", ""), getattr(item, "callspec", None)
+        if is_left_out(name, call.id if call else "") or (call and is_slow(name, call.params)):
             item.add_marker(pytest.mark.slow)
+        elif (test := (item.path, name)) in measured:
+            item.add_marker(pytest.mark.no_cover)
+        elif item.get_closest_marker("slow") is None:
+            measured.add(test)
+
+
+def pytest_collection_finish() -> None:
+    """The million objects of jax, torch and transformers stay: no garbage collection looks at them from now on."""
+    gc.collect()
+    gc.freeze()
 
 
 settings.register_profile(
     "tpuconv",
+    max_examples=20,
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
+settings.register_profile("slow", settings.get_profile("tpuconv"), max_examples=200)
 settings.load_profile("tpuconv")
 
 
@@ -143,3 +163,45 @@ def with_mtp(shared: "Shared") -> Path:
 
     case = next(case for case in CASES if case.id == "kimi_k2-one-group")
     return shared("with-mtp", lambda folder: save_with_mtp(case, folder))
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the client, without token. The client reads its environment when it is imported."""
+    from huggingface_hub import constants
+
+    from tpuconv.sources import download
+
+    home = tmp_path / "hf-home"
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.01)
+    return home / "hub"
+
+
+@pytest.fixture
+def serve_hub(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Callable[..., HubServer]]":
+    """Starts a Hub and makes it the client's endpoint."""
+    from huggingface_hub import close_session, constants
+
+    from helpers.hub_server import HubServer
+
+    servers = []
+
+    def start(repos: dict[str, Path | dict[str, Path]]) -> HubServer:
+        server = HubServer(repos)
+        servers.append(server)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        url = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        return server
+
+    yield start
+    close_session()
+    for server in servers:
+        server.__exit__(None, None, None)

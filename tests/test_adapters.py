@@ -36,8 +36,8 @@ def adapted(base: Path, out: Path, seed: int = 0, **options):
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
         wrapped = get_peft_model(model, LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 7} | options))
         with torch.no_grad():
-            for name, parameter in wrapped.named_parameters():
-                if "lora_" in name:
+            for _, parameter in wrapped.named_parameters():
+                if parameter.requires_grad:
                     parameter.normal_(0, 0.3)
         wrapped.save_pretrained(out)
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -78,13 +78,44 @@ def test_a_merged_adapter_is_that_of_peft(case: Case, hf, tmp_path: Path) -> Non
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.k_proj": 3}},
         {"target_modules": ["embed_tokens", "up_proj"]},
         {"r": 33},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head", "input_layernorm"]},
+        {"bias": "all"},
     ],
-    ids=["rslora", "patterns", "embeddings", "rank"],
+    ids=["rslora", "patterns", "embeddings", "rank", "dora", "modules_to_save", "bias"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
-    random_checkpoint(tmp_path / "hf", qwen3_config(), dtype)
+    random_checkpoint(tmp_path / "hf", qwen3_config(attention_bias="bias" in options), dtype)
     merged = saved(adapted(tmp_path / "hf", tmp_path / "lora", **options), tmp_path / "merged")
+    ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3_moe", EXPERTS), ("mixtral", EXPERTS), ("gpt_oss", EXPERTS), ("qwen3_moe", EXPERTS[1:])],
+    ids=["qwen3_moe", "mixtral", "gpt_oss", "one of the two"],
+)
+def test_parameters_of_all_experts(family: str, targets: list[str], dtype: str, hf, tmp_path: Path) -> None:
+    source = hf(next(case for case in CASES if case.family == family), dtype)
+    model = adapted(source, tmp_path / "lora", target_modules=["q_proj"], target_parameters=targets)
+    merged, before = saved(model, tmp_path / "merged"), read_tensors(source)
+    ours = exported(source, tmp_path, str(tmp_path / "lora"))
+    assert ours.keys() == merged.keys()
+    changed = [name for name in ours if not same_bits(ours[name], before[name])]
+    assert any("experts" in name for name in changed)
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+def test_dora_of_rows_that_are_read_in_parts(tmp_path: Path, small_cuts: None) -> None:
+    """The norm of a row is that of the complete one."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "bfloat16")
+    merged = saved(adapted(tmp_path / "hf", tmp_path / "lora", use_dora=True), tmp_path / "merged")
     ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
     assert not [name for name in ours if not same_bits(ours[name], merged[name])]
 
@@ -129,9 +160,8 @@ def test_another_adapter_is_another_conversion(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True}, "use_dora=True"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "bias='all'"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "lora_magnitude_vector"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(options: dict, message: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ COMMANDS = (
     "export",
     "push",
     "verify",
+    "compare",
     "benchmark",
     "fit",
     "generate",
@@ -327,7 +328,7 @@ def test_families_of_a_target_are_listed_with_how_they_are_loaded():
     facts = json.loads(tpuconv("families", "--target", "maxtext", "--json").stdout)
     found = {family["name"]: family for family in facts["families"]}
     assert found.keys() == get_target("maxtext").trees.keys()
-    assert (facts["loading"], facts["quantized"]) == ("load_parameters_path=OUT/0/items", False)
+    assert (facts["loading"], facts["quantized"]) == ("load_parameters_path=OUT/0/items", True)
     assert all(family["scanned"] for family in facts["families"])
     assert "vocab_size" in found["gemma2"]["notes"][0]
     assert found["mistral"]["models"] == "model_type mistral of llama"
@@ -459,7 +460,7 @@ CONFIGS = {
     "unknown architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, 5, "no family reads"),
     "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),
     "unknown key": ({"attention_chunk_size": 4}, 5, "--allow-config attention_chunk_size"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, 5, "quant_method='awq' is not implemented"),
+    "quantized": ({"quantization_config": {"quant_method": "aqlm"}}, 5, "quant_method='aqlm' is not implemented"),
     "contradiction": ({"num_key_value_heads": 3}, 6, "num_key_value_heads"),
     "wrong type": ({"hidden_size": "32"}, 6, "hidden_size"),
     "shape against the config": ({"intermediate_size": 81}, 5, "should be [81, 32] by config.json"),

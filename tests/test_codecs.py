@@ -18,9 +18,12 @@ from helpers.schemes import (
     FP4,
     FP8,
     MODELOPT,
+    awq,
     compressed_config,
     encode,
+    fp4_experts,
     fp4_groups,
+    fp8_beside_fp4,
     fp8_bf16_scales,
     fp8_blocks,
     fp8_channel,
@@ -31,10 +34,18 @@ from helpers.schemes import (
     fp8_named_otherwise,
     fp8_stacked,
     fp8_tensor,
+    gptq,
+    gptq_2_bits_by_channel,
+    gptq_3_bits,
+    gptq_any_order,
+    gptq_v2,
+    int4_asymmetric,
     int4_groups,
+    int8_asymmetric_channel,
     int8_packed,
     int8_tensor,
     modelopt,
+    mxfp8_modelopt,
     nvfp4_compressed,
     nvfp4_modelopt,
 )
@@ -50,9 +61,21 @@ from tpuconv.verify.logits import reference_logits
 
 
 SCHEMES = [
-    *(fp8_blocks, fp8_bf16_scales, fp8_e8m0_scales, fp8_channel, fp8_tensor, fp8_named_otherwise, fp8_stacked),
+    *(
+        fp8_blocks,
+        fp8_bf16_scales,
+        fp8_e8m0_scales,
+        fp8_beside_fp4,
+        fp4_experts,
+        fp8_channel,
+        fp8_tensor,
+        fp8_named_otherwise,
+        fp8_stacked,
+    ),
     *(int4_groups, int8_packed, int8_tensor, fp4_groups),
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
+    *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
+    *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt),
 ]
 
 
@@ -89,9 +112,9 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
 def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
     stored, config, values = scheme(np.random.default_rng(0), 8, 64)
     for name, scales in stored.items():
-        if not any(name.endswith(end) for end in ("_scale", "_inv", "_scales", "_scale_2")):
+        if not any(name.endswith(end) for end in ("_scale", "_inv", "_scales", ".scales", ".scale", "_scale_2")):
             continue
-        for value in (0, -1, np.nan, np.inf):
+        for value in (np.nan, np.inf) if name == "w.scales" else (0, -1, np.nan, np.inf):
             bad = scales.copy()
             if scales.dtype == np.uint8:  # powers of two, of which one is no number
                 bad.reshape(-1)[-1] = 255
@@ -247,7 +270,14 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "gptq", "bits": 5},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
+        {"quant_method": "gptq", "bits": 4, "group_size": 0},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": {"bits": 6}}},
+        {"quant_method": "awq", "version": "gemv"},
+        {"quant_method": "awq", "bits": 8},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
         {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
         {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}},
@@ -262,7 +292,8 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "compressed-tensors"},
         compressed_config(type="int", num_bits=3, strategy="group", group_size=32, symmetric=True),
-        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        compressed_config(type="int", num_bits=4, strategy="tensor", symmetric=False),
+        compressed_config(type="float", num_bits=8, strategy="channel", symmetric=False),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
         compressed_config(type="float", num_bits=8, strategy="tensor_group", group_size=16),
         compressed_config(type="float", num_bits=8, strategy="block", block_structure="128"),

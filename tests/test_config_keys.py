@@ -12,7 +12,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv as command
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
-from tpuconv.models.common.config import keys_of_reference
+from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.registry import all_families, find_family
 
 TOOL = Path(__file__).parent.parent / "tools" / "reference_keys.py"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tpuconv.models.common.delta import CHUNK, Convolution, gated_delta_rule
+from tpuconv.models.common.delta import gated_delta_rule
 from tpuconv.models.common.layers import Keys
+from tpuconv.models.common.recurrence import CHUNK, Convolution
 from tpuconv.models.registry import get_family
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

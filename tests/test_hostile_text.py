@@ -417,11 +417,15 @@ def test_an_ignored_signal_stays_ignored(converted):
         "import signal, os, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, *COMMAND, "convert", str(converted / "hf"), "--dry-run"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT) if b"tpuconv" in cmdline(process.pid) else None
-        time.sleep(0.01)
+    sent = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if b"tpuconv" in cmdline(process.pid):
+                process.send_signal(signal.SIGINT)
+                sent += 1
+            time.sleep(0.01)
     assert process.returncode == 0
+    assert sent
 
 
 def cmdline(pid: int) -> bytes:

@@ -5,10 +5,11 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
+from helpers.samples import SAMPLES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tpuconv"
@@ -18,7 +19,7 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "sizes", "memory", "text", "names", "paths", "progress", "jsonfile"),
+    *("errors", "sizes", "memory", "text", "names", "location", "buckets", "paths", "progress", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "letters", "layout", "sharding", "compiled"),
     *("storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets", "convert", "quantize"),
     *("restore", "persist", "verify", "doctor"),
@@ -27,9 +28,15 @@ ORDER = (
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 
 
-def imports(path: Path, everywhere: bool) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path, everywhere: bool) -> frozenset[str]:
     """The modules that a file imports; at its top level alone, or in its functions too."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     nodes = ast.walk(tree) if everywhere else iter(tree.body)
     out = set()
     for node in nodes:
@@ -39,7 +46,7 @@ def imports(path: Path, everywhere: bool) -> set[str]:
             module = node.module or ""
             names = {f"{module}.{alias.name}" for alias in node.names}
             out |= names & set(MODULES) or {module}
-    return out
+    return frozenset(out)
 
 
 def room(module: str) -> int:
@@ -49,10 +56,14 @@ def room(module: str) -> int:
 INSIDE = [module for module in MODULES if module != "tpuconv"]
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_imports_point_one_way(module):
-    others = {name for name in imports(MODULES[module], everywhere=True) if name.startswith("tpuconv.")}
-    assert not {name for name in others if room(name) > room(module)}
+def test_imports_point_one_way():
+    upward = {
+        (module, name)
+        for module in INSIDE
+        for name in imports(MODULES[module], everywhere=True)
+        if name.startswith("tpuconv.") and room(name) > room(module)
+    }
+    assert not upward
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -67,13 +78,13 @@ def test_files_are_short():
     """A file of the package that is longer says in its docstring why it is one file ("One file because ...")."""
     lengths = {path: len(path.read_text().splitlines()) for path in MODULES.values()}
     long = {path for path, lines in lengths.items() if lines > MOST_LINES}
-    said = {path for path in long if "One file because" in (ast.get_docstring(ast.parse(path.read_text())) or "")}
+    said = {path for path in long if "One file because" in (ast.get_docstring(parsed(path)) or "")}
     assert not {str(path.relative_to(PACKAGE)) for path in long - said}
 
 
 SAME_NAME_IN_EACH_FAMILY = (
     *("Config", "TABLE", "VARIANTS", "FAMILY"),
-    *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "Model"),
+    *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "Model", "MTPLayer", "MTPModule"),
 )
 """A family is read by itself, and its files have the same structure. `common` has what most families use, under the
 same names."""
@@ -95,7 +106,7 @@ SAME_VALUE = ("CHUNK_BYTES",)
 def definitions(path: Path) -> set[str]:
     """The classes, functions and constants at the top level of a file, with or without a leading underscore."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -125,18 +136,20 @@ def test_one_name_has_one_meaning():
 WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.persist")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(WITH_JAX) or m == "tpuconv.quantize.config"])
-def test_what_converts_needs_no_jax(module):
-    top = {name.partition(".")[0] for name in imports(MODULES[module], everywhere=False)}
-    assert not top & HEAVY
+def test_what_converts_needs_no_jax():
+    without = [m for m in MODULES if not m.startswith(WITH_JAX) or m == "tpuconv.quantize.config"]
+    top = {m: {name.partition(".")[0] for name in imports(MODULES[m], everywhere=False)} & HEAVY for m in without}
+    assert not {module: names for module, names in top.items() if names}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(("tpuconv.cli", "tpuconv.commands"))])
-def test_only_commands_print_and_exit(module):
-    calls = [node.func for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
-    names = {call.id for call in calls if isinstance(call, ast.Name)}
-    assert not names & {"print", "exit", "input"}
-    assert not imports(MODULES[module], everywhere=True) & {"click", "rich"}
+def test_only_commands_print_and_exit():
+    faults = {}
+    for module, path in MODULES.items():
+        if not module.startswith(("tpuconv.cli", "tpuconv.commands")):
+            calls = (node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+            names = {call.id for call in calls if isinstance(call, ast.Name)} & {"print", "exit", "input"}
+            faults[module] = names | imports(path, everywhere=True) & {"click", "rich"}
+    assert not {module: names for module, names in faults.items() if names}
 
 
 def test_the_page_of_commands_is_up_to_date():
@@ -144,18 +157,28 @@ def test_the_page_of_commands_is_up_to_date():
     assert (ROOT / "docs" / "cli.md").read_text() == page(), "run `python docs/make_cli.py`"
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
-def test_what_tests_share_is_in_helpers(path):
+def test_what_tests_share_is_in_helpers():
     """No test module imports another one, at its top or in a function, nor what is no module of `helpers`."""
-    neighbours = {other.stem for other in path.parent.glob("*.py")} | {other.stem for other in ROOT.glob("tests/*.py")}
-    assert not {name.partition(".")[0] for name in imports(path, everywhere=True)} & (neighbours - {"__init__"})
+    tests = Path(__file__).parent
+    faults = {}
+    for path in tests.rglob("*.py"):
+        neighbours = {other.stem for folder in (path.parent, tests) for other in folder.glob("*.py")} - {"__init__"}
+        if found := {name.partition(".")[0] for name in imports(path, everywhere=True)} & neighbours:
+            faults[path.stem] = found
+    assert not faults
 
 
-def test_the_readme_knows_every_family():
+def test_every_sampled_test_exists():
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    names = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M)}
+    assert SAMPLES.keys() <= names
+
+
+def test_the_page_of_models_knows_every_family():
     from tpuconv.models.registry import FAMILIES
 
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"| `{name}` |" in readme for name in FAMILIES)
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert all(f"| `{name}` |" in page for name in FAMILIES)
 
 
 def test_every_exit_code_is_documented():

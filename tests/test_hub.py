@@ -61,41 +61,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the client, without token. The client reads its environment when it is imported."""
-    from huggingface_hub import constants
-
-    home = tmp_path / "hf-home"
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
-    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.01)
-    return home / "hub"
+def cache(hub_cache: Path) -> Path:
+    return hub_cache
 
 
 @pytest.fixture
-def serve(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HubServer]]:
-    """Starts a Hub and makes it the client's endpoint."""
-    from huggingface_hub import close_session, constants
-
-    servers = []
-
-    def start(repos: dict[str, Path | dict[str, Path]]) -> HubServer:
-        server = HubServer(repos)
-        servers.append(server)
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        url = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
-        return server
-
-    yield start
-    close_session()
-    for server in servers:
-        server.__exit__(None, None, None)
+def serve(serve_hub: Callable[..., HubServer]) -> Callable[..., HubServer]:
+    return serve_hub
 
 
 @pytest.fixture
@@ -323,15 +295,26 @@ def test_the_next_call_goes_on(hub: HubServer, cache: Path, checkpoint: Path, mo
 
 @pytest.fixture
 def spawn(hub: HubServer, cache: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts a process that resolves REPO with the test's Hub and cache."""
+    """Starts a process that resolves REPO with the test's Hub and cache. It says when its connections are to stop."""
     code = f"""if True:
+        import threading
+        from tpuconv.sources import download, repository
         from tpuconv.sources.hub import resolve
+        class Stopped(threading.Event):
+            def set(self):
+                super().set()
+                print("stopping", flush=True)
+        class Meter(download.Meter):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.stopped = Stopped()
+        repository.Meter = Meter
         try:
             resolve({REPO!r})
             print("done")
         except KeyboardInterrupt:
             print("stopped")"""
-    env = _environment(hub, cache.parent) | {"HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+    env = _environment(hub, cache.parent) | {"HF_HUB_DOWNLOAD_TIMEOUT": f"{5 * HANG:.0f}"}  # no test waits so long
     children: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
@@ -344,10 +327,11 @@ def spawn(hub: HubServer, cache: Path) -> Iterator[Callable[[], subprocess.Popen
         child.communicate()
 
 
-def _wait_for_half(cache: Path, checkpoint: Path, *shards: str) -> None:
-    """Waits until the half of each of the shards lies in the cache."""
+def _wait_for_half(cache: Path, checkpoint: Path, child: "subprocess.Popen[str]", *shards: str) -> None:
+    """Waits until the half of each of the shards lies in the cache, where the child leaves it as long as the Hub is
+    silent."""
     partial = [cache / "models--org--tiny/blobs" / f"{sha256_of(checkpoint / s)}.tpuconv.incomplete" for s in shards]
-    wait_for(lambda: all(p.exists() and p.stat().st_size >= SIZE // 2 for p in partial))
+    wait_for(lambda: all(p.exists() and p.stat().st_size >= SIZE // 2 for p in partial), child)
 
 
 def test_a_killed_download_goes_on(
@@ -355,7 +339,7 @@ def test_a_killed_download_goes_on(
 ) -> None:
     hub.fail(SHARDS[1], break_after=SIZE // 2, hang=True)
     child = spawn()
-    _wait_for_half(cache, checkpoint, SHARDS[1])
+    _wait_for_half(cache, checkpoint, child, SHARDS[1])
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     hub.mend()
@@ -368,15 +352,17 @@ def test_a_killed_download_goes_on(
 def test_interrupt_stops_at_once(
     hub: HubServer, cache: Path, checkpoint: Path, spawn: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    """Ctrl-C: the process ends although a connection is silent, and what was fetched stays."""
+    """Ctrl-C: connections are not tried again, and what was fetched stays."""
     hub.fail("model-*", break_after=SIZE // 2, hang=True)
     child = spawn()
-    _wait_for_half(cache, checkpoint, *SHARDS)
+    _wait_for_half(cache, checkpoint, child, *SHARDS)
     before = len(hub.requests)
     child.send_signal(signal.SIGINT)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "stopping\n"
+    hub.mend()  # the silent connections break
     assert child.communicate(timeout=HANG)[0] == "stopped\n"
-    assert len(hub.requests) == before  # the silent connections were not tried again
-    hub.mend()
+    assert len(hub.requests) == before
     hub.forget()
     assert_same(resolve(REPO).folder, checkpoint)
     assert 0 < hub.sent("model-*") <= sum((checkpoint / s).stat().st_size - SIZE // 2 for s in SHARDS)
@@ -387,7 +373,7 @@ def test_two_processes_fetch_once(
 ) -> None:
     hub.fail(SHARDS[1], break_after=SIZE // 2, hang=True, times=1)
     children = [spawn(), spawn()]
-    _wait_for_half(cache, checkpoint, SHARDS[1])
+    _wait_for_half(cache, checkpoint, children[0], SHARDS[1])
     wait_for(lambda: len([r for r in hub.requests if r.file == "api"]) == 2)
     hub.mend()
     assert [child.communicate(timeout=HANG)[0] for child in children] == ["done\n", "done\n"]

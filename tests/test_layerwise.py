@@ -33,7 +33,10 @@ def compared(
     return compare_layers(read_manifest(out), source, PROMPTS, dtype)
 
 
-SEPARABLE = [case for case in CASES if not is_inseparable(case)]
+NOT_READ = {"longcat_flash"}
+"""Families whose releases transformers does not load: it wants matrices of the experts that have none."""
+
+SEPARABLE = [case for case in CASES if not is_inseparable(case) and case.family not in NOT_READ]
 
 
 @pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE, SEPARABLE))
@@ -49,6 +52,16 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) 
     if case in WHOLE:
         for mine, whole in zip(ours, model_logits(orbax(case), PROMPTS, "float32"), strict=True):
             np.testing.assert_allclose(mine, whole, rtol=0, atol=5e-6 * scale)
+
+
+@pytest.mark.slow
+def test_what_transformers_does_not_load_is_an_error(hf: Any, orbax: Any) -> None:
+    """In both comparisons. When transformers loads it this fails, and it can be compared as the others are."""
+    case = BY_ID["longcat_flash-plain"]
+    with pytest.raises(SourceError, match=r"has no tensors for mlp.experts.gate_up_proj of transformers' layers\.0"):
+        compared(orbax(case), hf(case))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        reference_logits(hf(case), PROMPTS, "float32")
 
 
 def test_stacked_layers_are_read_one_at_a_time(hf: Any, orbax: Any, tmp_path: Path) -> None:

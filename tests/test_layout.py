@@ -138,7 +138,7 @@ def test_scales_of_deepseek_are_refined_no_more_than_needed(text, sizes, refine,
 
 @pytest.mark.parametrize(
     "text",
-    ["(N H D -> D N H", "N H) D -> D", "(N H + K) D -> D", "N + H", "N H -> N", "N H -> N D", "x y", "(N + H -> N"],
+    ["(N H D -> D N H", "N H) D -> D", "(N H + K) D -> D", "N + H", "N H -> N", "N H -> N D", "? D", "(N + H -> N"],
 )
 def test_malformed_layouts_are_refused(text):
     with pytest.raises(LayoutError):

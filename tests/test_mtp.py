@@ -10,16 +10,17 @@ from click.testing import CliRunner
 from flax import nnx
 
 import tpuconv
-from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.checkpoints import random_tensor, read_tensors, write_checkpoint
 from helpers.commands import LISTINGS, every_name
 from helpers.conversions import LIMITS, assert_same, convert, plan_for, restore, same_bits
-from tpuconv import cli
+from helpers.families import CASES
+from tpuconv import api, cli
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
-from tpuconv.models.registry import find_family
+from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import find_config
 from tpuconv.sources.source import open_source
@@ -138,6 +139,49 @@ def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
         change(**config | {"num_nextn_predict_layers": 0})
     with pytest.raises(UsageError, match="does not go with --layers"):
         plan_for(with_mtp, Options(include_mtp=True, layers=range(1, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"])
+def test_layers_of_qwen_come_back(name, tmp_path):
+    family, case = get_family(name), next(case for case in CASES if case.family == name)
+    raw, rng = json.loads(case.hf_config().to_json_string()), np.random.default_rng(0)
+    config = family.read_config(raw)
+    for table in (family.table, *family.variants):
+        shapes = {n: s for b in table.bind(config, include_mtp=True) for n, s in b.src_shapes().items()}
+        own = {n for n in shapes if n.startswith("mtp.")}
+        assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} < own
+        tensors = {n: random_tensor(rng, shape, "bfloat16") for n, shape in shapes.items()}
+        out = tmp_path / (table.variant.replace(".", "-") or "out")
+        source = write_checkpoint(out.with_name(f"{out.name}-hf"), raw, tensors)
+        skipped = plan_for(source).skipped
+        assert sum(skip.count for skip in skipped if "MTP" in skip.reason) == len(own)
+        convert(source, out, Options(include_mtp=True))
+        assert read_manifest(out).variant == table.variant
+        D, arrays = config.hidden_size, restore(out)
+        assert same_bits(arrays["mtp.from_embed.kernel"], np.ascontiguousarray(tensors["mtp.fc.weight"][:, :D].T))
+        assert arrays["mtp.0.attn.q.kernel"].shape == arrays["mtp.0.attn.gate.kernel"].shape
+        api.export(out, out.with_name(f"{out.name}-back"))
+        assert_same(read_tensors(out.with_name(f"{out.name}-back")), tensors)
+        with pytest.warns(UserWarning, match=r"does not use them: mtp\.0\.attn\.gate\.kernel"):
+            tpuconv.load(out)
+    del tensors["mtp.norm.weight"]
+    tensors["mtp.more.weight"] = np.zeros(3, "f4")
+    plan = plan_for(write_checkpoint(tmp_path / "other", raw, tensors), Options(include_mtp=True))
+    assert [fault.split()[0] for fault in plan.faults] == ["mtp.more.weight", "mtp.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param("Qwen/Qwen3-Next-80B-A3B-Thinking", marks=pytest.mark.slow), "Qwen/Qwen3.5-9B"]
+)
+def test_of_real_ones_of_qwen_everything_is_used(model, tmp_path):
+    listing = LISTINGS[model]
+    tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}
+    write_checkpoint(tmp_path / "hf", listing["config"], tensors)
+    assert any(name.startswith("mtp.") for name in tensors)
+    plan = plan_for(tmp_path / "hf", Options(include_mtp=True))
+    plan.check()
+    assert not [skip for skip in plan.skipped if "mtp" in skip.pattern]
 
 
 def test_of_the_real_one_everything_is_used_or_a_copy(tmp_path):

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -48,25 +49,27 @@ def test_packages_with_private_interfaces_have_an_upper_bound():
     assert modules == {package.partition("-")[0] for package in private.TESTED}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_private_is_imported_elsewhere(path):
+def test_nothing_private_is_imported_elsewhere():
     """Neither a module or name with an underscore, nor a module that an entry comes from."""
     modules = {interface.module for interface in private.INTERFACES.values()} - {"qwix", "huggingface_hub.utils"}
     names = {(each.module, each.attribute) for each in private.INTERFACES.values()}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            imported = [(node.module or "", alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            imported = [(alias.name, "") for alias in node.names]
-        else:
-            continue
-        for module, name in imported:
-            if module.partition(".")[0] in OWN:
-                continue
+    faults = []
+    for path in FILES:
+        for module, name in imported(ast.parse(path.read_text())):
             parts = [*module.split("."), name]
-            assert not [part for part in parts if part.startswith("_") and not part.startswith("__")]
-            assert module not in modules
-            assert (module, name) not in names
+            hidden = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            if module.partition(".")[0] not in OWN and (hidden or module in modules or (module, name) in names):
+                faults.append((str(path.relative_to(ROOT)), module, name))
+    assert not faults
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Modules and names of them that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
 
 
 def test_the_table_alone_imports_none_of_them():

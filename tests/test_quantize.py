@@ -25,7 +25,8 @@ from helpers.quantizing import ONE_OF_EACH, assert_same_model, leaves, quantize,
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.types import REPORT, Options
+from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import run
 from tpuconv.errors import (
     ConfigError,
@@ -37,6 +38,7 @@ from tpuconv.errors import (
     UsageError,
 )
 from tpuconv.models.kernels.grouped import grouped_matmul
+from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
 from tpuconv.private import qarray
 from tpuconv.quantize import encode
@@ -46,6 +48,7 @@ from tpuconv.quantize.config import (
     QTYPES,
     REQUIRED_TILE_SIZES,
     QuantConfig,
+    Rule,
     config_names,
     find_config,
     parse_config,
@@ -55,9 +58,19 @@ from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_mode
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
 from tpuconv.verify.checksums import check_checkpoint
-from tpuconv.verify.logits import forward
 
-WITH_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2", "llama4", "llama4_text"}
+WITH_EXPERTS = {
+    "deepseek_v4",
+    "longcat_flash",
+    "phimoe",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "kimi_k2",
+    "llama4",
+    "llama4_text",
+}
 FAST = {
     "int8_default": {"qwen3", "gpt_oss", "deepseek_v3"},
     "fp8_weight_only": {"qwen3"},
@@ -73,7 +86,7 @@ def pairs():
     """Every config with every family that it is for."""
     for name in config_names():
         for family, case in ONE_OF_EACH.items():
-            if name == "mxfp4_weight_only" and family not in WITH_EXPERTS:
+            if (name == "mxfp4_weight_only" and family not in WITH_EXPERTS) or name == "fp8_block":  # Qwix has none
                 continue
             marks = [] if family in FAST.get(name, ()) else [pytest.mark.slow]
             yield pytest.param(name, case, id=f"{name}-{family}", marks=marks)
@@ -459,7 +472,7 @@ def qwen3_build(**changes):
         ("qwix: {rules: [{weight_qtype: mxfp4, tile_size: 16}]}", "mxfp4 needs tile_size: 32"),
         ("qwix: {rules: [{weight_qtype: int8, weight_calibration_method: max}]}", "unknown calibration method 'max'"),
         ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax works with int8 and int4"),
-        ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "not implemented"),
+        ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "needs a rule with act_qtype"),
         *(
             (
                 f"qwix: {{rules: [{{weight_qtype: int8, {which}_calibration_method: '{method}'}}]}}",
@@ -589,22 +602,49 @@ def resolutions():
             yield pytest.param(name, case, id=f"{name}-{case}", marks=pytest.mark.slow)
 
 
+def family_and_config(case: Case):
+    raw = json.loads(case.hf_config().to_json_string()) | ({"model_type": case.written_as} if case.written_as else {})
+    family = get_family(case.family)
+    return family, family.config.from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.id, marks=[] if case.family == "deepseek_v32" else [pytest.mark.slow])
+        for case in ONE_OF_EACH.values()
+    ],
+)
+def test_a_model_runs_with_every_product_quantized(case):
+    """With routers and indexers too, whose products are in float32 and which no config of this package quantizes."""
+    family, config = family_and_config(case)
+    rules = QuantConfig("all", "", (Rule(1, module_path=".*", weight_qtype="int8"),))
+
+    def logits():
+        model = quantized(family.model_class(config, dtype=jnp.bfloat16), Provider(rules))
+        return model(jnp.zeros((1, 8), jnp.int32))
+
+    assert jax.eval_shape(logits).shape == (1, 8, config.vocab_size)
+
+
 @pytest.mark.parametrize(("name", "case"), list(resolutions()))
 def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
     """Tracing the first layer of each kind gives what tracing each layer does."""
     rules = parse_config(MIXED.encode(), "mixed", "mixed.yaml") if name == "mixed" else find_config(name)
-    lists = {key: case.config[key] for key in ("layer_types", "no_rope_layers") if case.config.get(key)}
+    keys = ("layer_types", "no_rope_layers", "layers_block_type", "hybrid_override_pattern")
+    lists = {key: case.config[key] for key in keys if case.config.get(key)}
+    if "linear_attn_config" in case.config:  # which has lists of the numbers of layers
+        lists["layer_types"] = case.hf_config().layer_types
     if kinds := case.config.get("mlp_layer_types"):
-        longer = {"mlp_layer_types": kinds + kinds[-1:] * 3, "num_hidden_layers": len(kinds) + 3}
+        longer = {key: kinds + kinds[-1:] * 3 for key, kinds in (lists | {"mlp_layer_types": kinds}).items()}
+        longer["num_hidden_layers"] = len(kinds) + 3
     elif lists and case.family not in CORE:
         longer = {key: 2 * kinds for key, kinds in lists.items()}
         longer["num_hidden_layers"] = len(next(iter(longer.values())))
     else:
         longer = {} if lists else {"num_hidden_layers": 5}
     case = replace(case, config={**case.config, **longer})
-    config_json = json.loads(case.hf_config().to_json_string()) | ({"model_type": "kimi_k2"} if case.written_as else {})
-    family = get_family(case.family)
-    config = family.config.from_hf(config_json)
+    family, config = family_and_config(case)
     skipped = counted_skips(monkeypatch)
     found = resolved(family, config, rules)
     assert bool(skipped[0]) != (case.id in ALL_UNLIKE)

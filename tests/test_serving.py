@@ -1,7 +1,7 @@
 """Quantized checkpoints exported for servers: every weight as compressed-tensors decompresses it, and back."""
 
 import json
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import tpuconv
-from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
-from helpers.conversions import restore, same_bits
+from helpers.checkpoints import read_tensors
+from helpers.conversions import assert_same, restore, same_bits
 from helpers.families import FAMILIES, Case, save
 from helpers.logits import forward
 from helpers.quantizing import ONE_OF_EACH
+from helpers.served import decompressed, dequantized, quantized, rule
 from tpuconv import api
-from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.serving import pack_words
-from tpuconv.errors import UsageError
-from tpuconv.models.registry import get_family
+from tpuconv.convert.serving.rows import pack_words
+from tpuconv.errors import ConfigError, UsageError
 
 CONFIGS = (
     "int8_default",
@@ -28,9 +27,7 @@ CONFIGS = (
     "fp8_weight_only",
     "int4_weight_only",
 )
-STACKED = {"gpt_oss", "llama4", "llama4_text"}
-"""Families whose releases have the experts stacked in one tensor, for which no format was found."""
-CORE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmo2", "deepseek_v3", "kimi_k2")
+CORE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmo2", "deepseek_v3", "kimi_k2", "llama4_text", "llama4")
 FAST = {("qwen3", config) for config in CONFIGS} | {("deepseek_v3", "int8_default"), ("mixtral", "int4_weight_only")}
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))
 
@@ -48,66 +45,13 @@ EVERY = [
 ]
 
 
-def dequantized(ckpt: Path) -> dict[str, np.ndarray]:
-    """Every quantized weight under its released name: values times scales in float32, rounded to bfloat16. Each scale
-    is repeated for all values that it stands for, and takes the way of the values."""
-    manifest, arrays = read_manifest(ckpt), restore(ckpt)
-    family, raw = get_family(manifest.family), json.loads((ckpt / "config.json").read_text())
-    out = {}
-    for binding in family.table.bind(family.read_config(raw)):
-        facts = manifest.quantization["parameters"]
-        if not all(stack.names[0] in facts for stack in binding.dst):
-            continue
-
-        values = {}
-        for stack in binding.dst:
-            (name,) = stack.names
-            scales = arrays[f"{name}.array.scale"].astype(np.float32)
-            for axis, tile in enumerate(facts[name]["tiles"]):
-                scales = np.repeat(scales, tile, axis)
-            values[name] = arrays[f"{name}.array.qvalue"].astype(np.float32) * scales
-        out |= {name: x.astype(ml_dtypes.bfloat16) for name, x in binding.inverse(values.__getitem__).items()}
-    return out
-
-
-def decompressed(folder: Path) -> dict[str, np.ndarray]:
-    """What compressed-tensors makes of every quantized weight, in bfloat16, by the description in config.json."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    config = QuantizationConfig(**json.loads((folder / "config.json").read_text())["quantization_config"])
-    tensors = {name: _to_torch(x) for name, x in read_tensors(folder).items()}
-    out = {}
-    for name in tensors:
-        if not name.endswith(".weight_scale"):
-            continue
-        base = name.removesuffix(".weight_scale")
-        (scheme,) = (s for s in config.config_groups.values() if any(_fits(target, base) for target in s.targets))
-        assert not any(_fits(pattern, base) for pattern in config.ignore if pattern != "Linear")
-        state = {part.removeprefix(f"{base}."): x for part, x in tensors.items() if part.startswith(f"{base}.")}
-        weight = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
-        out[f"{base}.weight"] = weight.to(torch.bfloat16).view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return out
-
-
-def _fits(target: str, module: str) -> bool:
-    return target in ("Linear", module) or (target.startswith("re:") and bool(re.match(target[3:], module)))
-
-
-def _to_torch(x: np.ndarray) -> torch.Tensor:
-    kinds = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-    if x.dtype.name in kinds:
-        return torch.from_numpy(x.view(f"i{x.itemsize}").copy()).view(kinds[x.dtype.name])
-    return torch.from_numpy(x.copy())
-
-
 @pytest.mark.parametrize(("case", "config"), EVERY)
 def test_every_weight_is_that_of_compressed_tensors(case: Case, config: str, tmp_path: Path) -> None:
     """And our reader reads back what was written: the same quantized values, and as many scales as they stand for."""
     save(case, tmp_path / "hf", "bfloat16")
     api.convert(tmp_path / "hf", tmp_path / "quantized", quantize=config)
     api.export(tmp_path / "quantized", tmp_path / "out")
-    ours, theirs = dequantized(tmp_path / "quantized"), decompressed(tmp_path / "out")
+    ours, theirs = dequantized(tmp_path / "quantized", tmp_path / "out"), decompressed(tmp_path / "out")
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not same_bits(ours[name], theirs[name])]
     api.convert(tmp_path / "out", tmp_path / "again", encoding="keep")
@@ -134,19 +78,6 @@ def test_transformers_has_our_logits(config: str, tmp_path: Path) -> None:
     assert np.abs(have - want).max() <= 2e-5 * np.abs(want).max()
 
 
-def quantized(folder: Path, rules: str, **config) -> Path:
-    """A checkpoint quantized by these rules."""
-    random_checkpoint(folder / "hf", qwen3_config(hidden_size=64, intermediate_size=96, head_dim=32, **config))
-    (folder / "rules.yaml").write_text(f"summary: test\nqwix:\n  rules:\n{rules}gates: none\n")
-    api.convert(folder / "hf", folder / "quantized", quantize=folder / "rules.yaml")
-    return folder / "quantized"
-
-
-def rule(path: str, **fields: object) -> str:
-    lines = {"module_path": f"'{path}'", **fields}
-    return "".join(f"    {'- ' if i == 0 else '  '}{key}: {value}\n" for i, (key, value) in enumerate(lines.items()))
-
-
 def test_types_that_differ_by_module_are_groups(tmp_path: Path) -> None:
     rules = rule(".*attn.*", weight_qtype="int8", act_qtype="int8") + rule(".*mlp.*", weight_qtype="int4", tile_size=32)
     api.export(quantized(tmp_path, rules), tmp_path / "out")
@@ -169,6 +100,107 @@ def test_microscaling_formats(qtype: str, tmp_path: Path) -> None:
     ours, theirs = dequantized(tmp_path / "quantized"), decompressed(tmp_path / "out")
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not same_bits(ours[name], theirs[name])]
+
+
+BLOCK = 128
+
+
+def in_blocks(weight: np.ndarray, size: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of a matrix in FP8, by definition: in each block the largest absolute value becomes
+    448. Scales are in the dtype of the weight, as Qwix has them."""
+    rows, columns = (-(-n // size) for n in weight.shape)
+    values = np.empty(weight.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.empty((rows, columns), np.float32)
+    for i, j in np.ndindex(rows, columns):
+        place = (slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size))
+        block = weight[place].astype(np.float32)
+        scales[i, j] = scale = (np.abs(block).max() / 448).astype(ml_dtypes.bfloat16)
+        quotients = (block / scale).astype(ml_dtypes.bfloat16).astype(np.float32)  # as Qwix divides
+        values[place] = quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return values, scales
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"head_dim": 128}], ids=str)
+def test_fp8_in_blocks_is_that_of_its_definition(changes: dict, tmp_path: Path) -> None:
+    """Two heads of 64 elements are in a block. The keys are one head, which is a block of fewer rows."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 1}
+    save(replace(ONE_OF_EACH["qwen3"], config=sizes | changes), tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="fp8_block")
+    api.export(tmp_path / "quantized", tmp_path / "out", scheme="fp8")
+    source, found = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "out")
+    weights = [name for name in source if name.endswith("_proj.weight")]
+    for name in weights:
+        values, scales = in_blocks(source[name])
+        assert same_bits(found[name], values), name
+        assert same_bits(found[f"{name}_scale_inv"], scales), name
+    description = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert description["weight_block_size"] == [BLOCK, BLOCK]
+    api.convert(tmp_path / "hf", tmp_path / "directly", target="huggingface", quantize="fp8_block", scheme="fp8")
+    assert_same(read_tensors(tmp_path / "directly"), found)
+    # The same model as ours loads, and as it reads what it wrote.
+    api.convert(tmp_path / "out", tmp_path / "again", encoding="keep")
+    own, again = (
+        np.asarray(forward(tpuconv.load(tmp_path / name, "float32"), IDS, np.ones(IDS.shape, bool)))
+        for name in ("quantized", "again")
+    )
+    assert np.abs(own - again).max() <= 2e-5 * np.abs(own).max()
+    api.export(tmp_path / "quantized", tmp_path / "compressed")
+    ours, theirs = dequantized(tmp_path / "quantized"), decompressed(tmp_path / "compressed")
+    assert ours.keys() == theirs.keys() == set(weights)
+    assert not [name for name in ours if not same_bits(ours[name], theirs[name])]
+
+
+def test_an_export_in_blocks_of_fp8_is_that_of_its_definition(tmp_path: Path) -> None:
+    """Axes of 64 and 96 elements, in blocks of 32."""
+    ckpt = quantized(tmp_path, rule(".*mlp.*", weight_qtype="float8_e4m3fn", tile_size=32, tile_axes="block"))
+    api.export(ckpt, tmp_path / "out", scheme="fp8")
+    source, found = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "out")
+    name = "model.layers.0.mlp.down_proj.weight"
+    values, scales = in_blocks(source[name], 32)
+    assert same_bits(found[name], values)
+    assert same_bits(found[f"{name}_scale_inv"], scales)
+
+
+@pytest.mark.slow
+def test_experts_in_blocks_of_fp8_are_read_back(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
+    case = ONE_OF_EACH["qwen3_moe"]
+    case = replace(case, config={**case.config, **sizes, "num_attention_heads": 2, "num_key_value_heads": 1})
+    save(case, tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="fp8_block", scan_layers=True)
+    api.export(tmp_path / "quantized", tmp_path / "out", scheme="fp8")
+    source, found = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "out")
+    experts = [name for name in found if ".experts." in name and name.endswith(".weight")]
+    assert experts
+    for name in experts:
+        values, scales = in_blocks(source[name])
+        assert same_bits(found[name], values), name
+        assert same_bits(found[f"{name}_scale_inv"], scales), name
+    model = tpuconv.load(tmp_path / "quantized", "float32")
+    api.convert(tmp_path / "out", tmp_path / "again", encoding="keep")
+    own, again = (
+        np.asarray(forward(each, IDS, np.ones(IDS.shape, bool)))
+        for each in (model, tpuconv.load(tmp_path / "again", "float32"))
+    )
+    assert np.abs(own - again).max() <= 2e-5 * np.abs(own).max()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (rule(".*mlp.*", weight_qtype="float8_e4m3fn", tile_size=64, tile_axes="block"), "do not divide axis 0, of 96"),
+        (rule(".*mlp.*", weight_qtype="float8_e4m3fn", tile_axes="block"), "needs a tile_size"),
+        (rule(".*mlp.*", weight_qtype="mxfp8", tile_size=32, tile_axes="block"), "groups of inputs alone"),
+        (
+            rule(".*", weight_qtype="int8", act_qtype="int8", tile_size=32, tile_axes="block"),
+            "works with weights only",
+        ),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(rules: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantized(tmp_path, rules)
 
 
 def test_a_layer_of_another_type_is_named_alone(tmp_path: Path) -> None:
@@ -194,7 +226,6 @@ def test_a_layer_of_another_type_is_named_alone(tmp_path: Path) -> None:
             rule(".*mlp.*", weight_qtype="int8", act_qtype="int8", tile_size=32),
             "have scales for groups of 32 inputs, which int-quantized does not have",
         ),
-        (rule(".*mlp.*", weight_qtype="int4", weight_calibration_method="minmax"), "have zero points"),
         (rule(".*attn/q", weight_qtype="int8", act_qtype="int8"), "are not quantized alike"),
     ],
 )
@@ -208,9 +239,8 @@ def test_what_no_format_holds_is_refused_with_the_rule(rules: str, message: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(STACKED))
-def test_stacked_experts_are_refused(family: str, tmp_path: Path) -> None:
-    save(ONE_OF_EACH[family], tmp_path / "hf", "bfloat16")
+def test_experts_of_gpt_oss_are_refused_in_other_types(tmp_path: Path) -> None:
+    save(ONE_OF_EACH["gpt_oss"], tmp_path / "hf", "bfloat16")
     api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="int8_default")
     with pytest.raises(UsageError, match="is not a linear layer's weight"):
         api.export(tmp_path / "quantized", tmp_path / "out")

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -264,7 +264,7 @@ def judge(data: bytes, path: Path) -> None:
 
 
 @given(data=files())
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_what_the_library_refuses_is_refused(data, tmp_path):
     judge(data, tmp_path / "model.safetensors")
 
@@ -367,7 +367,7 @@ def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
             whole = (folder / info.shard).read_bytes()
             assert out == whole[info.offset + start :][: len(out)]
         for shard in source.shards:
-            assert reader.sha256(shard.name) == hashlib.sha256((folder / shard.name).read_bytes()).hexdigest()
+            assert reader.hash_of(shard.name) == xxhash.xxh3_128_hexdigest((folder / shard.name).read_bytes())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tpuconv
-from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import same_bits
 from helpers.families import Case, one_fast_of_each
 from tpuconv import api
@@ -43,8 +43,7 @@ def expected_of_maxtext(model: str, form: str) -> dict[str, tuple[int, ...]]:
     return out
 
 
-@pytest.mark.parametrize("form", ["unscanned", "scanned"])
-@pytest.mark.parametrize("model", MAXTEXT)
+@pytest.mark.parametrize(("model", "form"), [(m, form) for m in MAXTEXT for form in MAXTEXT[m] if "scanned" in form])
 def test_names_and_shapes_are_those_of_maxtext(model, form):
     raw = MAXTEXT[model].get("config") or LISTINGS[MAXTEXT[model]["release"]]["config"]
     family = find_family(raw)
@@ -58,7 +57,7 @@ def test_names_and_shapes_are_those_of_maxtext(model, form):
     )
     shapes = {name: shape for binding in table.bind(config) for name, shape in binding.dst_shapes().items()}
     expected = expected_of_maxtext(model, form)
-    if model.startswith("gemma"):  # MaxText pads the vocabulary of Gemma 2, and cuts that of Gemma 3
+    if model.startswith(("gemma2", "gemma3")):  # MaxText pads the vocabulary of Gemma 2, and cuts that of Gemma 3
         expected["params.params.token_embedder.embedding"] = (config.vocab_size, config.hidden_size)
     assert shapes == expected
 
@@ -84,7 +83,9 @@ FORMS = [
     for case in one_fast_of_each(FAMILIES.keys())
     for target in OTHERS
     for scan in (False, True)
-    if has_table(target, case.values[0]) and not (scan and get_target(target).layer_axis is None)
+    if not get_target(target).is_safetensors  # which is no checkpoint to export: tests/test_huggingface.py
+    and has_table(target, case.values[0])
+    and not (scan and get_target(target).layer_axis is None)
 ]
 
 
@@ -130,6 +131,59 @@ def test_what_stays_encoded_comes_back_for_flax(tmp_path):
     assert {"layers.0.mlp.up.kernel.array.qvalue.value", "layers.0.mlp.up.kernel.array.scale.value"} <= arrays.keys()
 
 
+def in_blocks(folder: Path, **changes) -> Path:
+    """A Qwen3 as released in FP8, with scales for blocks of 128 x 128."""
+    from helpers.encoded import encode_fp8
+
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = qwen3_config(**sizes | {"intermediate_size": 384, "vocab_size": 64} | changes)
+    tensors: dict[str, np.ndarray] = {}
+    for name, x in read_tensors(random_checkpoint(folder / "plain", config)).items():
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"], _ = encode_fp8(x.astype("f4"), (128, 128))
+        else:
+            tensors[name] = x
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    write_checkpoint(folder / "hf", config | {"quantization_config": quantization}, tensors, 1)
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_fp8_in_blocks_stays_for_maxtext(scan, tmp_path):
+    """Values under the name of the kernel, scales under `kernel_scale`: one for each block of 128, or for each of fewer
+    heads."""
+    source = in_blocks(tmp_path)
+    found = back(source, tmp_path, "maxtext", encoding="keep", scan_layers=scan)
+    tensors = read_tensors(source)
+    assert found.keys() == tensors.keys()
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    arrays = read_manifest(tmp_path / "out").arrays
+    front = "params.params.decoder.layers." if scan else "params.params.decoder.layers_0."
+    shapes = {
+        "mlp.wi_0.kernel": ((256, 384), (2, 3)),
+        "self_attention.query.kernel": ((256, 2, 128), (2, 2, 1)),
+        "self_attention.out.kernel": ((2, 128, 256), (2, 1, 2)),
+    }
+    for name, (values, scales) in shapes.items():
+        qvalue, scale = arrays[front + name], arrays[f"{front}{name}_scale"]
+        assert (qvalue.dtype, scale.dtype) == ("float8_e4m3fn", "float32")
+        without_layers = [x.shape[:1] + x.shape[2:] if scan else x.shape for x in (qvalue, scale)]
+        assert without_layers == [values, scales]
+
+
+def test_fp8_that_maxtext_does_not_have_is_refused(tmp_path):
+    """Heads of 64 share the scales of blocks of 128 in the release, and MaxText has one for each element."""
+    source = in_blocks(tmp_path, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(UnsupportedConfig, match="maxtext has FP8 with a scale for each block of 128") as error:
+        api.plan(source, target="maxtext", encoding="keep")
+    assert any("self_attention.query.kernel" in line for line in error.value.details)
+
+
 # -- what programs restore --------------------------------------------------------------------------------------------
 
 
@@ -171,7 +225,12 @@ def test_an_empty_place_of_the_tree_is_restored_as_none(tmp_path):
         ("tunix", {"attention_bias": True}, {}, "tunix has no place for layers.{L}.attn.q.bias of qwen3"),
         ("tunix", {}, {"scan_layers": True}, "tunix has no stacked layers"),
         ("jax-llm-examples", {}, {"scan_layers": True}, "jax-llm-examples has no stacked layers"),
-        ("maxtext", {}, {"quantize": "int8_weight_only"}, "the target maxtext has no quantized parameters"),
+        (
+            "maxtext",
+            {},
+            {"quantize": "int8_weight_only"},
+            "the target maxtext has no parameters that are quantized by rules",
+        ),
         ("tunix", {}, {"quantize": "int8_weight_only"}, "the target tunix has no quantized parameters"),
         ("tunics", {}, {}, "there is no target 'tunics'"),
     ],
@@ -239,7 +298,7 @@ def test_an_axis_that_no_product_sums_stays_in_the_scales(tmp_path):
     assert arrays["layers.0.attn.o.scale"].axes == "D"
 
 
-@pytest.mark.parametrize("target", OTHERS)
+@pytest.mark.parametrize("target", [name for name in OTHERS if not get_target(name).is_safetensors])
 def test_the_card_says_how_a_checkpoint_is_loaded(target, tmp_path):
     random_checkpoint(tmp_path / "hf", qwen3_config())
     api.convert(tmp_path / "hf", tmp_path / "out", target=target)

@@ -21,15 +21,21 @@ MODELS = {
     "deepseek_v3": "deepseek3-671b",
     "kimi_k2": "kimi-k2-1t",
     "deepseek_v2": "deepseek2-16b",
+    "llama4_text": "llama4-17b-128e",
     "olmo3": "olmo3-7b-pt",
     "gemma2": "gemma2-9b",
     "gemma3_text": "gemma3-4b",
+    "gemma4_text": "gemma4-31b",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3_5_moe_text": "qwen3.5-35b-a3b",
+    "deepseek_v32": "deepseek3.2-671b",
 }
 EXPERTS = {"sparse_matmul": "false", "megablox": "false", "capacity_factor": -1}
 
 
 def settings(case: Case, config) -> dict[str, object]:
     """MaxText's settings of a model with this config."""
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose global layers have settings of their own
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     out = {
@@ -37,7 +43,7 @@ def settings(case: Case, config) -> dict[str, object]:
         "base_num_query_heads": config.num_attention_heads,
         "base_num_kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "base_mlp_dim": config.intermediate_size,
+        "base_mlp_dim": getattr(config, "intermediate_size_mlp", None) or config.intermediate_size,
         "base_num_decoder_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "rope_max_timescale": int(rope["rope_theta"]),
@@ -58,7 +64,13 @@ def settings(case: Case, config) -> dict[str, object]:
         out |= EXPERTS | {
             "num_experts": experts,
             "base_moe_mlp_dim": width,
-            "num_experts_per_tok": config.num_experts_per_tok,
+            "num_experts_per_tok": getattr(config, "num_experts_per_tok", None) or config.top_k_experts,
+        }
+    if case.family == "llama4_text":
+        out |= {
+            "interleave_moe_layer_step": config.interleave_moe_layer_step,
+            "use_qk_norm": str(config.use_qk_norm).lower(),
+            "chunk_attn_window_size": config.attention_chunk_size,
         }
     if case.family == "gemma2":
         out |= {"base_num_decoder_layers": config.num_hidden_layers // 2}  # MaxText counts pairs
@@ -72,7 +84,36 @@ def settings(case: Case, config) -> dict[str, object]:
             "rope_factor": int(rope["factor"]),
             "original_max_position_embeddings": rope["original_max_position_embeddings"],
         }
-    if case.family in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+    if case.family in ("qwen3_next", "qwen3_5_moe_text"):
+        out |= {
+            "gdn_conv_kernel_dim": config.linear_conv_kernel_dim,
+            "gdn_key_head_dim": config.linear_key_head_dim,
+            "gdn_value_head_dim": config.linear_value_head_dim,
+            "gdn_num_key_heads": config.linear_num_key_heads,
+            "gdn_num_value_heads": config.linear_num_value_heads,
+            "gdn_chunk_size": 8,
+            "partial_rotary_factor": rope["partial_rotary_factor"],
+        }
+    if case.family == "qwen3_5_moe_text":
+        out |= {"use_mrope": "false"}
+    if case.family == "gemma4_text":
+        has_experts = config.enable_moe_block
+        out |= {
+            "model_name": "gemma4-26b" if has_experts else "gemma4-31b",
+            "sliding_window_size": config.sliding_window,
+            "global_head_dim": case.config["global_head_dim"],
+            "global_num_kv_heads": case.config["num_global_key_value_heads"],
+            "global_rope_max_timescale": int(rope["rope_theta"]),
+            "share_kv_projections": "true",
+            "final_logits_soft_cap": config.final_logit_softcapping,
+        }
+    if case.family == "deepseek_v32":
+        out |= {
+            "indexer_n_heads": config.index_n_heads,
+            "indexer_head_dim": config.index_head_dim,
+            "indexer_topk": config.index_topk,
+        }
+    if case.family in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"):
         out |= {
             "first_num_dense_layers": config.first_k_dense_replace,
             "q_lora_rank": config.q_lora_rank or 0,
@@ -102,6 +143,31 @@ LATENT = dict(BY_ID["deepseek_v3-groups"].config) | {
 KIMI_ROPE = LATENT["rope_parameters"] | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0}
 KIMI = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 4}
+DELTA = dict(BY_ID["qwen3_next-plain"].config) | {
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "shared_expert_intermediate_size": 20,
+    "rms_norm_eps": 1e-6,
+}
+LLAMA4 = {
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 56,
+    "head_dim": 8,
+    "attention_chunk_size": 6,
+    "num_local_experts": 5,
+    "num_hidden_layers": 8,
+}
+GEMMA4 = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "num_hidden_layers": 12,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
 COMPARED = [
     BY_ID["llama-plain"],
     Case("llama-3.1", "llama", "llama", {"rope_parameters": LLAMA31, "max_position_embeddings": 131072}),
@@ -136,10 +202,37 @@ COMPARED = [
         | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
         | {"rope_parameters": LATENT["rope_parameters"] | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
+    # Rotary positions as in Maverick: Scout's scaling is not in MaxText, which has that of Llama 3.1 alone.
+    Case("llama4-scout-unscaled", "llama4_text", "llama4_text", LLAMA4),
+    Case(
+        "llama4-maverick",
+        "llama4_text",
+        "llama4_text",
+        LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False},
+    ),
     # With YaRN MaxText applies it to the layers with a window too, transformers does not.
     Case("olmo3-unscaled", "olmo3", "olmo3", {"num_hidden_layers": 4, "sliding_window": 6, "num_key_value_heads": 6}),
     Case("gemma2-released", "gemma2", "gemma2", GEMMA),
     Case("gemma3-released", "gemma3_text", "gemma3_text", GEMMA | {"num_hidden_layers": 8}),
+    Case("gemma4-dense", "gemma4_text", "gemma4_text", GEMMA4),
+    Case(
+        "gemma4-experts",
+        "gemma4_text",
+        "gemma4_text",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+    Case("qwen3_next-periods", "qwen3_next", "qwen3_next", DELTA),
+    # Of another size than Qwen3-Next: with its random weights float32 alone is 2.6e-5 from float64 in transformers.
+    Case("qwen3_5_moe-periods", "qwen3_5_moe_text", "qwen3_5_moe_text", DELTA | {"linear_value_head_dim": 16}),
+    Case(
+        "deepseek_v32-released",
+        "deepseek_v32",
+        "deepseek_v32",
+        LATENT
+        | {"num_key_value_heads": 6, "num_hidden_layers": 3}
+        # With few heads many scores are 0, and of equal ones MaxText takes all.
+        | {"index_topk": 8, "index_head_dim": 20, "index_n_heads": 16},
+    ),
 ]
 
 

@@ -246,7 +246,7 @@ def test_experts_are_asked_as_they_would_be_kept(tmp_path):
 
 NOT_KEPT = {
     "nothing": (None, UsageError, "is not encoded: there are no quantized values and scales"),
-    "an unknown encoding": ({"quant_method": "gptq", "bits": 4}, UnsupportedConfig, "quant_method='gptq'"),
+    "an unknown encoding": ({"quant_method": "aqlm", "bits": 4}, UnsupportedConfig, "quant_method='aqlm'"),
     "a pattern that is none": (FP8 | {"modules_to_not_convert": ["("]}, ConfigError, "is not a regular expression"),
 }
 

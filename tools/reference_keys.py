@@ -12,10 +12,11 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from tpuconv.models.registry import all_families
 from tpuconv.verify.logits import READ_AS
@@ -45,7 +46,10 @@ def keys_of(model_type: str) -> set[str]:
     kind = type(AutoConfig.for_model(model_type))
     package = kind.__module__.removeprefix("transformers.").rpartition(".")[0]
     names = {*kind.__dataclass_fields__, *kind.attribute_map, *asked(kind.__module__.removeprefix("transformers."))}
-    names |= set(asked(f"{package}.modeling_{package.rpartition('.')[2]}"))
+    module = f"{package}.modeling_{package.rpartition('.')[2]}"
+    if find_spec(f"transformers.{module}") is None:  # the model of another type is used
+        module = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__.removeprefix("transformers.")
+    names |= set(asked(module))
     text = kind.sub_configs.get("text_config")
     return names | keys_of(text.model_type) if text and text is not AutoConfig else names
 
@@ -57,7 +61,10 @@ def is_data(name: str) -> bool:
 
 def table() -> tuple[list[str], dict[str, list[str]]]:
     """The keys that every model reads, and for each model type of ours those that it reads besides."""
-    types = {kind: family.text_types for family in all_families() for kind in family.architectures.values()}
+    types: dict[str, set[str]] = {}
+    for family in all_families():
+        for kind in family.architectures.values():
+            types.setdefault(kind, set()).update(family.text_types)
     read = {
         kind: set().union(*(keys_of(READ_AS.get(name, name)) for name in (kind, *types[kind])))
         for kind in sorted(types)

@@ -4,6 +4,7 @@ import click
 
 from tpuconv.commands import options
 from tpuconv.commands.benchmark import benchmark
+from tpuconv.commands.compare import compare
 from tpuconv.commands.convert import convert
 from tpuconv.commands.doctor import doctor
 from tpuconv.commands.export import export
@@ -26,7 +27,7 @@ def tpuconv(verbose: bool) -> None:
     check_address_space()
 
 
-for command in (convert, quantize, verify, benchmark, fit, generate, export, push, inspect, families, doctor):
+for command in (convert, quantize, verify, compare, benchmark, fit, generate, export, push, inspect, families, doctor):
     tpuconv.add_command(command)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import secrets
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tpuconv import buckets
+from tpuconv.errors import TpuconvError
+from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
@@ -89,18 +93,22 @@ class Diagnosis:
         return {"status": self.status, "items": [asdict(item) for item in self.items]}
 
 
-def examine(folder: Path, *, network: bool = True) -> Diagnosis:
+def examine(folder: Location, *, network: bool = True) -> Diagnosis:
     """Examines this machine. Takes seconds, or up to a minute if a device does not answer.
 
     Args:
-        folder: the folder to write checkpoints in. A file is written there to measure the disk, and removed.
+        folder: the folder to write checkpoints in, on a disk or in a bucket. A file is written there, and removed.
         network: if false, the Hub is not asked.
 
     Returns:
         One item for each thing examined. What cannot be examined is an item with status `fail`; nothing is raised.
     """
     items = [_checked("python", _python), *(_checked(name, _package, name) for name in PACKAGES)]
-    items += [_checked("devices", _devices), _checked("memory", _memory), _checked("disk", _disk, folder)]
+    items += [_checked("devices", _devices), _checked("memory", _memory)]
+    if isinstance(folder, BucketPath):
+        items.append(_checked("bucket", _bucket, folder))
+    else:
+        items.append(_checked("disk", _disk, folder))
     if network:
         items += [_checked("hub", _hub), _checked("token", _token)]
     return Diagnosis(tuple(items))
@@ -222,6 +230,28 @@ def _memory() -> Item:
         advice = "end other processes, or limit commands with --max-memory"
         return Item("memory", "warn", found, advice, facts)
     return Item("memory", "ok", found, facts=facts)
+
+
+def _bucket(folder: BucketPath) -> Item:
+    """Whose credentials are used, and whether objects can be written, under a condition too, read and deleted."""
+    probe = folder / f"tpuconv-doctor-{secrets.token_hex(8)}"
+    facts: dict[str, Any] = {"folder": str(folder), "store": SCHEMES[folder.scheme]}
+    try:
+        whose = buckets.credentials(folder.scheme)[0]
+        facts["credentials"] = whose
+        buckets.put_object(probe, b"x", only_if=buckets.ABSENT_OBJECT)
+        try:
+            with suppress(buckets.ConditionLost):
+                buckets.put_object(probe, b"y", only_if=buckets.ABSENT_OBJECT)
+                advice = "write to a disk, and copy the output: this store ignores conditions of writes"
+                return Item("bucket", "fail", f"{folder.root}, credentials: {whose}", advice, facts)
+            buckets.read(probe)
+            buckets.listing(folder)
+        finally:
+            buckets.remove_objects(folder, [probe.name])
+    except TpuconvError as e:
+        return Item("bucket", "fail", e.message, e.hint or "", facts)
+    return Item("bucket", "ok", f"{folder.root} can be written, credentials: {whose}", facts=facts)
 
 
 def _disk(folder: Path) -> Item:

@@ -73,6 +73,12 @@ class HubError(TpuconvError):
     exit_code = 7
 
 
+class BucketError(TpuconvError):
+    """A bucket refuses access, does not exist, or cannot be reached."""
+
+    exit_code = 7
+
+
 class ResourceError(TpuconvError):
     """The disk or the memory budget is too small."""
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
+from tpuconv import buckets
 from tpuconv.errors import TpuconvError
+from tpuconv.location import BucketPath, Location
 
 MIB = 1 << 20
 MAX_BYTES = 32 * MIB
@@ -53,8 +55,8 @@ def opened(path: Path, error: type[TpuconvError], *, hint: str | None = None) ->
         raise error(f"{path} cannot be read: {e.strerror or e}") from None
 
 
-def read_bytes(path: Path, limit: int, error: type[TpuconvError], *, hint: str | None = None) -> bytes:
-    """Returns the content of a regular file of at most `limit` bytes.
+def read_bytes(path: Location, limit: int, error: type[TpuconvError], *, hint: str | None = None) -> bytes:
+    """Returns the content of a regular file, or of an object, of at most `limit` bytes.
 
     Raises:
         error: the file is missing (with `hint`), not a regular file, not readable or too large, or it is a Git LFS
@@ -62,6 +64,8 @@ def read_bytes(path: Path, limit: int, error: type[TpuconvError], *, hint: str |
     """
     if "\0" in str(path):
         raise error(f"{str(path)!r} is not a file name")
+    if isinstance(path, BucketPath):
+        return _read_object(path, limit, error, hint)
     with opened(path, error, hint=hint) as (fd, status):
         if status.st_size > limit:
             raise error(f"{path} has {status.st_size} bytes, the limit is {limit}")
@@ -72,6 +76,18 @@ def read_bytes(path: Path, limit: int, error: type[TpuconvError], *, hint: str |
     if left < 0:  # it grew after fstat
         raise error(f"{path} has more than {limit} bytes")
     data = b"".join(blocks)
+    if what := placeholder(data):
+        raise error(f"{path} is {what}")
+    return data
+
+
+def _read_object(path: BucketPath, limit: int, error: type[TpuconvError], hint: str | None) -> bytes:
+    found = buckets.facts(path)
+    if found is None:
+        raise error(f"{path} is missing", hint=hint)
+    if found.size > limit:
+        raise error(f"{path} has {found.size} bytes, the limit is {limit}")
+    data = bytes(buckets.read(path))
     if what := placeholder(data):
         raise error(f"{path} is {what}")
     return data

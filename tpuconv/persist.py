@@ -1,6 +1,6 @@
 """Saves a Flax NNX model as a checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,17 +17,19 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import RunProgress, run
 from tpuconv.convert.sizing import Limits
 from tpuconv.errors import UsageError, shorten
+from tpuconv.location import Location
 from tpuconv.models.registry import get_family
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import CHANGED
 
-CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
-"""The entry `verified` in the manifest's description of the source."""
 PART_BYTES = 64 << 20
 """What is brought from the device at a time to be hashed."""
 
 
-def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite: bool = False) -> Iterator[RunProgress]:
+def save(
+    model: nnx.Module, out: Location, like: Location, limits: Limits, *, overwrite: bool = False
+) -> Iterator[RunProgress]:
     """Writes the parameters of a model as a checkpoint, and yields progress. See `tpuconv.api.save`.
 
     Raises:
@@ -37,7 +39,7 @@ def save(model: nnx.Module, out: Path, like: Path, limits: Limits, *, overwrite:
     """
     source = _source(model, open_checkpoint(like))
     options, family = Options.of_checkpoint(source.manifest), get_family(source.manifest.family)
-    config = family.read_config(source.config, options.allow_config, source.tensors)
+    config = family.read_config(source.config, options.allow_config, source.tensors, source.manifest.returns)
     plan = make_plan(source, family.name, source.table(), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 
@@ -48,10 +50,12 @@ class _Model(Checkpoint):
 
     arrays: Mapping[str, jax.Array] = field(kw_only=True)
 
-    def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
-        return {**super().origin(sha256), "verified": CHANGED, "changed": True}
+    def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
+        return {**super().origin(hashes), "verified": CHANGED, "changed": True}
 
-    def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> CheckpointReader:
+    def open(
+        self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
+    ) -> CheckpointReader:
         return _Reader(self, super().open(check_cancelled, hashes=hashes))
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:

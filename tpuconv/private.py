@@ -52,6 +52,7 @@ INTERFACES: Mapping[str, Interface] = {
         "Qwix's quantized array and its quantization, which is applied slab by slab.", "qwix._src.core.qarray"
     ),
     "numerics": Interface("Rounding to Qwix's dtypes, and their largest values.", "qwix._src.core.numerics"),
+    "averaging": Interface("Qwix's mean of what it finds for static scales.", "qwix._src.averaging"),
     "ptq": Interface("The class that Qwix replaces a weight with; quantized activations.", "qwix._src.providers.ptq"),
     "flax_util": Interface(
         "The module and the parameter of an operation that Qwix intercepts.", "qwix._src.utils.flax_util"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.attacks.counts import count
+from helpers.attacks.processes import UNHURRIED, started, tpuconv
 from helpers.attacks.simulated import contents
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from helpers.times import wait_for
@@ -27,22 +28,22 @@ def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
 
 def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
     """SIGINT and SIGTERM give 130 and 143, leave no output, and the rerun finds what was done."""
-    config = qwen3_config(vocab_size=64_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24)
+    config = qwen3_config(vocab_size=16_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     folder = hollow_checkpoint(tmp_path / "hf", config)
-    command = [*TPUCONV, "convert", str(folder), str(tmp_path / "out")]
+    words = ["convert", str(folder), str(tmp_path / "out")]
+    small_units = "from tpuconv.convert.plan import sizes; sizes.UNIT_BYTES = 4 << 20"
     done = 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda done=done: len(list(tmp_path.glob(".out.tpuconv/u*.done"))) > done)
-        assert process.poll() is None, "it ended before it was interrupted"
-        process.send_signal(number)
-        _, error = process.communicate()
+        with started(*words, patch=small_units + UNHURRIED, stderr=subprocess.PIPE) as process:
+            wait_for(lambda done=done: len(list(tmp_path.glob(".out.tpuconv/u*.done"))) > done, process)
+            process.send_signal(number)
+            _, error = process.communicate()
         assert process.returncode == code, error
         assert "continues from there" in error
         assert "Traceback" not in error
         assert not (tmp_path / "out").exists()
         done = len(list(tmp_path.glob(".out.tpuconv/u*.done")))
-    rerun = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    rerun = tpuconv(*words, "--json", patch=small_units)
     assert json.loads(rerun.stdout)["resumed_bytes"] > 0
     assert not [array.name for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
 

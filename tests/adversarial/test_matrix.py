@@ -29,10 +29,12 @@ from helpers.attacks.processes import (
     COMMAND,
     LISTED,
     MEASURED,
+    halted_after,
     idle_seconds,
     needs_strace,
     remount,
     small_disk,
+    started,
     strace,
     tpuconv,
     used,
@@ -40,7 +42,6 @@ from helpers.attacks.processes import (
 from helpers.attacks.simulated import contents, copy_tree
 from helpers.checkpoints import (
     INDEX,
-    hollow_checkpoint,
     qwen3_config,
     random_checkpoint,
     read_tensors,
@@ -71,6 +72,7 @@ REPO = "org/tiny"
 SECRET = "hf_" + "Secret" * 5
 MIDDLE = qwen3_config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
 """25 MB."""
+FIRST_UNIT = "unit-00000"
 SMALL_UNITS = "from tpuconv.convert.plan import sizes; sizes.UNIT_BYTES = 2 << 20"
 
 
@@ -92,13 +94,6 @@ def made(tmp_path_factory) -> Path:
 def middle(tmp_path_factory) -> Path:
     """A source of 25 MB in two files."""
     return random_checkpoint(tmp_path_factory.mktemp("middle") / "hf", MIDDLE, shards=2)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """A source of 460 MB, holes: to convert it takes a second."""
-    config = qwen3_config(vocab_size=64_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
-    return hollow_checkpoint(tmp_path_factory.mktemp("large") / "hf", config)
 
 
 @pytest.fixture
@@ -182,18 +177,17 @@ def assert_left(out: Path, *states: dict[str, bytes | None] | None) -> None:
 # -- 1 to 4: killed ---------------------------------------------------------------------------------------------------
 
 
-def test_row_01_killed(middle, tmp_path):
+def test_row_01_killed(made, tmp_path):
     """At any moment: test_kill.py kills hundreds of times, test_publishing.py before every call that changes the disk.
-    Here one process once it is at work."""
-    tpuconv("convert", middle, tmp_path / "undisturbed")
-    process = subprocess.Popen([*COMMAND, "convert", middle, tmp_path / "out"], stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / ".out.tpuconv" / "plan.done").exists())
-    process.kill()
-    process.wait()
-    assert_left(tmp_path / "out", None, contents(tmp_path / "undisturbed"))
-    tpuconv("convert", middle, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
-    assert sorted(os.listdir(tmp_path)) == ["out", "undisturbed"]
+    Here one process after its first unit of work."""
+    with started("convert", made / "hf", tmp_path / "out", patch=halted_after(FIRST_UNIT)) as process:
+        wait_for((tmp_path / ".out.tpuconv" / f"{FIRST_UNIT}.done").exists, process)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    tpuconv("convert", made / "hf", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(made / "orbax")
+    assert os.listdir(tmp_path) == ["out"]
     count("matrix", "killed")
 
 
@@ -237,11 +231,13 @@ def test_row_03_killed_while_it_replaces(before, made, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_row_04_interrupted(number, code, large, tmp_path):
-    process = subprocess.Popen([*COMMAND, "convert", large, tmp_path / "out"], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: (tmp_path / ".out.tpuconv" / "plan.done").exists())
-    process.send_signal(number)
-    _, err = process.communicate()
+def test_row_04_interrupted(number, code, made, tmp_path):
+    """Amid its work: test_kill.py."""
+    words = ("convert", made / "hf", tmp_path / "out")
+    with started(*words, patch=halted_after("plan"), stderr=subprocess.PIPE) as process:
+        wait_for((tmp_path / ".out.tpuconv" / "plan.done").exists, process)
+        process.send_signal(number)
+        _, err = process.communicate()
     assert process.returncode == code
     assert "Interrupted. What is done is kept: the same command continues from there." in err
     assert "Traceback" not in err
@@ -350,19 +346,20 @@ def test_row_08_little_memory(made, middle, tmp_path):
 # -- 9 to 12: two at once, and what changes between runs ---------------------------------------------------------------
 
 
-def test_row_09_two_at_once(large, tmp_path):
-    """The first is stopped while the second is refused, and then ends as if nothing was."""
-    first = subprocess.Popen([*COMMAND, "convert", large, tmp_path / "out"], stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / ".out.tpuconv" / "plan.done").exists())
-    first.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    err = tpuconv("convert", large, tmp_path / "out", code=9).stderr
-    assert time.monotonic() - began < HANG
-    assert f"{tmp_path / 'out'} is being written by another process" in err
-    first.send_signal(signal.SIGCONT)
-    assert first.wait() == 0
+def test_row_09_two_at_once(made, tmp_path):
+    """The first waits while the second is refused, and then ends as if nothing was."""
+    words, go_on = ("convert", made / "hf", tmp_path / "out"), tmp_path / "go-on"
+    with started(*words, patch=halted_after("plan", until=go_on), stdout=subprocess.DEVNULL) as first:
+        wait_for((tmp_path / ".out.tpuconv" / "plan.done").exists, first)
+        began = time.monotonic()
+        err = tpuconv(*words, code=9).stderr
+        assert time.monotonic() - began < HANG
+        assert f"{tmp_path / 'out'} is being written by another process" in err
+        go_on.touch()
+        assert first.wait() == 0
     tpuconv("verify", tmp_path / "out")
-    assert os.listdir(tmp_path) == ["out"]
+    assert contents(tmp_path / "out") == contents(made / "orbax")
+    assert sorted(os.listdir(tmp_path)) == ["go-on", "out"]
 
 
 def test_row_10_the_lock_of_a_dead_process(made, tmp_path):
@@ -393,7 +390,7 @@ def test_row_11_resumed_with_other_options(hf, tmp_path):
         assert f"\n  {difference}\n  ->" in err, err
     change_tensors(hf, lambda tensors: tensors[UP].fill(1))
     err = tpuconv("convert", hf, out, code=9).stderr
-    assert "\n  source.files of weights: not the same as at the beginning\n  ->" in err
+    assert "\n  source.files of weights: not the same as at the beginning\n" in err
     (hf / "config.json").write_text(json.dumps(qwen3_config(rope_theta=5.0)))
     assert "\n  source.config.json: not the same" in tpuconv("convert", hf, out, code=9).stderr
     tpuconv("convert", hf, out, "--overwrite")
@@ -432,7 +429,7 @@ def test_row_12_a_file_of_the_source_changes_meanwhile(change, shard, tmp_path, 
 
     def record(self: Journal, part: str, facts: dict) -> None:
         real(self, part, facts)
-        if part == "u00000":
+        if part == "unit-00000":
             status = (folder / shard).stat()
             CHANGES[change](folder / shard)
             with contextlib.suppress(FileNotFoundError):
@@ -510,7 +507,10 @@ def test_row_15_a_flipped_bit(made, tmp_path):
     with HubServer({REPO: made / "hf"}) as hub:
         env = environment(hub, tmp_path)
         assert (
-            json.loads(tpuconv("convert", REPO, tmp_path / "hub", "--json", env=env).stdout)["source_verified"] is True
+            json.loads(tpuconv("convert", REPO, tmp_path / "hub", "--keep-source", "--json", env=env).stdout)[
+                "source_verified"
+            ]
+            is True
         )
         source = read_manifest(tmp_path / "hub").raw["source"]
         assert source["verified"] == "by the sha256 that the Hub promises"
@@ -536,12 +536,12 @@ def test_row_16_wrong_bytes_are_downloaded_once_again(what, hf, tmp_path):
     with HubServer({REPO: hf}) as hub:
         env = environment(hub, tmp_path)
         if what == "size":
-            tpuconv("convert", REPO, tmp_path / "first", env=env)
+            tpuconv("convert", REPO, tmp_path / "first", "--keep-source", env=env)
             (shard,) = tmp_path.glob(f"hf-home/hub/*/snapshots/*/{SECOND}")
             os.truncate(shard.resolve(), 1000)
         else:
             hub.fail("*.safetensors", times=2, corrupt=True, corrupt_header=what == "header")
-        done = tpuconv("convert", REPO, tmp_path / "out", env=env)
+        done = tpuconv("convert", REPO, tmp_path / "out", "--keep-source", env=env)
         assert "is not the file that the Hub promises: it is downloaded again" in done.stderr
         tpuconv("verify", tmp_path / "out")
     assert contents(tmp_path / "out" / "params") == contents(tmp_path / "undisturbed" / "params")
@@ -550,7 +550,8 @@ def test_row_16_wrong_bytes_are_downloaded_once_again(what, hf, tmp_path):
 def test_row_16_wrong_bytes_again_and_again(made, tmp_path):
     with HubServer({REPO: made / "hf"}) as hub:
         hub.fail(SECOND, corrupt=True)
-        err = tpuconv("convert", REPO, tmp_path / "out", env=environment(hub, tmp_path), code=4).stderr
+        args = ("convert", REPO, tmp_path / "out", "--keep-source")
+        err = tpuconv(*args, env=environment(hub, tmp_path), code=4).stderr
         assert err.count("is not the file that the Hub promises") == 2
         assert "sha256 promised" in err
         assert hub.sent(SECOND) == 2 * (made / "hf" / SECOND).stat().st_size
@@ -558,7 +559,7 @@ def test_row_16_wrong_bytes_again_and_again(made, tmp_path):
         hub.mend()
         (rm,) = re.findall(r"^ +(rm /.*)$", err, re.M)
         subprocess.run(rm, shell=True, check=True)
-        tpuconv("convert", REPO, tmp_path / "out", env=environment(hub, tmp_path))
+        tpuconv(*args, env=environment(hub, tmp_path))
         assert contents(tmp_path / "out" / "params") == contents(made / "orbax" / "params")
 
 
@@ -578,18 +579,18 @@ def test_row_17_broken_answers(fault, made, tmp_path):
     with HubServer({REPO: made / "hf"}) as hub:
         env = environment(hub, tmp_path)
         hub.fail(FIRST, times=1, **fault)
-        tpuconv("convert", REPO, tmp_path / "out", env=env, patch=IMPATIENT)
+        tpuconv("convert", REPO, tmp_path / "out", "--keep-source", env=env, patch=IMPATIENT)
         assert contents(tmp_path / "out" / "params") == contents(made / "orbax" / "params")
         if fault == {"status": 429}:  # the client waits for long: tests/test_hub.py
             return
         shutil.rmtree(tmp_path / "hf-home")
         hub.forget()
         hub.fail(SECOND, **(fault | ({"break_after": 0} if "break_after" in fault else {})))
-        err = tpuconv("convert", REPO, tmp_path / "later", env=env, patch=IMPATIENT, code=7).stderr
+        err = tpuconv("convert", REPO, tmp_path / "later", "--keep-source", env=env, patch=IMPATIENT, code=7).stderr
         assert "cannot be reached" in err or "500" in err, err
         assert not (tmp_path / "later").exists()
         hub.mend()
-        tpuconv("convert", REPO, tmp_path / "later", env=env, patch=IMPATIENT)
+        tpuconv("convert", REPO, tmp_path / "later", "--keep-source", env=env, patch=IMPATIENT)
         assert hub.sent("*.safetensors") <= 1.5 * sum(p.stat().st_size for p in (made / "hf").glob("*.safetensors"))
 
 
@@ -692,7 +693,7 @@ def test_row_22_links_within_the_source_and_the_cache_of_the_hub(made, hf, tmp_p
     assert contents(tmp_path / "out" / "params") == contents(made / "orbax" / "params")
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
     with HubServer({REPO: made / "hf"}) as hub:
-        tpuconv("convert", REPO, tmp_path / "hub", env=environment(hub, tmp_path))
+        tpuconv("convert", REPO, tmp_path / "hub", "--keep-source", env=environment(hub, tmp_path))
     (snapshot,) = tmp_path.glob("hf-home/hub/*/snapshots/*")
     tpuconv("convert", snapshot, tmp_path / "snapshot")
     (snapshot / "tokenizer.model").symlink_to("/etc/hostname")
@@ -968,7 +969,7 @@ def test_row_33_a_pattern_that_is_matched_for_ever(made, tmp_path):
 def test_row_34_rules_that_cannot_be_meant(made, tmp_path):
     rules_refused(made, tmp_path, RULES.format(more="").replace("'.*'", "blocks/.*"), "matches no module")
     shadowed = RULES.format(more="") + "    - {module_path: lm_head, weight_qtype: int4}\n"
-    rules_refused(made, tmp_path, shadowed, "line 4", "matches first what it matches")
+    rules_refused(made, tmp_path, shadowed, "line 4", "already matches these modules")
 
 
 # -- 35 and 40: configs of others --------------------------------------------------------------------------------------
@@ -1243,7 +1244,7 @@ def test_a_source_that_changed_since_is_told(hf, tmp_path):
     assert changed_shards(hf, known) == []
     copy_tree(hf, tmp_path / "copy")
     assert changed_shards(tmp_path / "copy", known) == []
-    without = {name: facts | {"sha256": None} for name, facts in known.items()}
+    without = {name: facts | {"xxh3_128": None} for name, facts in known.items()}
     assert changed_shards(hf, without) == []
     assert changed_shards(tmp_path / "copy", without) is None
     flip(hf / SECOND, -3)
@@ -1255,7 +1256,9 @@ def test_a_source_that_changed_since_is_told(hf, tmp_path):
     assert changed_shards(hf, known) == [FIRST, SECOND]
     change_index(tmp_path / "copy", lambda names: names.update({"more": "more.safetensors"}))
     assert changed_shards(tmp_path / "copy", known) == ["more.safetensors"]
-    old = {name: {"bytes": facts["bytes"], "sha256": facts["sha256"]} for name, facts in known.items()}  # format 1
+    old = {
+        name: {"bytes": facts["bytes"], "sha256": sha256_of(tmp_path / "copy" / name)} for name, facts in known.items()
+    }  # format 1
     copy_tree(tmp_path / "copy", hf)
     change_index(hf, lambda names: names.pop("more"))
     assert changed_shards(hf, old) == []

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,12 @@ from helpers.attacks.counts import count
 from helpers.attacks.made import folder_in_memory
 from helpers.attacks.simulated import Crash, Disk, contents, copy_tree, simulated
 from helpers.checkpoints import qwen3_config, random_checkpoint
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import export as exporter
+from tpuconv.convert import export_files
+from tpuconv.convert.array_source import released_config
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
@@ -63,6 +67,13 @@ def _convert(folder: Path, options: Options) -> Command:
     return command
 
 
+def _for_target(folder: Path, target: str, **options: Any) -> Command:
+    def command(out: Path, overwrite: bool) -> None:
+        api.convert(folder, out, target=target, overwrite=overwrite, jobs=1, **options)
+
+    return command
+
+
 def _quantized(source, family, table, rules) -> Command:
     from tpuconv.quantize.apply import quantization
 
@@ -76,8 +87,8 @@ def _export(ckpt: Path) -> Command:
     def command(out: Path, overwrite: bool) -> None:
         manifest = read_manifest(ckpt)
         family = get_family(manifest.family)
-        config = family.config.from_hf(exporter.released_config(manifest))
-        for _ in exporter.export(manifest, family.table, config, out, overwrite=overwrite):
+        config = family.config.from_hf(released_config(manifest))
+        for _ in exporter.export_checkpoint(manifest, family.table, config, out, overwrite=overwrite):
             pass
 
     return command
@@ -112,9 +123,11 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
         patch.setattr(sizes, "CHUNK_BYTES", 1500)
         patch.setattr(sizes, "SLAB_BYTES", 6000)
         patch.setattr(sizes, "UNIT_BYTES", 12_000)
+        patch.setattr(export_files, "SHARD_BYTES", 6000)
         config = qwen3_config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
         new, other = (random_checkpoint(base / name, config | {"rms_norm_eps": eps}) for name, eps in NEW_AND_OLD)
         (new / "tokenizer.json").write_text("{}")
+        (base / "int4.yaml").write_text(INT4_RULES)
         source, rules = open_source(new), find_config("int8_weight_only")
         family = find_family(source.config)
         convert, ckpt = _convert(new, Options()), base / "ckpt"
@@ -126,6 +139,9 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
             "convert --quantize": _quantized(source, family, family.table, rules),
             "export": _export(ckpt),
             "save": _saved(ckpt),
+            "convert --target maxtext": _for_target(new, "maxtext"),
+            "convert --target huggingface": _for_target(new, "huggingface"),
+            "convert --scheme awq": _for_target(new, "huggingface", quantize=base / "int4.yaml", scheme="awq"),
         }
         old = base / "old"
         _convert(other, Options())(old / "convert", False)
@@ -133,8 +149,12 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
         yield Commands(commands, {name: old / ("export" if name == "export" else "convert") for name in commands})
 
 
+INT4_RULES = "qwix: {rules: [{module_path: 'layers/.*', weight_qtype: int4, tile_size: 8}]}"
 NEW_AND_OLD = (("new", 1e-6), ("other", 1e-5))
-NAMES = ("convert", "quantize", "convert --quantize", "export", "save")
+NAMES = (
+    *("convert", "quantize", "convert --quantize", "export", "save"),
+    *("convert --target maxtext", "convert --target huggingface", "convert --scheme awq"),
+)
 
 
 class Trial:

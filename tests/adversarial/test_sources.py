@@ -4,15 +4,16 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from helpers.attacks import made
 from helpers.attacks.counts import count
+from helpers.attacks.processes import started
 from helpers.attacks.simulated import contents, copy_tree, simulated
 from helpers.times import HANG
 from tpuconv.checkpoint.manifest import read_manifest
@@ -21,8 +22,6 @@ from tpuconv.sources import shard
 from tpuconv.storage.journal import WORK
 from tpuconv.storage.sealed import STAGED
 from tpuconv.verify.checksums import check_checkpoint
-
-TPUCONV = [sys.executable, "-m", "tpuconv"]
 
 
 def without_times(folder: Path) -> Path:
@@ -248,12 +247,14 @@ def test_of_the_hub_the_promised_hash_decides(alike, tmp_path):
 def two_at_once(base: Path, sources: tuple[Path, Path], options: list[str], delay: float) -> list[str]:
     """Two processes write one output; one wins. How each ended."""
     out = base / "out"
-    begins = [(TPUCONV + ["convert", str(src), str(out), *options], {}) for src in sources]
-    processes = []
-    for command, more in begins:
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more))
-        time.sleep(delay)
-    ends = [process.communicate(timeout=HANG)[1] for process in processes]
+    with ExitStack() as running:
+        processes = []
+        for source in sources:
+            words = ("convert", source, out, *options)
+            process = running.enter_context(started(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+            processes.append(process)
+            time.sleep(delay)
+        ends = [process.communicate(timeout=HANG)[1] for process in processes]
     codes = [process.returncode for process in processes]
     assert set(codes) <= {0, 9}, ends
     assert 0 in codes, ends

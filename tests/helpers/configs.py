@@ -59,4 +59,6 @@ ENCODINGS = {
         "sparsity_config": {},
         "transform_config": None,
     },
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True, "modules_to_not_convert": None},
+    "gptq": {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq", "dynamic": {}},
 }

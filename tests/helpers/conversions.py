@@ -18,8 +18,9 @@ PLAIN = Options()
 def plan_for(folder: Path, options: Options = PLAIN):
     source = open_source(folder)
     family = find_family(source.config)
-    config = family.read_config(source.config, tensors=source.tensors)
-    return make_plan(source, family.name, family.table_for(source.tensors), config, options)
+    returns = family.returns(source.config, source.tensors)
+    config = family.read_config(source.config, tensors=source.tensors, returns=returns)
+    return make_plan(source, family.name, family.table_for(source.tensors, returns), config, options)
 
 
 def convert(folder: Path, out: Path, options: Options = PLAIN, **kwargs):

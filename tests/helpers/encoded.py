@@ -12,12 +12,13 @@ from helpers import quantizing
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import same_bits
 from helpers.families import CASES, Case
-from helpers.schemes import BF16, FP4, FP8, compressed_config, fp8_config, packed
+from helpers.schemes import AWQ_ORDER, BF16, FP4, FP8, compressed_config, fp8_config, in_words, packed
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.export import export, released_config
+from tpuconv.convert.array_source import released_config
+from tpuconv.convert.export import export_checkpoint
 from tpuconv.convert.plan.types import Options
 from tpuconv.models.registry import get_family
-from tpuconv.names import QVALUE, SCALE
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.quantize.config import parse_config
 from tpuconv.sources.headers import DTYPES
 
@@ -30,8 +31,9 @@ def expanded(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return scales
 
 
-def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    return (codes.astype("f4") * expanded(scales, codes.shape).astype("f4")).astype(BF16)
+def decoded(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> np.ndarray:
+    values = codes.astype("f4") if zeros is None else codes.astype("f4") - expanded(zeros, codes.shape).astype("f4")
+    return (values * expanded(scales, codes.shape).astype("f4")).astype(BF16)
 
 
 def encode_fp8(x, block=(5, 7), scale_dtype="f4"):
@@ -89,6 +91,58 @@ def int8(name, x):
     return stored, values * scales.astype("f4")
 
 
+def affine(x, group, low, high):
+    """Codes [in, out] between `low` and `high`, zero points and scales, in half precision and of either sign."""
+    rng, rows = np.random.default_rng(x.size), np.arange(x.shape[1]) // group
+    grid = (rows[-1] + 1, x.shape[0])
+    scales = (rng.uniform(0.5, 2, grid) * rng.choice([-1, 1], grid) * np.abs(x).max() / 7).astype(np.float16)
+    zeros = rng.integers(low, high + 1, grid)
+    codes = (np.round(x.T / scales[rows].astype("f4")) + zeros[rows]).clip(0, 15)
+    values = (codes - zeros[rows]).astype("f4") * scales[rows].astype("f4")
+    return codes, zeros, scales, values.T
+
+
+def awq(name, x):
+    if x.shape[0] % 8:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    codes, zeros, scales, values = affine(x, 16, 0, 15)
+    parts = {"qweight": codes, "qzeros": zeros}
+    stored = {f"{name}.{part}": in_words(x, 4, 1, AWQ_ORDER) for part, x in parts.items()}
+    return stored | {f"{name}.scales": scales}, values
+
+
+def gptq(name, x, symmetric=True):
+    if x.shape[0] % 8 or x.shape[1] % 8:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    codes, zeros, scales, values = affine(x, 8, *((8, 8) if symmetric else (0, 15)))
+    return {
+        f"{name}.qweight": in_words(codes, 4, 0),
+        f"{name}.qzeros": in_words((zeros - 1) % 16, 4, 1),
+        f"{name}.scales": scales,
+        f"{name}.g_idx": (np.arange(x.shape[1]) // 8).astype(np.int32),
+    }, values
+
+
+def gptq_asymmetric(name, x):
+    return gptq(name, x, symmetric=False)
+
+
+def int4_asymmetric(name, x):
+    if x.shape[1] % 8:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    codes, zeros, scales, values = affine(x, 16, 0, 15)
+    scales = np.abs(scales).astype(BF16)
+    columns = np.arange(x.shape[1]) // 16
+    values = (codes - zeros[columns]).T.astype("f4") * scales.T[:, columns].astype("f4")
+    return {
+        f"{name}.weight_packed": in_words(codes.T, 4, 1),
+        f"{name}.weight_scale": np.ascontiguousarray(scales.T),
+        f"{name}.weight_zero_point": in_words(zeros.T, 4, 0),
+        f"{name}.weight_shape": np.array(x.shape, np.int64),
+    }, values
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
 INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
 ENCODINGS = {
     fp8: fp8_config(5, 7),
@@ -97,9 +151,16 @@ ENCODINGS = {
     fp8_tensor: compressed_config(type="float", num_bits=8, strategy="tensor"),
     int4: INT4,
     int8: compressed_config(type="int", num_bits=8, strategy="channel"),
+    awq: {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True},
+    gptq: GPTQ,
+    gptq_asymmetric: GPTQ | {"sym": False},
+    int4_asymmetric: compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
 }
 IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
-PARTS = (".w1", ".w2", ".w3", ".c_fc", "_proj", "_mqa", "_input_gate", "_projection", *IN_PROJ)
+OF_NEOX = (".query_key_value", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
+OF_DEEPSEEK = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wk", ".wkv", ".wgate", ".wo_a", ".wo_b")
+PARTS = (".c_fc", "_proj", "_mqa", "_input_gate", "_projection", *OF_DEEPSEEK, *OF_NEOX, *IN_PROJ)
+UNENCODED = ("vision", "indexer.weights_proj")
 
 
 def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, np.ndarray]:
@@ -108,11 +169,11 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, np.ndarray] = {}
     source = read_tensors(plain)
-    if ENCODINGS[encoding]["quant_method"] == "compressed-tensors":
+    if ENCODINGS[encoding]["quant_method"] in ("compressed-tensors", "awq", "gptq"):
         source = one_by_one(source)
     for name, x in source.items():
         base = name.removesuffix(".weight")
-        if base != name and base.endswith(PARTS) and "vision" not in name:
+        if base != name and base.endswith(PARTS) and not any(part in name for part in UNENCODED):
             stored, own = encoding(base, x.astype("f4"))
             tensors |= stored
             values[name] = own.astype(BF16)
@@ -170,11 +231,11 @@ def write_encoded(case: Case, encoding, saved, folder: Path) -> dict[str, np.nda
 
 
 def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    out = {name: x for name, x in arrays.items() if not name.endswith((QVALUE, SCALE))}
+    out = {name: x for name, x in arrays.items() if not name.endswith((QVALUE, SCALE, ZERO_POINT))}
     for name, qvalues in arrays.items():
         if name.endswith(QVALUE):
             base = name.removesuffix(QVALUE)
-            out[base] = decoded(qvalues, arrays[base + SCALE])
+            out[base] = decoded(qvalues, arrays[base + SCALE], arrays.get(base + ZERO_POINT))
     return out
 
 
@@ -182,7 +243,7 @@ def exported(ckpt: Path, out: Path) -> dict[str, np.ndarray]:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
     config = family.read_config(released_config(manifest), tensors=manifest.arrays)
-    done = [at.done for at in export(manifest, family.table_of(manifest.variant), config, out)]
+    done = [at.done for at in export_checkpoint(manifest, family.table_of(manifest.variant), config, out)]
     assert done == sorted(done)
     return read_tensors(out)
 

@@ -7,6 +7,7 @@ needed.
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Case:
     def hf_config(self) -> Any:
         from transformers import AutoConfig
 
-        sizes = SIZES | dict(self.config)
+        sizes = deepcopy(SIZES | dict(self.config))  # transformers writes into them
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
@@ -87,7 +88,7 @@ def _case(name: str, model_type: str = "", /, **config: Any) -> Case:
         family,
         hf_type,
         config,
-        NO_SCAN.get(name) or NO_SCAN.get(family, ""),
+        "" if name in REPEATING else NO_SCAN.get(name) or NO_SCAN.get(family, ""),
         "kimi_k2" if family == "kimi_k2" else "",
     )
 
@@ -98,16 +99,33 @@ NO_SCAN = {
     "kimi_k2": "as deepseek_v3",
     "kimi_k25": "as deepseek_v3",
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2"), "as deepseek_v3"),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
         "layers with linear and with full attention",
     ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h", "kimi_linear"),
+        "layers with a state and with attention",
+    ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
     **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified"), "layers differ in the size of heads"),
+    **dict.fromkeys(
+        ("dots1-plain", "hy_v3", "exaone_moe", "afmoe-plain", "cohere2_moe-dense-layers", "mistral4-dense-layer"),
+        "dense layers and those with experts have different parameters",
+    ),
+    "mimo_v2_flash": "layers differ in key-value heads",
+    "deepseek_v4": "layers differ in how they compress keys",
+    **dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "layers with a state and with attention"),
+    "glm4v_moe": "as deepseek_v3",
 }
+REPEATING = {
+    *("deepseek_v3-all-experts", "deepseek_v3-all-dense", "deepseek_v2-groups", "llama4-scout"),
+    *("qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5_moe_text-plain", "granitemoehybrid-attention"),
+}
+"""Cases of families in `NO_SCAN` whose layers are alike, or repeat with a period."""
 LLAMA4 = {
     "intermediate_size": 20,
     "intermediate_size_mlp": 56,
@@ -177,17 +195,30 @@ GEMMA4 = {
     },
 }
 UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+GLM_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
 VISION: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4_VISION,
     "gemma3": SIGLIP_VISION,
     "mistral3": SIGLIP_VISION | {"head_dim": 4},
     "qwen2_5_vl": QWEN_VISION | {"fullatt_block_indexes": [0]},
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4},
     "qwen3_vl": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen3_5": QWEN_VISION | {"num_position_embeddings": 4},
     "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
+    "mistral4": SIGLIP_VISION | {"head_dim": 4},
     "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
+    "glm4v": GLM_VISION,
+    "glm4v_moe": GLM_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
 }
 """The `vision_config` of families inside multimodal models."""
@@ -206,6 +237,40 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
 }
 
+# Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
+INDEXED = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 10, "num_key_value_heads": 6}
+
+DEEPSEEK_V4 = {
+    "num_key_value_heads": 1,
+    "head_dim": 14,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 6,
+    "o_lora_rank": 9,
+    "o_groups": 2,
+    "intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "sliding_window": 5,
+    "swiglu_limit": 1.5,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 6},
+    "index_topk": 3,
+    "index_n_heads": 16,
+    "index_head_dim": 10,
+}
+LONGCAT = {
+    "num_key_value_heads": 6,
+    "ffn_hidden_size": 56,
+    "expert_ffn_hidden_size": 20,
+    "head_dim": 6,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "n_routed_experts": 7,
+    "zero_expert_num": 5,
+    "moe_topk": 4,
+}
 GLM4_MOE = {
     "head_dim": 20,
     "moe_intermediate_size": 20,
@@ -226,6 +291,36 @@ HYBRID = {
     "linear_value_head_dim": 14,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+MAMBA = {
+    "rms_norm_eps": 1e-4,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+NEMOTRON_H = {
+    "layer_norm_epsilon": 1e-4,
+    "head_dim": 10,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 9,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+    "n_routed_experts": 12,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
+FALCON_H1 = MAMBA | {
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "embedding_multiplier": 3.3,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.9, 0.5],
+    "ssm_multipliers": [0.6, 1.2, 0.8, 1.4, 0.7],
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.8,
 }
 LONGROPE = {
     "rope_type": "longrope",
@@ -702,6 +797,169 @@ CASES: list[Case] = [
         moe_intermediate_size=20,
         shared_expert_intermediate_size=28,
     ),
+    _case(
+        "lfm2-plain",
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "lfm2-biases",
+        num_hidden_layers=4,
+        full_attn_idxs=[0, 3],
+        conv_bias=True,
+        conv_L_cache=5,
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
+    _case(
+        "lfm2_moe-plain",
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+    ),
+    _case(
+        "lfm2_moe-no-bias",
+        num_hidden_layers=2,
+        layer_types=["full_attention", "conv"],
+        num_dense_layers=0,
+        num_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=12,
+        use_expert_bias=False,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.7,
+        conv_bias=True,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "granitemoehybrid-plain",
+        **GRANITE,
+        **MAMBA,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=5,
+        shared_intermediate_size=28,
+    ),
+    _case(
+        "granitemoehybrid-dense",
+        **GRANITE,
+        **MAMBA | {"mamba_n_groups": 1, "mamba_expand": 3, "mamba_d_conv": 3, "mamba_n_heads": 16},
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=36,
+        position_embedding_type="rope",
+        attention_bias=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        time_step_limit=[0.3, 1.1],
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "granitemoehybrid-attention",  # more experts than tokens, and no layer with a state
+        **GRANITE,
+        **MAMBA,
+        num_hidden_layers=2,
+        layer_types=["full_attention", "full_attention"],
+        num_local_experts=88,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        shared_intermediate_size=28,
+        position_embedding_type="rope",
+        rope_parameters=LLAMA3,
+    ),
+    _case("bamba-plain", **MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
+    _case(
+        "bamba-biases",
+        **MAMBA | {"mamba_n_groups": 3, "mamba_d_state": 7, "mamba_d_conv": 5},
+        num_hidden_layers=3,
+        attn_layer_indices=[0],
+        head_dim=20,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LINEAR,
+    ),
+    _case(
+        "nemotron_h-plain",
+        **NEMOTRON_H,
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    ),
+    _case(
+        "nemotron_h-latent",
+        **NEMOTRON_H | {"n_groups": 3, "mamba_head_dim": 16},
+        num_hidden_layers=4,
+        hybrid_override_pattern="E*M-",
+        moe_latent_size=24,
+        num_experts_per_tok=4,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        use_bias=True,
+        mlp_bias=True,
+        use_conv_bias=False,
+        time_step_min=0.4,
+    ),
+    _case("falcon_h1-plain", **FALCON_H1, mamba_d_ssm=None),
+    _case(
+        "falcon_h1-norm",
+        **FALCON_H1 | {"mamba_n_groups": 3, "mamba_d_conv": 3},
+        mamba_d_ssm=54,
+        mamba_rms_norm=True,
+        num_hidden_layers=3,
+        head_dim=10,
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "falcon_h1-norm-last",
+        **MAMBA | {"mamba_expand": 1, "mamba_n_groups": 1},
+        mamba_d_ssm=48,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        mamba_conv_bias=False,
+        attention_bias=True,
+        mlp_bias=True,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
+    _case(
+        "kimi_linear-plain",
+        **DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": None, "num_key_value_heads": 6},
+        rms_norm_eps=1e-3,
+        num_local_experts=12,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_head_dim=10,
+        linear_num_heads=3,
+    ),
+    _case(
+        "kimi_linear-lists",  # more experts than tokens
+        **DEEPSEEK | {"n_routed_experts": None, "n_group": 1, "topk_group": 1, "num_key_value_heads": 6},
+        rms_norm_eps=1e-3,
+        num_local_experts=90,
+        num_hidden_layers=4,
+        linear_attn_config={
+            **{"full_attn_layers": [1, 4], "kda_layers": [2, 3]},
+            **{"head_dim": 14, "num_heads": 2, "short_conv_kernel_size": 3},
+        },
+        mlp_layer_types=["sparse", "dense", "dense", "sparse"],
+        n_shared_experts=2,
+        attention_bias=True,
+        norm_topk_prob=False,
+    ),
     _case("llama4_text-plain", **LLAMA4 | {"attn_scale": 0.2}, interleave_moe_layer_step=2, no_rope_layer_interval=2),
     _case("gemma-plain", head_dim=20, hidden_act="gelu", initializer_range=0.2),
     _case("gemma-biases", head_dim=10, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
@@ -822,6 +1080,411 @@ CASES: list[Case] = [
         num_global_key_value_heads=1,
         tie_word_embeddings=True,
     ),
+    _case(
+        "mistral4-plain",
+        "mistral3",
+        **DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 6},
+        model_type="mistral4",
+        num_hidden_layers=3,
+        rope_parameters=GROWING,
+    ),
+    _case(
+        "mistral4-dense-layer",  # queries grow within the tests' sequences
+        "mistral3",
+        **DEEPSEEK | {"num_key_value_heads": 6, "q_lora_rank": None},
+        model_type="mistral4",
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.7,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_parameters=GROWING | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5},
+    ),
+    _case("solar_open-plain", head_dim=12, moe_intermediate_size=20, n_routed_experts=12, num_experts_per_tok=4),
+    _case(
+        "solar_open-groups",  # more experts than tokens
+        head_dim=10,
+        moe_intermediate_size=12,
+        n_routed_experts=96,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=5,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "dots1-plain",
+        head_dim=12,
+        moe_intermediate_size=20,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "dots1-windows",  # more experts than tokens, in all layers
+        head_dim=10,
+        moe_intermediate_size=12,
+        n_routed_experts=96,
+        n_shared_experts=1,
+        num_experts_per_tok=5,
+        n_group=4,
+        topk_group=2,
+        sliding_window=5,
+        max_window_layers=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+        num_hidden_layers=3,
+    ),
+    _case("hy_v3-plain", head_dim=12, moe_intermediate_size=20, num_experts=12, num_experts_per_tok=4),
+    _case(
+        "hy_v3-kinds",  # more experts than tokens
+        head_dim=10,
+        moe_intermediate_size=12,
+        num_experts=96,
+        num_shared_experts=2,
+        num_experts_per_tok=5,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        enable_moe_fp32_combine=False,
+        rope_parameters=YARN,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "exaone_moe-plain",
+        head_dim=12,
+        moe_intermediate_size=20,
+        num_experts=12,
+        num_experts_per_tok=4,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        num_hidden_layers=4,
+        rope_parameters=LLAMA3,
+    ),
+    _case(
+        "exaone_moe-kinds",  # more experts than tokens
+        head_dim=10,
+        moe_intermediate_size=12,
+        num_experts=96,
+        num_shared_experts=2,
+        num_experts_per_tok=5,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "afmoe-plain",
+        head_dim=12,
+        moe_intermediate_size=20,
+        num_experts=12,
+        num_experts_per_tok=4,
+        num_shared_experts=1,
+        route_scale=2.5,
+        mup_enabled=True,
+        sliding_window=5,
+        global_attn_every_n_layers=2,
+        num_hidden_layers=3,
+        initializer_range=0.1,
+    ),
+    _case(
+        "afmoe-all-experts",  # more experts than tokens
+        head_dim=10,
+        moe_intermediate_size=12,
+        num_experts=96,
+        num_experts_per_tok=5,
+        num_dense_layers=0,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_key_value_heads=None,
+        rope_parameters=YARN,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "cohere2_moe-plain",
+        head_dim=12,
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        sliding_window=5,
+        num_hidden_layers=4,
+        layer_norm_eps=1e-3,
+    ),
+    _case(
+        "cohere2_moe-dense-layers",  # more experts than tokens
+        head_dim=10,
+        intermediate_size=20,
+        prefix_dense_intermediate_size=56,
+        num_experts=90,
+        num_experts_per_tok=4,
+        first_k_dense_replace=2,
+        sliding_window=6,
+        layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"],
+        expert_selection_fn="sigmoid",
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+        rms_norm_eps=1e-3,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        logit_scale=0.3,
+        num_hidden_layers=4,
+    ),
+    _case(
+        "cohere2_moe-none-shared",
+        head_dim=14,
+        num_experts=4,
+        expert_selection_fn="sigmoid",
+        norm_topk_prob=False,
+        sliding_window=4,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "mimo_v2_flash-plain",
+        head_dim=12,
+        v_head_dim=10,
+        num_attention_heads=8,
+        moe_intermediate_size=20,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        sliding_window=5,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "mimo_v2_flash-biases",  # more experts than tokens, and a part of a head with an odd number of dimensions
+        head_dim=10,
+        v_head_dim=14,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+        moe_intermediate_size=12,
+        n_routed_experts=96,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=5,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        attention_value_scale=None,
+        tie_word_embeddings=True,
+        sliding_window=6,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60.0, "partial_rotary_factor": 0.3},
+        },
+    ),
+    _case(
+        "youtu-plain",
+        **{key: x for key, x in DEEPSEEK.items() if "rank" in key or "head_dim" in key},
+        num_key_value_heads=6,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    _case(
+        "youtu-plain-queries",
+        **{key: x for key, x in DEEPSEEK.items() if "rank" in key or "head_dim" in key} | {"q_lora_rank": None},
+        num_key_value_heads=6,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        num_hidden_layers=3,
+    ),
+    _case("internlm3-plain", head_dim=12),
+    _case(
+        "internlm3-biases",
+        head_dim=10,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 6.0},
+        num_hidden_layers=3,
+    ),
+    _case("cohere-plain"),
+    _case(
+        "cohere-norms",
+        use_qk_norm=True,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        layer_norm_eps=1e-3,
+        logit_scale=0.3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        rope_parameters=LINEAR,
+        num_hidden_layers=3,
+    ),
+    _case("flex_olmo-plain", num_experts=6, num_experts_per_tok=3),
+    _case(
+        "flex_olmo-many-experts",  # more than tokens
+        num_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        norm_topk_prob=True,
+        attention_bias=True,
+        num_key_value_heads=None,
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    _case("qwen2_vl-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "qwen2_vl-windows",
+        rope_parameters=MROPE | {"mrope_section": [4, 2, 2]},
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    _case("deepseek_v32-plain", **DEEPSEEK | INDEXED, num_hidden_layers=3, first_k_dense_replace=1),
+    _case(
+        "deepseek_v32-few-tokens",  # all of which are selected
+        **DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1, "index_topk": 64},
+        num_hidden_layers=3,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    _case("glm_moe_dsa-plain", **DEEPSEEK | INDEXED, num_hidden_layers=3, first_k_dense_replace=1),
+    _case(
+        "glm_moe_dsa-shared",  # layers attend to the tokens that an earlier one selected
+        **DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1, "index_topk": 5},
+        num_hidden_layers=4,
+        index_topk_freq=2,
+        index_skip_topk_offset=1,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        tie_word_embeddings=True,
+        first_k_dense_replace=0,
+    ),
+    _case("deepseek_v4-plain", **DEEPSEEK_V4, num_hidden_layers=4, num_hash_layers=1),
+    _case(
+        "deepseek_v4-flash",  # more experts than tokens, all entries selected, the order of the releases
+        **DEEPSEEK_V4
+        | {"o_groups": 3, "n_routed_experts": 80, "index_topk": 64, "sliding_window": 3, "swiglu_limit": 0.4},
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        num_hidden_layers=5,
+        layer_types=[
+            *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+            *("compressed_sparse_attention", "heavily_compressed_attention"),
+        ],
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "bailing_hybrid-plain",
+        **DEEPSEEK | {"head_dim": 10, "n_routed_experts": None, "num_experts": 12, "q_lora_rank": None},
+        num_hidden_layers=4,
+        layer_group_size=2,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-4,
+    ),
+    _case(
+        "bailing_hybrid-open-gates",
+        **DEEPSEEK | {"head_dim": 8, "n_routed_experts": None, "num_experts": 48, "q_lora_rank": None},
+        num_hidden_layers=3,
+        layer_group_size=3,
+        short_conv_kernel_size=3,
+        kda_safe_gate=False,
+        n_shared_experts=2,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    _case("longcat_flash-plain", **LONGCAT, num_hidden_layers=4),
+    _case(
+        "longcat_flash-many-experts",
+        **LONGCAT | {"n_routed_experts": 70, "zero_expert_num": 20, "kv_lora_rank": 5},
+        num_hidden_layers=6,  # of three layers with two attentions each
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    _case("gpt_neox-plain", rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    _case("gpt_neox-sequential", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True),
+    _case("phi-plain", partial_rotary_factor=0.5),
+    _case("phi-normed", qk_layernorm=True, num_attention_heads=3, num_key_value_heads=1, rope_parameters=LINEAR),
+    _case("phimoe-plain", num_local_experts=5, lm_head_bias=True, attention_bias=True),
+    _case("phimoe-many-experts", num_local_experts=48, sliding_window=5, num_hidden_layers=3),
+    _case("stablelm-plain", partial_rotary_factor=0.5),
+    _case(
+        "stablelm-parallel",
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        use_qkv_bias=True,
+        tie_word_embeddings=True,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
+    _case("olmo-plain", num_key_value_heads=None),
+    _case("olmo-clipped", clip_qkv=0.5, attention_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    _case("ministral-plain", sliding_window=5, head_dim=14),
+    _case(
+        "ministral-mixed",
+        sliding_window=4,
+        head_dim=10,
+        layer_types=MIXED,
+        num_hidden_layers=4,
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    _case("cwm-plain", sliding_window=5, head_dim=14, num_hidden_layers=5),
+    _case("cwm-mixed", sliding_window=4, head_dim=10, layer_types=MIXED, num_hidden_layers=4, rope_parameters=LLAMA3),
+    _case(
+        "glm4v-plain",
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        num_attention_heads=6,
+    ),
+    _case("glm4v-tied", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}, tie_word_embeddings=True),
+    _case(
+        "glm4v_moe-plain",
+        **GLM4_MOE | {"head_dim": 16},
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        num_hidden_layers=3,
+    ),
+    _case(
+        "glm4v_moe-groups",
+        **GLM4_MOE | {"head_dim": 8, "n_group": 3, "topk_group": 2},
+        rope_parameters=MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0},
+        attention_bias=False,
+        num_hidden_layers=3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "olmo_hybrid-plain",
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        num_hidden_layers=4,
+        rms_norm_eps=1e-4,
+    ),
+    _case(
+        "olmo_hybrid-rope",
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=10,
+        linear_value_head_dim=14,
+        linear_conv_kernel_dim=3,
+        linear_allow_neg_eigval=False,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -852,17 +1515,27 @@ FAST = {
 }
 """The tests that are fast for the first case of every other family; all else of those families is slow."""
 
+ONCE = {"test_every_parameter_is_one_target_of_the_table"}
+"""Those of them that are fast for no other case of the families above either: a model is traced for each."""
+
 
 def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     """Whether a test, by the name of its function, is slow because of the case among its parameters."""
     case = next((value for value in parameters.values() if isinstance(value, Case)), None)
-    if case is None or case.family in CORE:
+    if case is None or (case.family in CORE and test not in ONCE):
         return False
     first = next(other for other in CASES if other.family == case.family)
     return test not in FAST or case != first or parameters.get("scan", False)
 
 
 COMPUTED_BY = {
+    "internlm3": "llama",
+    "ministral": "llama",
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4_moe",
+    "cwm": "llama",
+    "qwen2_vl": "qwen2",
+    "hy_v3": "dots1",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe_text": "qwen3_next",
     "qwen3_5_moe": "qwen3_next",
@@ -876,10 +1549,11 @@ COMPUTED_BY = {
 
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
-    return bool(case.config.get("hidden_size_per_layer_input") or case.config.get("num_kv_shared_layers"))
+    keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+    return case.family in ("glm_moe_dsa", "deepseek_v4") or any(case.config.get(key) for key in keys)
 
 
-OWN_CACHE = {"llama", "deepseek_v3"}
+OWN_CACHE = {"llama", "deepseek_v3", "deepseek_v32"}
 """Families with a cache of their own; that of the others is llama's."""
 
 
@@ -900,35 +1574,52 @@ CENTERED = {"qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_
 """Families whose norms multiply by 1 + w."""
 
 
-def hf_model(case: Case, seed: int = 0) -> Any:
-    """The transformers model in float32 with random weights. Norms and biases are random too: as ones and zeros, which
-    they are when new, they would hide that they are used wrongly or not at all."""
+LABELS = 3
+"""Of the models that return scores."""
+
+
+def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
+    """The transformers model in float32 with random weights; of hidden states or scores if it `returns` these. Norms
+    and biases are random too: as ones and zeros, which they are when new, they would hide that they are used wrongly
+    or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     torch.manual_seed(seed)
     # The text model alone would be saved under other names than those of the released checkpoints.
-    auto = (AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM).from_config
+    language_model = AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM
+    headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
+    auto = headless.get(returns, language_model).from_config
+    config = case.hf_config()
+    if returns == "scores":
+        config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        model = auto(case.hf_config(), attn_implementation="eager", dtype=torch.float32).eval()
+        model = auto(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1
-            elif name.endswith((".bias", "_bias", ".sinks")):
+            elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base")):
                 parameter.normal_(0, 0.3)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
-            elif ".alpha_" in name:
+            elif ".alpha_" in name or name.endswith(".D"):
                 parameter.uniform_(-1, 1)
             elif "embed_tokens" in name:
                 parameter.normal_(0, 0.25)  # the padding token's too, which is zero when new
         for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
+            if "e_score_correction_bias" in name or name.endswith("expert_bias"):
                 buffer.normal_(0, 0.2)
+            elif name.endswith("tid2eid"):
+                buffer.copy_(torch.randint(0, case.config["n_routed_experts"], buffer.shape))
             elif "layer_scalar" in name:
                 buffer.uniform_(0.5, 1.5)
     return model
@@ -940,22 +1631,65 @@ def _drop_empty(path: Path) -> None:
     save_file({name: x for name, x in load_file(path).items() if x.numel()}, path, {"format": "pt"})
 
 
+def _drop(path: Path, experts: range) -> None:
+    from safetensors.torch import load_file, save_file
+
+    kept = {
+        name: x
+        for name, x in load_file(path).items()
+        if int(name.partition("experts.")[2].partition(".")[0] or -1) not in experts
+    }
+    save_file(kept, path, {"format": "pt"})
+
+
+def _resplit(path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for name in [name for name in tensors if "q_conv1d" in name]:
+        names = [name.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+        widths = [len(tensors[each.replace("_conv1d", "_proj")]) for each in names]
+        parts = torch.cat([tensors[each] for each in names]).split(widths)
+        tensors |= {each: part.clone() for each, part in zip(names, parts, strict=True)}
+    for name in [name for name in tensors if "self_attn.q_proj" in name]:  # whose norms it renames too
+        front = name.partition("self_attn.")[0]
+        tensors[f"{front}post_attention_layernorm.weight"] = tensors.pop(f"{front}feedforward_layer_norm.weight")
+    save_file(tensors, path, {"format": "pt"})
+
+
 def _rename(path: Path, old: str, new: str) -> None:
     from safetensors.torch import load_file, save_file
 
     save_file({name.replace(old, new): x for name, x in load_file(path).items()}, path, {"format": "pt"})
 
 
-def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
+def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, returns: str = "") -> Path:
     """Writes the model as `save_pretrained` does, with weights of `dtype`, and gives the folder back."""
     import torch
 
-    model = hf_model(case, seed)
+    model = hf_model(case, seed, returns)
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)
     if case.family == "kimi_k25":  # transformers calls the layers of the text model as those of the vision tower
         _rename(folder / "model.safetensors", "language_model.model.blocks.", "language_model.model.layers.")
+    if case.family == "deepseek_v4":  # transformers mixes its own names with those of the releases
+        names = {
+            "model.embed_tokens.": "embed.",
+            "model.": "",
+            "hc_head.hc_": "hc_head_",
+            "attn.norm.": "attn.kv_norm.",
+        }
+        for old, new in names.items():
+            _rename(folder / "model.safetensors", old, new)
+    if case.family == "longcat_flash":  # transformers writes matrices of the experts that have none
+        _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
+    if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size
+        _resplit(folder / "model.safetensors")
+    if case.family == "kimi_linear":  # transformers calls the MLP of dense layers as the experts of others
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            _rename(folder / "model.safetensors", f"block_sparse_moe.{name}", f"mlp.{name}")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.written_as:

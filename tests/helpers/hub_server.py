@@ -343,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
                 request.sent += len(block)
         if fault and fault.break_after is not None and stop < len(data):
             if fault.hang:
-                fault.released.wait(30)
+                fault.released.wait()
             if fault.reset:
                 self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -367,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.times is not None:
                 fault.times -= 1
         if fault.silent:
-            fault.released.wait(30)
+            fault.released.wait()
             self.close_connection = True
             return True
         if in_body:

@@ -13,12 +13,13 @@ from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import run
+from tpuconv.models.logits import forward
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization
+from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.rules import LAYER
 from tpuconv.sources.source import open_source
-from tpuconv.verify.logits import forward
 
 MLA = {
     "kv_lora_rank": 32,
@@ -30,9 +31,35 @@ MLA = {
 }
 SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 LINEAR = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32}  # with heads of 32
 EVEN = {
-    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite")},
-    **{name: {"num_attention_heads": 2} for name in ("cohere2", "olmoe")},
+    "kimi_linear": {**MLA, "num_key_value_heads": 4, "linear_head_dim": 32},
+    "nemotron_h": {
+        **{"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32},
+        **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+    },
+    "lfm2_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},
+    "bamba": {**MAMBA, "head_dim": 32},
+    "falcon_h1": {**MAMBA, "head_dim": 32, "mamba_d_ssm": 128},
+    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "mistral4")},
+    **{name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32} for name in ("deepseek_v32", "glm_moe_dsa")},
+    **{
+        name: {"head_dim": 32, "moe_intermediate_size": 64}
+        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe")
+    },
+    **{name: {"num_attention_heads": 2} for name in ("glm4v", "gpt_neox", "stablelm")},
+    "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "olmo_hybrid": {"num_attention_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "bailing_hybrid": {key: x for key, x in MLA.items() if key != "q_lora_rank"} | {"head_dim": 32},
+    "deepseek_v4": {"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32},
+    "longcat_flash": {
+        **{key: x for key, x in MLA.items() if key != "moe_intermediate_size"},
+        **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
+    },
+    "cohere2_moe": {"head_dim": 32, "intermediate_size": 64, "prefix_dense_intermediate_size": 64},
+    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64},
+    **{name: {"num_attention_heads": 2} for name in ("cohere", "cohere2", "olmoe", "flex_olmo", "qwen2_vl")},
     **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
@@ -40,6 +67,7 @@ EVEN = {
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "deepseek_v3": MLA,
+    "youtu": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "kimi_k2": MLA,
     "kimi_k25": MLA,
     "qwen2_5_vl": {"num_attention_heads": 2},
@@ -67,11 +95,11 @@ def even(case: Case) -> Case:
 ONE_OF_EACH = {case.family: even(case) for case in reversed(CASES)}
 
 
-def quantize(ckpt: Path, out: Path, rules: QuantConfig):
+def quantize(ckpt: Path, out: Path, rules: QuantConfig, data: CalibrationData | None = None):
     """As `tpuconv quantize` does it."""
     source = open_checkpoint(ckpt)
     options = Options(scan_layers=source.manifest.scan_layers)
-    return _quantize(source, get_family(source.manifest.family), source.table(), options, out, rules)
+    return _quantize(source, get_family(source.manifest.family), source.table(), options, out, rules, data)
 
 
 def quantize_source(folder: Path, out: Path, rules: QuantConfig, options: Options | None = None):
@@ -81,10 +109,10 @@ def quantize_source(folder: Path, out: Path, rules: QuantConfig, options: Option
     return _quantize(source, family, family.table, options or Options(), out, rules)
 
 
-def _quantize(source, family, table, options: Options, out: Path, rules: QuantConfig):
+def _quantize(source, family, table, options: Options, out: Path, rules: QuantConfig, data=None):
     config = family.config.from_hf(source.config)
     plain = make_plan(source, family.name, table, config, options)
-    plan = make_plan(source, family.name, table, config, options, quantization(plain, family, config, rules))
+    plan = make_plan(source, family.name, table, config, options, quantization(plain, family, config, rules, data))
     for _ in run(plan, out, LIMITS):
         pass
     return plan

@@ -52,6 +52,23 @@ def fp8_e8m0_scales(rng, rows, columns):
     return fp8_blocks(rng, rows, columns, (3, 5), ml_dtypes.float8_e8m0fnu)
 
 
+def fp8_beside_fp4(rng, rows, columns):
+    """What DeepSeek V4 stores of weights that are no experts."""
+    stored, config, values = fp8_blocks(rng, rows, columns, (3, 5), E8M0)
+    stored["w.scale"] = stored.pop("w.weight_scale_inv")
+    return stored, config | {"expert_dtype": "fp4"}, values
+
+
+def fp4_experts(rng, rows, columns):
+    """What DeepSeek V4 stores of experts."""
+    columns = -(-columns // 32) * 32
+    codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+    scales = (2.0 ** rng.integers(-9, 3, (rows, columns // 32))).astype(E8M0)
+    stored = {"w.weight": (codes[:, 0::2] | codes[:, 1::2] << 4).view(np.int8), "w.scale": scales}
+    config = fp8_config(128, 128) | {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}
+    return stored, config, FP4[codes] * np.repeat(scales.astype("f4"), 32, 1)
+
+
 def fp8_channel(rng, rows, columns):
     stored, _, _ = fp8_blocks(rng, rows, columns, (1, columns))
     scales = stored.pop("w.weight_scale_inv").astype(BF16)
@@ -89,6 +106,96 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def in_words(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = ()) -> np.ndarray:
+    """Unsigned codes as a stream of bits along an axis, in words of 32, the first one lowest."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.uint8)
+    if order:
+        codes = codes.reshape(*codes.shape[:-1], -1, 8)[..., order].reshape(codes.shape)
+    stream = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little").reshape(codes.shape[0], -1)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    words = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
+def affine_parts(rng, rows, columns, grid, bits, low=0):
+    """Codes, zero points and scales, some of them negative or zero."""
+    codes, zeros = rng.integers(0, 1 << bits, (rows, columns)), rng.integers(low, 1 << bits, grid)
+    scales = rng.uniform(-2, 2, grid).astype(np.float16)
+    scales.reshape(-1)[0] = 0
+    return codes, zeros, scales
+
+
+def awq(rng, rows, columns, group=16):
+    """[in, out]: (q - z) * s, the outputs of a word in AWQ's order."""
+    columns = -(-columns // 8) * 8
+    codes, zeros, scales = affine_parts(rng, rows, columns, (-(-rows // group), columns), 4)
+    groups = np.arange(rows) // group
+    values = (codes - zeros[groups]).astype("f4") * scales[groups].astype("f4")
+    order = {"axis": 1, "order": AWQ_ORDER}
+    stored = {"w.qweight": in_words(codes, 4, **order), "w.qzeros": in_words(zeros, 4, **order), "w.scales": scales}
+    return (
+        stored,
+        {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True},
+        values,
+    )
+
+
+def gptq(rng, rows, columns, group=16, bits=4, stored_as="gptq", ordered=False):
+    """[in, out]: (q - (z + 1)) * s in the first format, in the second without the 1; the group of a row by `g_idx`."""
+    rows, columns = -(-rows // 32) * 32, -(-columns // 32) * 32
+    codes, zeros, scales = affine_parts(rng, rows, columns, (-(-rows // group) if group > 0 else 1, columns), bits)
+    groups = np.arange(rows, dtype=np.int32) // (group if group > 0 else rows)
+    if ordered:
+        groups = rng.permutation(groups)
+    values = (codes - zeros[groups]).astype("f4") * scales[groups].astype("f4")
+    kept = (zeros - (stored_as == "gptq")) % (1 << bits)
+    stored = {"w.qweight": in_words(codes, bits, 0), "w.qzeros": in_words(kept, bits, 1), "w.scales": scales}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
+    return stored | {"w.g_idx": groups}, config | {"checkpoint_format": stored_as}, values
+
+
+def gptq_v2(rng, rows, columns):
+    return gptq(rng, rows, columns, bits=8, stored_as="gptq_v2")
+
+
+def gptq_any_order(rng, rows, columns):
+    return gptq(rng, rows, columns, ordered=True)
+
+
+def gptq_3_bits(rng, rows, columns):
+    return gptq(rng, rows, columns, bits=3)
+
+
+def gptq_2_bits_by_channel(rng, rows, columns):
+    stored, config, values = gptq(rng, rows, columns, group=-1, bits=2)
+    return {name: x for name, x in stored.items() if name != "w.g_idx"}, config, values
+
+
+def int4_asymmetric(rng, rows, columns, bits=4, group=32):
+    """[out, in]: zero points packed along the rows, by the definition of compressed-tensors."""
+    columns = -(-columns // 32) * 32
+    blocks = columns // group if group else 1
+    codes, zeros, scales = affine_parts(rng, rows, columns, (rows, blocks), bits)
+    scales = np.abs(scales).astype(BF16) + BF16.type(0.01)
+    every = columns // blocks
+    values = (codes - np.repeat(zeros, every, 1)).astype("f4") * np.repeat(scales.astype("f4"), every, 1)
+    stored = {
+        "w.weight_packed": in_words(codes, bits, 1),
+        "w.weight_scale": scales,
+        "w.weight_zero_point": in_words(zeros, bits, 0),
+        "w.weight_shape": np.array(codes.shape, np.int64),
+    }
+    how = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return stored, compressed_config(type="int", num_bits=bits, symmetric=False, **how), values
+
+
+def int8_asymmetric_channel(rng, rows, columns):
+    return int4_asymmetric(rng, rows, columns, bits=8, group=0)
+
+
 def int8_packed(rng, rows, columns):
     columns = 4 * columns
     values = rng.integers(-128, 128, (rows, columns))
@@ -119,6 +226,12 @@ def fp8_modelopt_channel(rng, rows, columns):
     stored, _, values = fp8_blocks(rng, rows, columns, (1, columns))
     stored["w.weight_scale"] = stored.pop("w.weight_scale_inv").reshape(rows)
     return stored, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, values
+
+
+def mxfp8_modelopt(rng, rows, columns):
+    stored, _, values = fp8_blocks(rng, rows, 32 * -(-columns // 32), (1, 32), E8M0)
+    stored["w.weight_scale"] = stored.pop("w.weight_scale_inv").view(np.uint8)
+    return stored, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, values
 
 
 def nvfp4(rng, rows, columns):

@@ -1,6 +1,7 @@
 """Bounds on time that hold on any machine: processor time, compared with that of something else in the same test."""
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -27,9 +28,15 @@ class ProcessorTime:
         self.seconds += self.now()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = HANG) -> None:
-    """Waits until the condition holds; that it never does is a failure."""
-    end = time.monotonic() + seconds
+def wait_for(
+    condition: Callable[[], bool], process: "subprocess.Popen[str] | subprocess.Popen[bytes] | None" = None
+) -> None:
+    """Waits until the condition holds; that it does not hold for long, or that the process which is to bring it about
+    has ended without it, is a failure."""
+    end = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < end, f"waited for {seconds:.0f} s"
+        if process and process.poll() is not None:
+            assert condition(), f"the process ended, with {process.returncode}, before what was waited for"
+            return
+        assert time.monotonic() < end, f"waited for {HANG:.0f} s"
         time.sleep(0.002)

@@ -9,25 +9,27 @@
 Importing this module imports neither jax nor numpy; a function imports what it needs when it is called.
 """
 
+from tpuconv.api.comparison import CheckpointComparison, compare_checkpoints
 from tpuconv.api.conversion import (
-    Conversion,
-    ConversionPlan,
     convert,
     plan,
     plan_quantization,
     quantize,
 )
+from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.evaluation import Comparison, Verification, compare, verify
 from tpuconv.api.exporting import Export, export
-from tpuconv.api.inspection import Inspection, inspect
+from tpuconv.api.inspection import Inspection, inspect, propose
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
 from tpuconv.api.pushing import Push, push
+from tpuconv.api.ray_tasks import on_ray
 from tpuconv.api.recipes import Sensitivity, sensitivity
 from tpuconv.progress import Progress
 
 __all__ = [
     "Benchmark",
+    "CheckpointComparison",
     "Comparison",
     "Conversion",
     "ConversionPlan",
@@ -40,14 +42,17 @@ __all__ = [
     "Verification",
     "benchmark",
     "compare",
+    "compare_checkpoints",
     "convert",
     "export",
     "fit",
     "generator",
     "inspect",
     "load",
+    "on_ray",
     "plan",
     "plan_quantization",
+    "propose",
     "push",
     "quantize",
     "save",

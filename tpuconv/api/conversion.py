@@ -1,120 +1,33 @@
 """Convert, plan, quantize."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data
+from tpuconv.api.converted import Conversion, ConversionPlan
+from tpuconv.api.planning import Origin, planned_conversion, planned_quantization
 from tpuconv.errors import UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.convert.plan.types import Options, Plan, Skip
+    from tpuconv.convert.plan.types import Plan
     from tpuconv.convert.sizing import Limits
-    from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
-    from tpuconv.quantize.report import Report
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` or `quantize` wrote.
-
-    Attributes:
-        out: the folder of the checkpoint.
-        family: the family of the model, such as "llama".
-        source_state: how the source was checked, as the manifest says it; None if nothing is known.
-        arrays: how many arrays the checkpoint has.
-        parameters: how many parameters the model has; tied ones count once.
-        output_bytes: size of the arrays.
-        source_bytes: bytes of the source that are converted.
-        resumed_bytes: how many of them an earlier run had converted.
-        seconds: wall-clock time.
-        peak_memory_bytes: peak resident memory of this process.
-        skipped: source tensors that are not converted, and why.
-        ignored_config: keys of config.json that are not read, and why.
-        quantization: the quantization report; None for a checkpoint that is not quantized.
-    """
-
-    out: Path
-    family: str
-    source_state: str | None
-    arrays: int
-    parameters: int
-    output_bytes: int
-    source_bytes: int
-    resumed_bytes: int
-    seconds: float
-    peak_memory_bytes: int
-    skipped: Sequence["Skip"]
-    ignored_config: Sequence["IgnoredKey"]
-    quantization: "Report | None"
-
-    @property
-    def source_verified(self) -> bool:
-        """Whether every weight file has the sha256 that the Hub lists."""
-        from tpuconv.sources.source import VERIFIED
-
-        return self.source_state == VERIFIED
-
-    @property
-    def already_there(self) -> bool:
-        """Whether nothing was left to convert."""
-        return self.resumed_bytes == self.source_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
-        facts = {
-            "out": str(self.out),
-            "family": self.family,
-            "source_verified": self.source_verified,
-            "arrays": self.arrays,
-            "parameters": self.parameters,
-            "output_bytes": self.output_bytes,
-            "resumed_bytes": self.resumed_bytes,
-            "seconds": round(self.seconds, 3),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "skipped": [vars(skip) for skip in self.skipped],
-            "ignored_config": [key.to_json() for key in self.ignored_config],
-        }
-        return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """What a conversion would do, from headers alone.
-
-    Attributes:
-        plan: every array, the source tensors it is made of, and what does not fit (`plan.faults`).
-        jobs: threads that would run.
-        peak_memory_bytes: private memory that they would need at most.
-        rules: the quantization config; None without one.
-    """
-
-    plan: "Plan"
-    jobs: int
-    peak_memory_bytes: int
-    rules: "QuantConfig | None"
-
-    def check(self) -> None:
-        """Raises MappingError if source and family do not fit each other."""
-        self.plan.check()
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
-        return self.plan.to_json(self.peak_memory_bytes)
 
 
 def convert(
     src: str | Path,
-    out: str | Path | None = None,
+    out: str | Location | None = None,
     *,
     dtype: str = "auto",
     encoding: str = "dequantize",
+    compress: bool = False,
     quantize: str | Path | None = None,
     scan_layers: bool = False,
     layers: range | None = None,
@@ -124,21 +37,26 @@ def convert(
     allow_config: Sequence[str] = (),
     target: str = "tpuconv",
     adapter: Sequence[str] = (),
+    scheme: str | None = None,
     overwrite: bool = False,
     check: bool = False,
+    keep_source: bool = False,
+    workspace: str | Path | None = None,
     max_memory: int | None = None,
     jobs: int | None = None,
+    part: ProcessPart | None = None,
     progress: Listener = ignore,
 ) -> Conversion:
     """Converts a Hugging Face checkpoint to an Orbax checkpoint. The output appears complete or not at all. After an
     interruption the same call continues.
 
     Args:
-        src: a Hub id, or a folder with safetensors.
-        out: the folder to write; by default `<name>-orbax` in the current folder, or `<name>-<config>` or
+        src: a Hub id, or a folder with safetensors, on a disk or in a bucket (`gs://`, `s3://`, `az://`).
+        out: the folder to write, there too; by default `<name>-orbax` in the current folder, or `<name>-<config>` or
             `<name>-<target>`.
         dtype: of the parameters: "auto" (the source's), "bfloat16" or "float32".
         encoding: "dequantize" decodes FP8, INT8, INT4 and FP4 weights; "keep" passes them through.
+        compress: compress all arrays by zstd, not only codes of less than 8 bits.
         quantize: name or path of a quantization config, applied on the way.
         scan_layers: stack the layers, for `jax.lax.scan`.
         layers: convert these layers only, as a trial.
@@ -148,10 +66,16 @@ def convert(
         allow_config: keys of config.json that are not supported, to convert as if they were not there.
         target: the program that the output is for, one of `tpuconv.targets.registry.target_names()`.
         adapter: folders or Hub ids of LoRA adapters to merge, each perhaps with a weight: `my-lora:0.5`.
+        scheme: of the target huggingface: how quantized parameters are written; see `export`.
         overwrite: replace an output of tpuconv in `out`; it stays complete until the new one is.
         check: if the output is there already, read all of it and compare checksums.
+        keep_source: download a Hub checkpoint to the Hub's cache first. By default what is not there is streamed.
+        workspace: the folder for the part of a streamed source that is needed at a time; by default beside a local
+            `out`, else the folder for temporary files.
         max_memory: budget in bytes; 60% of the machine's by default.
         jobs: threads; one more than processors by default.
+        part: which of several processes this is, on the same host or others. Each converts a part; the last one
+            publishes.
         progress: called while it runs.
 
     Raises:
@@ -164,19 +88,31 @@ def convert(
     from tpuconv.sources.adapter import read_adapter
     from tpuconv.sources.damaged import DamagedDownload
 
+    place = to_location(out) if out else None
     rules = find_rules(quantize, encoding)
     adapters = tuple(map(read_adapter, adapter))
     options = Options(
-        dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target, adapters
+        dtype,
+        scan_layers,
+        layers,
+        include_mtp,
+        encoding,
+        compress,
+        allow_nonfinite,
+        tuple(allow_config),
+        target,
+        adapters,
+        scheme,
     )
     limits = Limits.of_this_machine(jobs, max_memory)
     fetched_again: set[tuple[Path, ...]] = set()
+    origin = Origin(str(src), revision, keep_source, workspace)
     while True:
         try:
-            with _planned(str(src), options, rules, revision, weights=True, progress=progress) as planned:
+            with planned_conversion(origin, options, rules, runs=True, progress=progress) as planned:
                 kind = rules.name if rules else "orbax" if target == OWN_TARGET else target
-                to = Path(out) if out else Path(f"{planned.source.name}-{kind}")
-                return _run(planned, to, limits, overwrite, check, "converting", progress)
+                to = place or Path(f"{planned.source.name}-{kind}")
+                return _run(planned, to, limits, overwrite, check, "converting", progress, part)
         except DamagedDownload as error:
             if tuple(error.files) in fetched_again:
                 raise
@@ -190,6 +126,7 @@ def plan(
     *,
     dtype: str = "auto",
     encoding: str = "dequantize",
+    compress: bool = False,
     quantize: str | Path | None = None,
     scan_layers: bool = False,
     layers: range | None = None,
@@ -199,6 +136,9 @@ def plan(
     allow_config: Sequence[str] = (),
     target: str = "tpuconv",
     adapter: Sequence[str] = (),
+    scheme: str | None = None,
+    keep_source: bool = False,
+    workspace: str | Path | None = None,
     max_memory: int | None = None,
     jobs: int | None = None,
     progress: Listener = ignore,
@@ -215,14 +155,33 @@ def plan(
     rules = find_rules(quantize, encoding)
     adapters = tuple(map(read_adapter, adapter))
     options = Options(
-        dtype, scan_layers, layers, include_mtp, encoding, allow_nonfinite, tuple(allow_config), target, adapters
+        dtype,
+        scan_layers,
+        layers,
+        include_mtp,
+        encoding,
+        compress,
+        allow_nonfinite,
+        tuple(allow_config),
+        target,
+        adapters,
+        scheme,
     )
-    with _planned(str(src), options, rules, revision, weights=False, progress=progress) as planned:
-        return _sized(planned, rules, max_memory, jobs)
+    origin = Origin(str(src), revision, keep_source, workspace)
+    with planned_conversion(origin, options, rules, runs=False, progress=progress) as planned:
+        return ConversionPlan.sized(planned, rules, max_memory, jobs)
 
 
 def plan_quantization(
-    ckpt: str | Path, *, config: str | Path, max_memory: int | None = None, jobs: int | None = None
+    ckpt: str | Location,
+    *,
+    config: str | Path,
+    calibration: str | Path | None = None,
+    samples: int = CALIBRATION_SAMPLES,
+    length: int = CALIBRATION_LENGTH,
+    compress: bool = False,
+    max_memory: int | None = None,
+    jobs: int | None = None,
 ) -> ConversionPlan:
     """What `quantize` with these arguments would do. No weights are read.
 
@@ -230,46 +189,68 @@ def plan_quantization(
         TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
     """
     rules = _required_rules(config)
-    planned = _planned_quantization(Path(ckpt), rules, runs=False)
+    data = calibration_data(to_location(ckpt), rules, calibration, samples, length)
+    planned = planned_quantization(to_location(ckpt), rules, data, compress, runs=False)
     planned.check()
-    return _sized(planned, rules, max_memory, jobs)
+    return ConversionPlan.sized(planned, rules, max_memory, jobs)
 
 
 def quantize(
-    ckpt: str | Path,
-    out: str | Path | None = None,
+    ckpt: str | Location,
+    out: str | Location | None = None,
     *,
     config: str | Path,
+    calibration: str | Path | None = None,
+    samples: int = CALIBRATION_SAMPLES,
+    length: int = CALIBRATION_LENGTH,
+    compress: bool = False,
     overwrite: bool = False,
     check: bool = False,
     max_memory: int | None = None,
     jobs: int | None = None,
+    part: ProcessPart | None = None,
     progress: Listener = ignore,
 ) -> Conversion:
     """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
-    bit. The output appears complete or not at all; interrupted, the same call continues.
+    bit. With a config that has a `calibration` the quantized values are those of its method instead.
+
+    The output appears complete or not at all; interrupted, the same call continues.
 
     Args:
         ckpt: a checkpoint that `convert` wrote.
         out: the folder to write; `<ckpt>-<config>`, beside it, by default.
         config: the name of a config of this package, or the path of a YAML file.
-        overwrite, check, max_memory, jobs, progress: as of `convert`.
+        calibration: the text to calibrate on: a file, or "self" to draw it from the model, which then must fit in
+            memory; by default a text of this package. For configs with a `calibration` only.
+        samples: how many samples of the text, at most.
+        length: tokens of a sample.
+        compress, overwrite, check, max_memory, jobs, part, progress: as of `convert`.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
     from tpuconv.convert.sizing import Limits
 
-    rules, folder = _required_rules(config), Path(ckpt)
-    planned = _planned_quantization(folder, rules, runs=True)
+    folder, to = to_location(ckpt), to_location(out) if out else None
+    rules = _required_rules(config)
+    if part is not None and rules.calibration is not None:
+        raise UsageError(
+            f"{rules.name} has a calibration, which runs in one process",
+            hint="leave out --process-count, --distributed and --ray",
+        )
+    data = calibration_data(folder, rules, calibration, samples, length)
+    planned = planned_quantization(folder, rules, data, compress, runs=True)
     planned.check()
-    to = Path(out) if out else folder.with_name(f"{folder.name}-{rules.name}")
-    return _run(planned, to, Limits.of_this_machine(jobs, max_memory), overwrite, check, "quantizing", progress)
+    to = to or folder.with_name(f"{folder.name}-{rules.name}")
+    limits = Limits.of_this_machine(jobs, max_memory)
+    return _run(planned, to, limits, overwrite, check, "quantizing", progress, part)
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder holds a checkpoint of ours."""
-    return (Path(path) / MANIFEST).is_file()
+def is_checkpoint(path: str | Location) -> bool:
+    """Whether a folder, on a disk or in a bucket, holds a checkpoint of ours."""
+    from tpuconv.storage.places import is_file
+
+    return is_file(to_location(path) / MANIFEST)
 
 
 def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "QuantConfig | None":
@@ -295,121 +276,55 @@ def _required_rules(config: str | Path) -> "QuantConfig":
     return find_config(str(config))
 
 
-def _sized(plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jobs: int | None) -> ConversionPlan:
-    from tpuconv.convert import sizing
-
-    count = sizing.jobs(plan, sizing.Limits.of_this_machine(jobs, max_memory))
-    return ConversionPlan(plan, count, sizing.planned_memory(plan, count), rules)
-
-
-@contextmanager
-def _planned(
-    src: str,
-    options: "Options",
-    rules: "QuantConfig | None",
-    revision: str | None,
-    *,
-    weights: bool,
-    progress: Listener,
-) -> "Iterator[Plan]":
-    """The plan of a conversion; the source is held while it is used."""
-    from tpuconv.models.registry import find_family
-    from tpuconv.sources.hub import resolve
-    from tpuconv.sources.source import open_source
-
-    with resolve(
-        src, revision=revision, weights=weights, progress=lambda n, of: progress(Progress("downloading", n, of))
-    ) as resolved:
-        source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
-        family = find_family(source.config)
-        yield _make_plan(source, family, None, options, rules, runs=weights)
-
-
-def _planned_quantization(ckpt: Path, rules: "QuantConfig", *, runs: bool) -> "Plan":
-    from tpuconv.checkpoint.reader import open_checkpoint
-    from tpuconv.convert.plan.types import Options
-    from tpuconv.models.registry import get_family
-
-    source = open_checkpoint(ckpt)
-    options = Options.of_checkpoint(source.manifest)
-    return _make_plan(source, get_family(source.manifest.family), source.table(), options, rules, runs=runs)
-
-
-def _make_plan(
-    source: Any, family: Any, table: Any, options: "Options", rules: "QuantConfig | None", *, runs: bool
-) -> "Plan":
-    """The plan for a table, or for the family's and the target's if it is None."""
-    from tpuconv.convert.plan.coverage import make_plan
-    from tpuconv.targets.compose import same_parameters, target_table
-    from tpuconv.targets.registry import get_target
-    from tpuconv.targets.target import OWN
-
-    target = get_target(options.target)
-    if rules is not None and target.quantized is None:
-        raise UsageError(f"the target {target.name} has no quantized parameters", hint="leave out --quantize")
-    report = family.check_config(source.config, options.allow_config, source.tensors)
-    own_config, ignored = report.config, report.ignored
-
-    released = family.table_for(source.tensors)
-
-    def for_target(target: Any) -> Any:
-        names, forms = (family.name, source.config["model_type"]), (options.scan_layers, options.include_mtp)
-        return target_table(target, *names, released, own_config, scan_layers=forms[0], include_mtp=forms[1])
-
-    table, config = (table, own_config) if table is not None else for_target(target)
-    plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
-    if rules is None or plan.faults:
-        return plan
-    from tpuconv.convert.run import read_ahead
-    from tpuconv.quantize.apply import quantization
-
-    if runs:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
-        read_ahead(plan)
-    if target is OWN:
-        how = quantization(plan, family, own_config, rules)
-    else:
-        own_table, _ = for_target(OWN)
-        own_plan = make_plan(source, family.name, own_table, own_config, replace(options, target=OWN.name))
-        names = same_parameters(own_table, own_config, table, config, options.include_mtp)
-        how = quantization(own_plan, family, own_config, rules).renamed(names, target.name)
-    return make_plan(source, family.name, table, config, options, how, ignored)
-
-
 def _run(
     plan: "Plan",
-    out: Path,
+    out: Location,
     limits: "Limits",
     overwrite: bool,
     check: bool,
     stage: str,
     progress: Listener,
+    part: ProcessPart | None,
 ) -> Conversion:
     from tpuconv.api.evaluation import verify
-    from tpuconv.convert.run import run
+    from tpuconv.convert.export import convert_to_safetensors, described
+    from tpuconv.convert.run import PART_DONE, run
     from tpuconv.quantize.report import report
     from tpuconv.storage.sealed import read_sealed
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, resumed = time.monotonic(), 0
-    for step in run(plan, out, limits, overwrite=overwrite):
-        progress(Progress(stage, step.done, step.total))
-        resumed = step.resumed or resumed
+    began, resumed, own_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
+    convert_plan = convert_to_safetensors if plan.target.is_safetensors else run
+    for step in convert_plan(plan, out, limits, overwrite=overwrite, part=part):
+        if step.layer:
+            progress(Progress(f"calibrating {step.layer}"))
+        else:
+            progress(Progress(f"{stage}, {part}" if part else stage, step.done, step.total))
+        if step.stage in ("convert", "export"):
+            own_bytes = step.total
+        resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
+        is_published = step.stage != PART_DONE
     seconds = time.monotonic() - began
-    raw = read_sealed(out).raw
+    raw: dict[str, Any] = dict(read_sealed(out).raw) if is_published else {}
+    if raw and plan.target.is_safetensors:
+        raw = described(plan, raw)
     done = Conversion(
         out=out,
         family=plan.family,
-        source_state=raw["source"].get("verified"),
+        source_state=raw["source"].get("verified") if raw else None,
         arrays=len(plan.arrays),
         parameters=plan.parameters,
-        output_bytes=plan.output_bytes,
+        output_bytes=raw.get("stored_bytes", raw["bytes"]) if raw else plan.output_bytes,
         source_bytes=plan.source_bytes,
         resumed_bytes=resumed,
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
         skipped=plan.skipped,
         ignored_config=plan.ignored_config,
-        quantization=report(raw) if plan.quantization else None,
+        quantization=report(raw) if raw and plan.quantization else None,
+        part=part,
+        part_bytes=own_bytes,
+        published=is_published,
     )
     if check and done.already_there:
         verify(out, progress=progress).check()

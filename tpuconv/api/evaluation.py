@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
+from tpuconv.location import Location, local_path, to_location
 from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, Progress, ignore
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tpuconv.verify.checksums import Checked
     from tpuconv.verify.layerwise import LayerError
     from tpuconv.verify.logits import LogitStatistics
+    from tpuconv.verify.vectors import VectorStatistics
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Verification:
         seconds: wall-clock time.
     """
 
-    checkpoint: Path
+    checkpoint: Location
     arrays: int
     files: int
     bytes: int
@@ -67,7 +69,7 @@ class Verification:
         }
 
 
-def verify(ckpt: str | Path, *, update: bool = False, progress: Listener = ignore) -> Verification:
+def verify(ckpt: str | Location, *, update: bool = False, progress: Listener = ignore) -> Verification:
     """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
 
     Args:
@@ -83,7 +85,7 @@ def verify(ckpt: str | Path, *, update: bool = False, progress: Listener = ignor
     from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
     from tpuconv.verify import checksums
 
-    folder = Path(ckpt)
+    folder = to_location(ckpt)
     updated = checksums.update(read_manifest(folder)) if update else None
     began = time.monotonic()
     if kind_of(folder) == SAFETENSORS:
@@ -104,7 +106,7 @@ def verify(ckpt: str | Path, *, update: bool = False, progress: Listener = ignor
 
 @dataclass(frozen=True)
 class Comparison:
-    """The logits of a converted model beside those of transformers.
+    """The logits of a converted model beside those of transformers; or its scores or hidden states.
 
     Attributes:
         checkpoint: the folder of the checkpoint.
@@ -116,10 +118,10 @@ class Comparison:
         layers: errors of each layer; empty without `layerwise`.
     """
 
-    checkpoint: Path
+    checkpoint: Location
     source: str
     source_changed: Sequence[str] | None
-    statistics: "LogitStatistics"
+    statistics: "LogitStatistics | VectorStatistics"
     rounded: bool
     mesh: Mapping[str, int] | None
     layers: Sequence["LayerError"]
@@ -163,7 +165,7 @@ class Comparison:
 
 
 def compare(
-    ckpt: str | Path,
+    ckpt: str | Location,
     *,
     source: str | Path | None = None,
     prompts: Sequence[str] = (),
@@ -192,15 +194,19 @@ def compare(
             transformers lacks the model.
     """
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_logits
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
+    from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if layerwise and mesh:
         raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
-    manifest = read_manifest(Path(ckpt))
+    manifest = read_manifest(to_location(ckpt))
     manifest.check_own()
+    if layerwise:
+        check_logits(manifest)
     origin = manifest.raw["source"]
     devices = logits.device_mesh(mesh) if mesh else None
     layers: Sequence[LayerError] = ()
@@ -209,11 +215,12 @@ def compare(
         revision=None if source else origin["commit"],
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     )
-    with resolved, plain_path(resolved.folder) as source_folder, plain_path(manifest.folder) as folder:
+    own = local_path(resolved.folder, "transformers reads local files only")
+    with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         progress(Progress("comparing the source with that of the conversion"))
-        changed = changed_shards(resolved.folder, origin["shards"])
+        changed = changed_shards(own, origin["shards"])
         on_source(changed)
-        ids = tokenized(manifest, resolved.folder, prompts)
+        ids = tokenized(manifest, own, prompts)
         compute = manifest.dtype if dtype == "auto" else dtype
         if layerwise:
             layers, reference, ours = compare_layers(
@@ -221,15 +228,21 @@ def compare(
             )
         else:
             progress(Progress("running transformers"))
-            reference = logits.reference_logits(source_folder, ids, compute)
+            reference = logits.reference_logits(source_folder, ids, compute, manifest.returns)
     if not layerwise:
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
             ours = logits.model_logits(folder, ids, compute, devices)
-    gates = logits.DTYPE_GATES[compute]
-    if manifest.is_rounded and manifest.quantization:
-        gates = manifest.quantization["gates"]
-    statistics = logits.compare_logits(ids, reference, ours, compute, gates)
+    if manifest.returns:
+        gates = {} if manifest.is_rounded else VECTOR_GATES[compute]
+        statistics: LogitStatistics | VectorStatistics = compare_vectors(
+            manifest.returns, ids, reference, ours, compute, gates
+        )
+    else:
+        gates = logits.DTYPE_GATES[compute]
+        if manifest.is_rounded and manifest.quantization:
+            gates = manifest.quantization["gates"]
+        statistics = logits.compare_logits(ids, reference, ours, compute, gates)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["name"]),
@@ -247,17 +260,10 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
     """
-    from tpuconv.checkpoint.reader import read_checkpoint_config
-    from tpuconv.models.common.config import context_of
-    from tpuconv.models.registry import get_family
     from tpuconv.verify.logits import tokenize
 
     vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
-    context = context_of(
-        get_family(manifest.family).read_config(
-            read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays
-        )
-    )
+    context = model_context(manifest)
     with plain_path(tokenizer_folder) as path:
         ids = tokenize(path, prompts, vocab)
     for number, prompt_ids in enumerate(ids, 1) if prompts else ():
@@ -267,3 +273,11 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
                 hint="shorten it, or divide it into several prompts",
             )
     return ids
+
+
+def model_context(manifest: "Manifest") -> int:
+    """How many tokens the model of a checkpoint was made for."""
+    from tpuconv.models.common.config import context_of
+    from tpuconv.models.stored import model_config
+
+    return context_of(model_config(manifest))

@@ -1,12 +1,24 @@
 """Export."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tpuconv.errors import UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
+from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.convert.array_source import ArraySource
+    from tpuconv.convert.exporting import Exporting
+    from tpuconv.convert.plan.types import Skip
+    from tpuconv.sources.repository import Resolved
+    from tpuconv.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -16,78 +28,228 @@ class Export:
     Attributes:
         out: the folder with the safetensors files.
         family: the family of the model.
+        target: the program that the checkpoint is for.
+        arrays: the folder of the Orbax checkpoint.
+        skipped: what of a trainer's checkpoint was not exported.
         files: how many safetensors files there are.
         bytes: size of the tensors.
         already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
+        part: which of several processes this was; None if it was the only one.
+        published: whether OUT is complete. If not, the last of the other processes publishes it, and `files` is 0.
     """
 
-    out: Path
+    out: Location
     family: str
+    target: str
+    arrays: Location
+    skipped: "tuple[Skip, ...]"
     files: int
     bytes: int
     already_there: bool
     seconds: float
     peak_memory_bytes: int
+    part: ProcessPart | None
+    published: bool
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         return {
             "out": str(self.out),
             "family": self.family,
+            "target": self.target,
+            "arrays": str(self.arrays),
+            "skipped": [vars(skip) for skip in self.skipped],
             "files": self.files,
             "bytes": self.bytes,
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
+            **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
         }
 
 
 def export(
-    ckpt: str | Path,
-    out: str | Path,
+    ckpt: str | Location,
+    out: str | Location,
     *,
+    config: str | Location | None = None,
+    target: str | None = None,
+    with_skipped: str | Location | None = None,
+    scheme: str | None = None,
     overwrite: bool = False,
     check: bool = False,
+    part: ProcessPart | None = None,
     progress: Listener = ignore,
 ) -> Export:
     """Writes a checkpoint as safetensors, under the names that its tensors had. What was neither cast nor dequantized
-    comes back bit for bit. Quantized parameters are written in the formats of compressed-tensors, which vLLM, SGLang
-    and transformers load.
+    comes back bit for bit. Quantized parameters are written in the formats that vLLM, SGLang, tpu-inference and
+    transformers load.
 
     Args:
-        ckpt: a checkpoint of ours.
+        ckpt: a checkpoint of ours; with `config` one that a trainer saved with Orbax, its step, or its run, of which
+            the latest step is taken.
         out: the folder to write; it appears complete or not at all.
-        overwrite, check, progress: as of `convert`.
+        config: a folder or a Hub id with the config.json and the tokenizer of the model that was trained. If it has
+            safetensors, their names are those of `out`.
+        target: the program that a trainer's checkpoint is of; by default each is tried.
+        with_skipped: the source that the checkpoint was converted from, a folder or a Hub id, which gives the tensors
+            that the conversion skipped. It is proved to be the same.
+        scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
+            "mxfp4" (gpt-oss); by default that of their types.
+        overwrite, check, part, progress: as of `convert`. A part is some of the files.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
     from tpuconv.api.evaluation import verify
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.convert import export as exporting
-    from tpuconv.models.registry import get_family
-    from tpuconv.targets.compose import target_table
-    from tpuconv.targets.registry import get_target
+    from tpuconv.convert.export import export as export_arrays
+    from tpuconv.convert.run import PART_DONE, check_outside
+    from tpuconv.convert.sizing import Limits
+    from tpuconv.storage.sealed import read_sealed
 
-    manifest, folder = read_manifest(Path(ckpt)), Path(out)
-    family = get_family(manifest.family)
-    raw = exporting.released_config(manifest)
-    table, config = target_table(
-        get_target(manifest.target),
-        family.name,
-        raw["model_type"],
-        family.table_of(manifest.variant),
-        family.read_config(raw, manifest.allow_config, manifest.source_names),
-        scan_layers=manifest.scan_layers,
-        include_mtp=manifest.include_mtp,
-    )
-    progress(Progress("exporting"))
-    began, total, was_there = time.monotonic(), 0, False
-    for step in exporting.export(manifest, table, config, folder, overwrite=overwrite):
-        progress(Progress("exporting", step.done, step.total))
-        total, was_there = step.total, step.resumed == step.total
+    _check_options(config, target, with_skipped, scheme, part)
+    folder = to_location(out)
+    began, total, was_there, is_published = time.monotonic(), 0, False, True
+    with ExitStack() as stack:
+        if config is not None:
+            arrays, what, skipped = _trained(to_location(ckpt), str(config), target, stack, progress)
+            check_outside(arrays.manifest.folder, folder)
+        else:
+            arrays, what = _converted(to_location(ckpt), with_skipped, scheme, stack, progress)
+            skipped = ()
+        progress(Progress("exporting"))
+        jobs = Limits.of_this_machine().jobs
+        for step in export_arrays(arrays, what, folder, jobs, overwrite=overwrite, part=part):
+            progress(Progress(f"exporting, {part}" if part else "exporting", step.done, step.total))
+            is_published = step.stage != PART_DONE
+            total, was_there = step.total, is_published and step.resumed == step.total
     if check and was_there:
         verify(folder, progress=progress).check()
-    files = len(list(folder.glob("*.safetensors")))
-    return Export(folder, family.name, files, total, was_there, time.monotonic() - began, peak_memory())
+    manifest = arrays.manifest
+    return Export(
+        out=folder,
+        family=what.family,
+        target=manifest.target,
+        arrays=manifest.folder if config is not None else manifest.params,
+        skipped=skipped,
+        files=sum(name.endswith(".safetensors") for name in read_sealed(folder).files) if is_published else 0,
+        bytes=total,
+        already_there=was_there,
+        seconds=time.monotonic() - began,
+        peak_memory_bytes=peak_memory(),
+        part=part,
+        published=is_published,
+    )
+
+
+def _check_options(
+    config: object, target: str | None, with_skipped: object, scheme: str | None, part: ProcessPart | None
+) -> None:
+    """Raises UsageError for options that do not go together."""
+    if config is not None and part is not None:
+        raise UsageError(
+            "what a trainer saved is exported by one process", hint="leave out --process-count, --distributed and --ray"
+        )
+    if config is None and target is not None:
+        raise UsageError(
+            "--target is of a trainer's checkpoint, which needs --config", hint="leave it out, or give --config SRC"
+        )
+    if config is not None and scheme is not None:
+        raise UsageError(
+            "--scheme is for quantized checkpoints of tpuconv, and --config is for what a trainer saved",
+            hint="leave it out",
+        )
+    if config is not None and with_skipped is not None:
+        raise UsageError(
+            "--with-skipped needs the manifest of a conversion, and --config is for checkpoints without one",
+            hint="give one of them",
+        )
+
+
+def _converted(
+    ckpt: Location, with_skipped: str | Location | None, scheme: str | None, stack: ExitStack, progress: Listener
+) -> "tuple[ArraySource, Exporting]":
+    """The arrays of a checkpoint of ours, and what is exported of them."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.orbax_tree import holds_tree
+    from tpuconv.convert.array_source import CheckpointArrays
+    from tpuconv.convert.carried import carried
+    from tpuconv.convert.exporting import describe_exporting
+    from tpuconv.models.registry import get_family
+    from tpuconv.sources.source import open_source
+    from tpuconv.storage.places import is_there
+
+    if not is_there(ckpt / MANIFEST) and holds_tree(ckpt):
+        raise UsageError(
+            f"{ckpt} is a checkpoint of Orbax without {MANIFEST}",
+            hint="give --config SRC, the model that was trained: a folder or a Hub id",
+        )
+    manifest = read_manifest(ckpt)
+    arrays, family = CheckpointArrays(manifest), get_family(manifest.family)
+    beside = None
+    if with_skipped is not None:
+        origin = manifest.raw["source"]
+        revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
+        resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
+        source = open_source(resolved.folder, repo=resolved.repo)
+        own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
+        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), own_config)
+    return arrays, describe_exporting(arrays, scheme, beside)
+
+
+def _trained(
+    ckpt: Location, config: str, target: str | None, stack: ExitStack, progress: Listener
+) -> "tuple[ArraySource, Exporting, tuple[Skip, ...]]":
+    """The arrays of what a trainer saved, what is exported of them, and what is not."""
+    from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
+    from tpuconv.convert.exporting import Exporting
+    from tpuconv.convert.orbax_arrays import OrbaxArrays
+    from tpuconv.convert.way_back import explain_tree, parameters_of
+    from tpuconv.models.registry import find_family
+    from tpuconv.sources.config import without_encoding
+    from tpuconv.storage.places import is_there
+
+    folder = locate_tree(ckpt)
+    if is_there(ckpt / MANIFEST):
+        raise UsageError(
+            f"{ckpt} has a manifest of tpuconv, which says what it is",
+            hint="leave out --config; if a trainer wrote other arrays into it, give the folder of its step",
+        )
+    tree = TrainedTree(folder)
+    source = _described(stack.enter_context(_resolved(config, None, progress, weights=False)))
+    raw = without_encoding(source.config)
+    family = find_family(raw)
+    returns = family.returns(raw, source.tensors)
+    own_config = family.read_config(raw, tensors=source.tensors, returns=returns)
+    own_table = family.table_for(source.tensors, returns)
+    explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
+    parameters, padded = parameters_of(tree, explained)
+    arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
+    return arrays, Exporting(explained.table, explained.config, family.name), (*explained.skipped, *padded)
+
+
+def _resolved(src: str, revision: str | None, progress: Listener, *, weights: bool) -> "Resolved":
+    from tpuconv.sources.hub import resolve
+
+    return resolve(
+        src,
+        revision=revision,
+        weights=weights,
+        progress=lambda n, of: progress(Progress("downloading", n, of)),
+    )
+
+
+def _described(resolved: "Resolved") -> "Source":
+    """The source in a folder; without tensors if the folder has no safetensors."""
+    from tpuconv.sources.companions import find_companions
+    from tpuconv.sources.config import read_config
+    from tpuconv.sources.files import CONFIG_FILE
+    from tpuconv.sources.source import Source, open_source
+    from tpuconv.storage.places import names_in
+
+    folder, repo = resolved.folder, resolved.repo
+    if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
+        return open_source(folder, repo=repo, commit=resolved.commit)
+    config = read_config(folder / CONFIG_FILE)
+    return Source(folder, config, {}, (), companions=find_companions(folder))

@@ -1,12 +1,16 @@
-"""Inspect the tensors of a checkpoint."""
+"""Inspect the tensors of a checkpoint, and propose a family for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
+from tpuconv.location import Location, to_location
+
+if TYPE_CHECKING:
+    from tpuconv.convert.proposal import FamilyProposal
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Inspection:
         return {**facts, **sharded, "patterns": list(self.patterns)}
 
 
-def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspection:
+def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> Inspection:
     """The tensors of a checkpoint, from headers alone.
 
     Args:
@@ -47,12 +51,14 @@ def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspe
         TpuconvError: the path is none of these, or `mesh` is given for a checkpoint that is not ours.
     """
     from tpuconv.names import MANIFEST, collapse
+    from tpuconv.storage.places import is_file
     from tpuconv.storage.sealed import SAFETENSORS, kind_of
 
-    ours = (Path(path) / MANIFEST).is_file() and kind_of(Path(path)) != SAFETENSORS
+    folder = to_location(path)
+    ours = is_file(folder / MANIFEST) and kind_of(folder) != SAFETENSORS
     if mesh and not ours:
         raise UsageError(f"{path} is not a checkpoint of tpuconv: --mesh shards by its axes", hint="convert it first")
-    tensors = _our_tensors(Path(path), mesh or {}) if ours else _source_tensors(str(path))
+    tensors = _our_tensors(folder, mesh or {}) if ours else _source_tensors(str(path))
     patterns = []
     for pattern, names in collapse(tensors).items():
         kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
@@ -76,7 +82,7 @@ def inspect(path: str | Path, *, mesh: Mapping[str, int] | None = None) -> Inspe
     )
 
 
-def _our_tensors(path: Path, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """The arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
     from tpuconv.sharding import partition, shard_shape, undivided
@@ -107,3 +113,21 @@ def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
         with resolve(path, weights=False) as resolved:
             infos = dict(open_source(resolved.folder, repo=resolved.repo).tensors)
     return {name: {"dtype": info.dtype, "shape": info.shape, "bytes": info.nbytes} for name, info in infos.items()}
+
+
+def propose(src: str | Path) -> "FamilyProposal":
+    """The family that is nearest to a checkpoint that no family reads, what it explains, and a draft of a `family.py`.
+    From config.json and headers alone.
+
+    Args:
+        src: a folder with safetensors, or a Hub id.
+
+    Raises:
+        TpuconvError: the source cannot be read, or no family can read the sizes in its config.json.
+    """
+    from tpuconv.convert.proposal import propose_family
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.source import open_source
+
+    with resolve(str(src), weights=False) as resolved:
+        return propose_family(open_source(resolved.folder, repo=resolved.repo))

@@ -1,8 +1,11 @@
 """Load and save models."""
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.errors import UsageError
+from tpuconv.hosts import ProcessPart, find_part
+from tpuconv.location import Location, to_location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, Progress, ignore
@@ -15,30 +18,74 @@ if TYPE_CHECKING:
     from tpuconv.models.text_generator import TextGenerator
 
 
-def load(ckpt: str | Path, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None) -> "nnx.Module":
+def load(
+    ckpt: str | Location, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None, *, mtp: bool = False
+) -> "nnx.Module":
     """The model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
     from tpuconv import restore
 
-    with plain_path(Path(ckpt)) as folder:
-        return restore.load(folder, dtype, mesh)
+    with plain_path(to_location(ckpt)) as folder:
+        return restore.load(folder, dtype, mesh, mtp=mtp)
 
 
-def load_on_all_devices(folder: Path, dtype: Any = None) -> Any:
-    """The model of a checkpoint, sharded over all devices of this machine."""
-    check_address_space_for_jax(sum(path.stat().st_size for path in folder.glob("params/*/*")))
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+
+
+def join_processes() -> ProcessPart:
+    """Joins the processes of this cluster: from then on jax has the devices of all of them. It finds them on Cloud TPU,
+    GKE, Slurm and Open MPI; elsewhere JAX_COORDINATOR_ADDRESS is host and port of process 0, and index and count are
+    found as `tpuconv.hosts.find_part` does.
+
+    Returns:
+        Which of them this is.
+
+    Raises:
+        UsageError: they are not found.
+    """
+    import jax
+
+    if not jax.distributed.is_initialized():
+        if address := os.environ.get(COORDINATOR):
+            part = find_part()
+            jax.distributed.initialize(address, part.count, part.index)
+        else:
+            try:
+                jax.distributed.initialize()
+            except (RuntimeError, ValueError) as e:
+                raise UsageError(
+                    f"jax finds no other processes: {str(e).partition(chr(10))[0]}",
+                    hint=f"set {COORDINATOR} to HOST:PORT of process 0, JAX_PROCESS_ID and JAX_NUM_PROCESSES",
+                ) from e
+    return ProcessPart(jax.process_index(), jax.process_count())
+
+
+def leave_processes() -> None:
+    """Waits until all processes that joined call this, and ends what connects them."""
+    import jax
+
+    jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+
+
+def load_on_all_devices(folder: Location, dtype: Any = None, *, mtp: bool = False) -> Any:
+    """The model of a checkpoint, sharded over all devices, with `jax.distributed` those of all processes; with `mtp`
+    and its module for multi-token prediction."""
+    from tpuconv.checkpoint.manifest import read_manifest
+
+    check_address_space_for_jax(int(read_manifest(folder).raw["bytes"]))
     from tpuconv import restore
 
     with plain_path(folder) as path:
-        return restore.load(path, dtype, restore.default_mesh(path))
+        return restore.load(path, dtype, restore.default_mesh(path), mtp=mtp)
 
 
 def generator(
-    ckpt: str | Path,
+    ckpt: str | Location,
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     cache_dtype: str | None = None,
+    speculate: bool = False,
 ) -> "TextGenerator":
     """What continues texts with the model of a checkpoint, on all devices of this machine; see
     `tpuconv.models.text_generator.TextGenerator`.
@@ -48,41 +95,53 @@ def generator(
         temperature: 0 takes the most likely token.
         top_k: sample from the k most likely tokens.
         top_p: sample from the fewest tokens that have this probability together.
-        cache_dtype: "int8", or None for the model's.
+        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
+        speculate: draft tokens with the model's module for multi-token prediction; see
+            `tpuconv.models.speculate.Speculator`.
 
     Raises:
-        TpuconvError: the checkpoint cannot be loaded, or has no tokenizer.
+        TpuconvError: the checkpoint cannot be loaded, or has no tokenizer; or the model's cache cannot have this dtype;
+            or `speculate` is asked for with a
+            temperature, or the checkpoint has no module for multi-token prediction.
     """
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
     from tpuconv.models.generate import Sampling
+    from tpuconv.models.speculate import check_greedy
+    from tpuconv.models.stored import check_cache_dtype
     from tpuconv.models.text_generator import TextGenerator
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
-    manifest = read_manifest(Path(ckpt))
-    with plain_path(manifest.folder) as folder:
+    manifest = read_manifest(to_location(ckpt))
+    check_logits(manifest)
+    check_cache_dtype(manifest, cache_dtype)
+    sampling = Sampling(temperature, top_k, top_p)
+    if speculate:
+        check_greedy(sampling)
+    with tokenizer_folder(manifest) as folder:
         tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
-    model = load_on_all_devices(manifest.folder)
+    model = load_on_all_devices(manifest.folder, mtp=speculate)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
-    return TextGenerator(model, tokenizer, ends, Sampling(temperature, top_k, top_p), cache_dtype)
+    return TextGenerator(model, tokenizer, ends, sampling, cache_dtype, speculate=speculate)
 
 
 def save(
     model: "nnx.Module",
-    out: str | Path,
-    like: str | Path,
+    out: str | Location,
+    like: str | Location,
     *,
     overwrite: bool = False,
     max_memory: int | None = None,
     jobs: int | None = None,
     progress: Listener = ignore,
-) -> Path:
+) -> Location:
     """Writes a trained or changed model as a checkpoint that every command takes. It appears complete or not at all.
 
     Args:
         model: a Flax NNX model as `load` returns it, not quantized; its dtype is that of the checkpoint.
         out: the folder to write.
         like: the checkpoint that the model was loaded from: config, tokenizer and names come from it, and the arrays of
-            multi-token prediction layers, which are not part of the model.
+            multi-token prediction layers that the model does not have.
         overwrite, max_memory, jobs, progress: as of `convert`.
 
     Returns:
@@ -94,8 +153,7 @@ def save(
     from tpuconv import persist
     from tpuconv.convert.sizing import Limits
 
-    for step in persist.save(
-        model, Path(out), Path(like), Limits.of_this_machine(jobs, max_memory), overwrite=overwrite
-    ):
+    folder, limits = to_location(out), Limits.of_this_machine(jobs, max_memory)
+    for step in persist.save(model, folder, to_location(like), limits, overwrite=overwrite):
         progress(Progress("saving", step.done, step.total))
-    return Path(out)
+    return folder

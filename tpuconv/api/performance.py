@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import GateError, UsageError
-from tpuconv.paths import plain_path
+from tpuconv.location import Location, to_location
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Benchmark:
         timings: one for each combination of sizes.
     """
 
-    checkpoint: Path
+    checkpoint: Location
     source: str
     commit: str | None
     dtype: str
@@ -54,7 +54,7 @@ class Benchmark:
 
 
 def benchmark(
-    ckpt: str | Path,
+    ckpt: str | Location,
     *,
     batch: Sequence[int] = (1,),
     prompt_length: Sequence[int] = (128,),
@@ -62,6 +62,7 @@ def benchmark(
     repeats: int = 3,
     dtype: str = "auto",
     cache_dtype: str | None = None,
+    speculate: bool = False,
     progress: Listener = ignore,
 ) -> Benchmark:
     """Times prefill and decoding on all devices of this machine.
@@ -72,7 +73,8 @@ def benchmark(
             timed.
         repeats: runs of which the median is taken.
         dtype: of parameters and activations: "auto" (the checkpoint's), "bfloat16" or "float32".
-        cache_dtype: "int8", or None for the model's.
+        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
+        speculate: draft with the model's module for multi-token prediction, and time the tokenizer's prompt.
         progress: called before the model is loaded; nothing is called while times are taken.
 
     Raises:
@@ -80,20 +82,26 @@ def benchmark(
     """
     from tpuconv.api.models import load_on_all_devices
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
+    from tpuconv.models.stored import check_cache_dtype
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
     shapes = measuring.workloads(batch, prompt_length, new_tokens)
-    manifest = read_manifest(Path(ckpt))
+    manifest = read_manifest(to_location(ckpt))
+    check_logits(manifest)
+    check_cache_dtype(manifest, cache_dtype)
     compute = manifest.dtype if dtype == "auto" else dtype
-    with plain_path(manifest.folder) as path:
+    with tokenizer_folder(manifest) as path:
         tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     prompt_ids = tokenizer(measuring.PROMPT)["input_ids"] if tokenizer else []
     machine = measuring.machine()
     progress(Progress("loading"))
-    model = load_on_all_devices(manifest.folder, compute)
+    model = load_on_all_devices(manifest.folder, compute, mtp=speculate)
     progress(Progress(""))  # nothing is drawn while times are taken
-    timings = list(measuring.measure(model, shapes, repeats, machine.limits, prompt_ids, cache_dtype))
+    timings = list(
+        measuring.measure(model, shapes, repeats, machine.limits, prompt_ids, cache_dtype, speculate=speculate)
+    )
     text = None
     if tokenizer:
         text = measuring.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True)
@@ -125,7 +133,7 @@ class Fit:
     source: str
     request: "CompileRequest"
     reports: Sequence["FitReport"]
-    layouts: Path | None
+    layouts: Location | None
 
     @property
     def fitting(self) -> list["FitReport"]:
@@ -170,7 +178,7 @@ class Fit:
 
 
 def fit(
-    src: str | Path,
+    src: str | Location,
     topologies: Sequence[str],
     *,
     batch: int = 1,
@@ -193,7 +201,7 @@ def fit(
         context: tokens of a sequence, prompt and continuation.
         mesh: sizes of mesh axes; by default those with the fewest collectives.
         dtype: of parameters and activations: "auto" (bfloat16, or the checkpoint's), "bfloat16" or "float32".
-        cache_dtype: "int8", or None for the model's.
+        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
         quantize: name or path of a quantization config that the model would be quantized by.
         encoding: "keep" asks for encoded weights of a source as `convert --encoding keep` passes them through.
         write_layouts: write the compiler's preferred layouts into the checkpoint, for `load`.
@@ -216,7 +224,7 @@ def fit(
         progress(Progress("compiling"))
     layouts = None
     for report in [report for report in reports if report.fits] if write_layouts else ():
-        layouts = device_layouts.write_layouts(Path(src), report.device, report.mesh, report.layouts)
+        layouts = device_layouts.write_layouts(to_location(src), report.device, report.mesh, report.layouts)
     return Fit(str(src), request, reports, layouts)
 
 
@@ -225,7 +233,9 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     complete checkpoint."""
     from tpuconv.api.conversion import find_rules, is_checkpoint
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.config import without_keys
+    from tpuconv.models.registry import find_family
     from tpuconv.sources.hub import fetch_config
     from tpuconv.verify.topology.request import source_passthrough
 
@@ -238,7 +248,8 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
             raise UsageError(
                 f"{src} is converted already: its weights are taken as stored", hint="leave --encoding out"
             )
-        manifest = read_manifest(Path(src))
+        manifest = read_manifest(to_location(src))
+        check_logits(manifest)
         stored, allowed = manifest.dtype, manifest.allow_config
         if manifest.quantization and quantization:
             raise UsageError(
@@ -255,6 +266,11 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
             hint="make one first, with `tpuconv quantize` or `tpuconv convert`",
         )
     config = without_keys(fetch_config(src), allowed)
+    if returned := find_family(config).returns(config):
+        raise UsageError(
+            f"{src} has a model that returns {returned}: it does not decode, which is what is compiled",
+            hint="give a language model",
+        )
     if encoding == "keep":
         quantization = source_passthrough(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import CorruptOutput, UsageError, shorten
+from tpuconv.location import local_path
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def push(
     """
     from tpuconv.sources.hub_errors import client_errors
 
-    folder, branch = Path(path), revision or "main"
+    folder, branch = local_path(path, "push uploads local folders"), revision or "main"
     files = _complete(folder)
     _check_name(repo)
     if dry_run:
@@ -90,7 +91,8 @@ def _complete(folder: Path) -> dict[str, int]:
     """The files of an output and their sizes, after checking that it is complete and holds nothing else."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.names import MANIFEST
-    from tpuconv.storage.sealed import SAFETENSORS, STAGED, read_sealed, size_faults
+    from tpuconv.storage.places import size_faults
+    from tpuconv.storage.sealed import SAFETENSORS, STAGED, read_sealed
 
     sealed = read_sealed(folder)
     if not sealed.is_sealed:

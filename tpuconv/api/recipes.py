@@ -1,14 +1,28 @@
 """What rounding each group of parameters costs a model, and the recipe that a budget of bits allows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES
+from tpuconv.errors import GateError, UsageError
+from tpuconv.location import Location, local_path, to_location
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.quantize.recipe.search import Option, ParamGroup
+    from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
+    from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, Sums
+    from tpuconv.verify.logits import LogitStatistics
+
+
+ROUNDING_METHODS = ("gptq", "awq", "nearest")
+"""How weights are rounded while their costs are measured; the first is the default."""
+GATE_CANDIDATES = 64
+"""Recipes among which the smallest that holds its gates is searched, evenly by bits."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +31,24 @@ class Recipe:
 
     Attributes:
         out: the YAML file.
-        target_bits: the budget, in bits a weight.
+        picture: the page beside it.
+        target_bits: the budget, in bits a weight; None if gates were given.
+        gates: the bounds that it had to hold; None if a budget was given.
         bits_per_weight: what it takes, scales included.
         predicted_kl: sum of the groups' KL divergences, in nats a token.
-        measured_kl: KL divergence of the model with all groups quantized.
+        measured_kl, measured_top1: of the model with all groups quantized: KL divergence, and the share of tokens with
+            the same most likely next token, ties of two aside.
         chosen: the option of each group, in the order of `Sensitivity.groups`.
     """
 
     out: Path
-    target_bits: float
+    picture: Path
+    target_bits: float | None
+    gates: Mapping[str, float] | None
     bits_per_weight: float
     predicted_kl: float
     measured_kl: float
+    measured_top1: float
     chosen: Sequence["Option"]
 
 
@@ -39,102 +59,240 @@ class Sensitivity:
     Attributes:
         checkpoint: the folder of the checkpoint.
         dtype: in which the model ran.
+        method: how weights were rounded, of `ROUNDING_METHODS`.
         prompts: how many prompts it was measured on.
         tokens: how many tokens they have in all.
         groups: the groups with what each option costs, in the order of the model.
         recipe: the config for a budget of bits; None if none was asked for.
+        reused: whether the costs are those that an earlier call measured and kept.
     """
 
-    checkpoint: Path
+    checkpoint: Location
     dtype: str
+    method: str
     prompts: int
     tokens: int
     groups: Sequence["ParamGroup"]
     recipe: Recipe | None
+    reused: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         facts: dict[str, Any] = {
             "checkpoint": str(self.checkpoint),
             "dtype": self.dtype,
+            "method": self.method,
             "prompts": self.prompts,
             "tokens": self.tokens,
+            "reused": self.reused,
             "groups": [group.to_json() for group in sorted(self.groups, key=lambda group: -group.worst)],
         }
         if self.recipe:
             chosen = zip(self.groups, self.recipe.chosen, strict=True)
             facts["recipe"] = {
                 "out": str(self.recipe.out),
+                "picture": str(self.recipe.picture),
                 "target_bits": self.recipe.target_bits,
+                "gates": self.recipe.gates,
                 "bits_per_weight": round(self.recipe.bits_per_weight, 4),
                 "predicted_kl": self.recipe.predicted_kl,
                 "measured_kl": self.recipe.measured_kl,
+                "measured_top1": self.recipe.measured_top1,
                 "chosen": {group.pattern: option.qtype for group, option in chosen},
             }
         return facts
 
 
 def sensitivity(
-    ckpt: str | Path,
+    ckpt: str | Location,
     *,
     prompts: Sequence[str] = (),
     prompts_from: str = "the default prompts",
+    method: str = ROUNDING_METHODS[0],
+    calibration: str | Path | None = None,
+    samples: int = CALIBRATION_SAMPLES,
+    length: int = CALIBRATION_LENGTH,
     target_bits: float | None = None,
+    gates: Mapping[str, float] | None = None,
     recipe: str | Path = "recipe.yaml",
     overwrite: bool = False,
     progress: Listener = ignore,
 ) -> Sensitivity:
-    """Measures, in float32 on prompts, what each group of parameters costs the model in int8 and in int4.
+    """Measures, in float32 on prompts, what each group of parameters costs the model in each type of
+    `tpuconv.quantize.recipe.groups.OPTION_KINDS`, a layer at a time. The costs are kept beside the checkpoint, and used
+    again for the same checkpoint, prompts, and rounding; see `tpuconv.quantize.recipe.costs`.
 
     Args:
         ckpt: a checkpoint that is not quantized.
         prompts: texts; a built-in set by default.
         prompts_from: what the recipe says of where the prompts come from.
+        method: of `ROUNDING_METHODS`: how weights are rounded. A recipe then has it as its calibration.
+        calibration, samples, length: the text for GPTQ and AWQ, as of `quantize`.
         target_bits: also write the config with the lowest KL divergence at this many bits a weight.
-        recipe: where to write it.
-        overwrite: replace a file that is there.
+        gates: also write the smallest config that holds these bounds, such as {"top1": 0.99}; not with `target_bits`.
+        recipe: where to write it; the picture of what it was chosen from is beside it, with the suffix .html.
+        overwrite: replace files that are there.
         progress: called while it runs.
 
     Raises:
-        UsageError: no recipe takes so few bits, or the checkpoint is quantized.
+        UsageError: no recipe takes so few bits, the checkpoint is quantized, or there is no text to calibrate on.
         OutputError: the recipe's file exists.
-        GateError: logits of the model are not finite.
+        GateError: logits of the model are not finite, or no recipe holds the gates.
     """
-    from importlib.metadata import version
-
+    from tpuconv.api.calibration import calibration_data
     from tpuconv.api.evaluation import tokenized
-    from tpuconv.api.models import load_on_all_devices
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import tokenizer_folder
+    from tpuconv.quantize.config import Calibration, QuantConfig
     from tpuconv.quantize.recipe import search
+    from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.quantize.recipe.groups import find_choices
-    from tpuconv.quantize.recipe.measure import DTYPE, Probe
+    from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
 
-    folder, out = Path(ckpt), Path(recipe)
+    if target_bits is not None and gates:
+        raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
+    folder, out = to_location(ckpt), local_path(recipe)
     manifest = read_manifest(folder)
     choices = find_choices(manifest)
+    is_written = target_bits is not None or bool(gates)
+    if is_written:
+        for path in (out, out.with_suffix(PICTURE)):
+            search.check_free(path, overwrite)
     if target_bits is not None:
-        search.check_free(out, overwrite)
         choices.space.check(target_bits)
-    ids = tokenized(manifest, manifest.folder, prompts)
+    with tokenizer_folder(manifest) as tokenizer:
+        ids = tokenized(manifest, tokenizer, prompts)
+    settings = None if method == "nearest" else Calibration(method)
+    data = None
+    if settings or calibration is not None:
+        named = QuantConfig(f"--method {method}", "", (), calibration=settings)
+        data = calibration_data(folder, named, calibration, samples, length)
     tokens = sum(map(len, ids))
-    probe = Probe(load_on_all_devices(manifest.folder, DTYPE), choices, ids)
-    total, groups = sum(group.options[0].bits for group in choices.space.groups) // 8, []
-    for group in probe.each():
-        groups.append(group)
-        progress(Progress("measuring", sum(group.options[0].bits for group in groups) // 8, total))
-    found = None
-    if target_bits is not None:
-        model = replace(choices.space, groups=tuple(groups))
-        chosen = search.choose(model, target_bits)
-        predicted, measured = sum(option.kl for option in chosen), probe.together(chosen)
-        origin = manifest.raw["source"]
-        made = (
-            f"Made by tpuconv {version('tpuconv')}: quantize --target-bits {target_bits:g}",
-            f"Of {origin['name']} at {origin['commit'] or 'no commit'}",
-            f"On {len(ids)} prompts, {tokens} tokens: {prompts_from}",
-            f"KL(unquantized || quantized) in nats a token: {predicted:.3g} by the sum of the groups below, each "
-            f"quantized by itself; {measured:.3g} measured, in {DTYPE}",
+    rounding = (settings, data) if settings and data else None
+    kept = KeptCosts(manifest, choices.space, ids, rounding)
+    groups, found = kept.read(), None
+    reused = groups is not None
+    if groups is not None and not is_written:
+        return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, None, reused)
+    with TemporaryDirectory(dir=out.absolute().parent if is_written else None) as work:
+        probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding)
+        if groups is None:
+            total = sum(group.options[0].bits for group in choices.space.groups) // 8
+            groups = probe.each(lambda done, of: progress(Progress("measuring", total * done // of, total)))
+            kept.write(groups)
+        if is_written:
+            progress(Progress("measuring the recipe"))
+            space = replace(choices.space, groups=tuple(groups))
+            sums = search.best_sums(space)
+            if gates:
+                chosen, measured = _smallest(space, sums, probe, ids, gates)
+            else:
+                assert target_bits is not None
+                chosen = search.choose(space, target_bits)
+                measured = _measured(probe, ids, chosen, {})
+            found = Recipe(
+                out=out,
+                picture=out.with_suffix(PICTURE),
+                target_bits=target_bits,
+                gates=gates,
+                bits_per_weight=space.bits(chosen),
+                predicted_kl=sum(option.kl for option in chosen),
+                measured_kl=measured.mean_kl,
+                measured_top1=measured.top1_decided,
+                chosen=chosen,
+            )
+            _write(manifest, space, sums, found, (ids, prompts_from), (method, data), overwrite)
+    return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, found, reused)
+
+
+PICTURE = ".html"
+"""The suffix of the picture beside a recipe."""
+
+
+def _measured(
+    probe: "LayerwiseProbe",
+    ids: Sequence[Sequence[int]],
+    options: Sequence["Option"],
+    gates: Mapping[str, float],
+) -> "LogitStatistics":
+    from tpuconv.quantize.recipe.layerwise import DTYPE
+    from tpuconv.verify.logits import compare_logits
+
+    plain, quantized = [], []
+    for reference, ours in probe.together(options):
+        plain.append(reference)
+        quantized.append(ours)
+    return compare_logits(ids, plain, quantized, DTYPE, gates)
+
+
+def _smallest(
+    space: "SearchSpace",
+    sums: "Sums",
+    probe: "LayerwiseProbe",
+    ids: Sequence[Sequence[int]],
+    gates: Mapping[str, float],
+) -> "tuple[list[Option], LogitStatistics]":
+    """The choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates: by bisection,
+    since more bits nearly always lose less.
+
+    Raises:
+        GateError: none does.
+    """
+    step = max(1, len(sums.bits) // GATE_CANDIDATES)
+    numbers = [number for number in range(len(sums.bits) - 1, -1, -step) if sums.kl[number] > 0][::-1]
+    found, low, high = None, 0, len(numbers)
+    while low < high:
+        middle = (low + high) // 2
+        options = sums.options(space, numbers[middle])
+        measured = _measured(probe, ids, options, gates)
+        if measured.failures():
+            low = middle + 1
+        else:
+            found, high = (options, measured), middle
+    if found is None:
+        raise GateError(
+            "no recipe holds the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
+            hint="give gates that allow more, or leave the model unquantized",
         )
-        search.write(search.to_yaml(model, chosen, made), out, overwrite)
-        found = Recipe(out, target_bits, model.bits(chosen), predicted, measured, chosen)
-    return Sensitivity(folder, DTYPE, len(ids), tokens, groups, found)
+    return found
+
+
+def _write(
+    manifest: "Manifest",
+    space: "SearchSpace",
+    sums: "Sums",
+    found: Recipe,
+    measured_on: tuple[Sequence[Sequence[int]], str],
+    calibrated: "tuple[str, CalibrationData | None]",
+    overwrite: bool,
+) -> None:
+    """Writes a recipe and its picture."""
+    from importlib.metadata import version
+
+    from tpuconv.quantize.recipe import picture, search
+    from tpuconv.quantize.recipe.layerwise import DTYPE
+
+    (ids, prompts_from), (method, data) = measured_on, calibrated
+    asked = (
+        f"--target-bits {found.target_bits:g}"
+        if found.target_bits is not None
+        else " ".join(f"--gate {name}={bound:g}" for name, bound in (found.gates or {}).items())
+    )
+    origin = manifest.raw["source"]
+    made = [
+        f"Made by tpuconv {version('tpuconv')}: quantize {asked} --method {method}",
+        f"Of {origin['name']} at {origin['commit'] or 'no commit'}",
+        f"On {len(ids)} prompts, {sum(map(len, ids))} tokens: {prompts_from}",
+    ]
+    if data:
+        made.append(f"Calibrated on {data.samples} samples of {data.length} tokens: {data.text}")
+    made.append(
+        f"KL(unquantized || quantized) in nats a token: {found.predicted_kl:.3g} by the sum of the groups below, each "
+        f"quantized by itself; {found.measured_kl:.3g} measured, in {DTYPE}"
+    )
+    text = search.to_yaml(space, found.chosen, made, found.gates, method if data else None)
+    chosen = picture.Point(f"{found.out.name}, measured", found.bits_per_weight, found.measured_kl, is_chosen=True)
+    points = [*picture.uniform_points(space), chosen]
+    page = picture.front_page(f"{origin['name']}: {found.out.name}", space, sums, points)
+    search.write(text, found.out, overwrite)
+    search.write(page, found.picture, overwrite)

@@ -5,16 +5,15 @@ They are a hint: without them arrays are laid out anew when a step starts. The m
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
+from tpuconv.location import Location
 from tpuconv.names import collapse, expand
-from tpuconv.storage.disk import replace_file
-from tpuconv.storage.sealed import take_in
+from tpuconv.storage.places import is_there
+from tpuconv.storage.sealed import take_in, write_whole
 
 LAYOUTS = "layouts.json"
 LAYOUTS_FORMAT = 1
@@ -44,7 +43,7 @@ LAYOUT_SCHEMA = {
 }
 
 
-def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
+def read_layouts(folder: Location, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
     """Reads the layouts for a kind of device ("TPU v5 lite") and a mesh, given by the sizes of its axes.
 
     Returns:
@@ -62,7 +61,9 @@ def read_layouts(folder: Path, device: str, mesh: Mapping[str, int]) -> dict[str
     return out
 
 
-def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: Mapping[str, DeviceLayout]) -> Path:
+def write_layouts(
+    folder: Location, device: str, mesh: Mapping[str, int], layouts: Mapping[str, DeviceLayout]
+) -> Location:
     """Writes the layouts for a kind of device and a mesh. They replace earlier ones for both; others stay.
 
     Returns:
@@ -83,7 +84,7 @@ def write_layouts(folder: Path, device: str, mesh: Mapping[str, int], layouts: M
             arrays |= dict.fromkeys([pattern] if is_complete else members, layout._asdict())
     entries = [*kept_entries, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
     path = folder / LAYOUTS
-    replace_file(path, _to_text(entries).encode())
+    write_whole(path, _to_text(entries).encode())
     take_in(folder, LAYOUTS)
     return path
 
@@ -98,9 +99,9 @@ def _to_text(entries: list[dict[str, Any]]) -> str:
     return f'{{"format": {LAYOUTS_FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def _read_entries(folder: Path) -> list[dict[str, Any]]:
+def _read_entries(folder: Location) -> list[dict[str, Any]]:
     path = folder / LAYOUTS
-    if not os.path.lexists(path):
+    if not is_there(path):
         return []
     try:
         raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)

@@ -15,22 +15,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
 import numpy as np
 import xxhash
 
+from tpuconv.checkpoint.schema import CHECKPOINT_SCHEMA
 from tpuconv.checkpoint.shards import MAX_SLOTS, ShardedArraySpec
 from tpuconv.errors import CorruptOutput, UsageError
-from tpuconv.jsonfile import MAX_BYTES, AtLeast, Each, OneOf, Optional, Range, Size, check, read_bytes, short
+from tpuconv.jsonfile import MAX_BYTES, check, read_bytes, short
 from tpuconv.layout import Shape, parse_axes
+from tpuconv.location import Location
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed, size_faults
+from tpuconv.storage.places import is_there, size_faults
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint, unless the target has it elsewhere."""
@@ -46,79 +48,6 @@ OWN_TARGET = "tpuconv"
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
 """Of one array, which would have 5 TB."""
-
-NUMBERS = (
-    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn", "float16", "bfloat16", "float32", "float64"),
-)
-"""Dtypes of stored elements."""
-
-_SUM = AtLeast(0, finite=False)
-STATISTICS = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1)}
-"""What was found when a parameter was quantized. The sums may be infinite or NaN if such values are allowed."""
-
-_ENCODED = {"qtype": str, "tiles": [Range(1)], "bits": AtLeast(0)}
-_QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": STATISTICS}
-_PASSTHROUGH = {
-    **_ENCODED,
-    "qtype": OneOf(*NUMBERS),
-    "kept": str,
-    "stored": [{"dtype": OneOf(*DTYPES), "shape": [Size], "extra": [OneOf(*DTYPES)], "tensor_scale": Optional(bool)}],
-}
-_NAMED = {"name": str, "summary": str}
-QUANTIZATIONS = (
-    {
-        **_NAMED,
-        "rules": [dict],
-        "scale_dtype": Optional(str | None),
-        "gates": Optional(Each(float)),
-        "parameters": Each((_QUANTIZED, {**_PASSTHROUGH, "rule": Size, "figures": STATISTICS})),
-    },
-    {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_PASSTHROUGH)},
-)
-"""Of parameters that were quantized by rules, which `quantize.config` reads, and of parameters that stay encoded."""
-
-CHECKPOINT_SCHEMA = {
-    "source": {
-        "name": str,
-        "repo": str | None,
-        "commit": str | None,
-        "folder": str | None,
-        "shards": Each({"bytes": Size, "sha256": str | None}),
-    },
-    "family": str,
-    "variant": Optional(str),
-    "options": {
-        "dtype": str,
-        "scan_layers": bool,
-        "layers": ([Size], None),
-        "include_mtp": Optional(bool),
-        "encoding": Optional(str),
-        "allow_config": Optional([str]),
-        "target": Optional(str),
-        "adapters": Optional([{"name": str, "weight": float, "xxh3_128": str}]),
-    },
-    "folder": Optional(str),
-    "versions": Each(str),
-    "parameters": Size,
-    "bytes": Size,
-    "skipped": [{"pattern": str, "count": Size, "reason": str}],
-    "arrays": Each(
-        {
-            "shape": [Size],
-            "dtype": OneOf(*NUMBERS),
-            "axes": str,
-            "chunks": [Size],
-            "shards": Optional([Size]),
-            "sources": [str],
-            "xxh3": str,
-            "crc32c": Optional(str),
-            "buffer": Optional(bool),
-        }
-    ),
-    "quantization": Optional(QUANTIZATIONS),
-}
-"""Of a checkpoint."""
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
@@ -151,7 +80,8 @@ def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array as the manifest describes it. `shards` and `crc32c` are None in manifests of format 1."""
+    """An array as the manifest describes it. `shards` and `crc32c` are None in manifests of format 1. `shard_bytes` are
+    the sizes of the files of a compressed array, in row-major order of their grid; None for others."""
 
     name: str
     shape: Shape
@@ -163,19 +93,32 @@ class StoredArray:
     buffer: bool
     shards: Shape | None
     crc32c: str | None
+    shard_bytes: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> ShardedArraySpec:
         """How the array is divided among files. Not for manifests of format 1."""
         assert self.shards is not None
-        return ShardedArraySpec(self.shape, np.dtype(self.dtype), self.shards, self.chunks)
+        return ShardedArraySpec(
+            self.shape,
+            np.dtype(self.dtype),
+            self.shards,
+            self.chunks,
+            compressed=self.is_compressed,
+            file_bytes=self.shard_bytes or (),
+        )
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its chunks are zstd frames."""
+        return self.shard_bytes is not None
 
 
 @dataclass(frozen=True)
 class Manifest:
     """A manifest that was read. `raw` is all of it."""
 
-    folder: Path
+    folder: Location
     sealed: Sealed
     arrays: Mapping[str, StoredArray]
 
@@ -217,7 +160,7 @@ class Manifest:
         """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong. Reads
         no contents. Manifests of format 1 list no files: only the folders of arrays are checked."""
         if not self.sealed.is_sealed:
-            missing = (name for name in self.arrays if not (self.params / name).is_dir())
+            missing = (name for name in self.arrays if not is_there(self.params / name))
             yield from ((self.path_of(name), "is missing") for name in missing)
             return
         yield from size_faults(self.folder, self.file_sizes())
@@ -230,7 +173,7 @@ class Manifest:
         return sizes
 
     @property
-    def params(self) -> Path:
+    def params(self) -> Location:
         """The folder of the Orbax checkpoint."""
         return self.folder / str(self.raw.get("folder", PARAMS))
 
@@ -274,6 +217,11 @@ class Manifest:
     def variant(self) -> str:
         """Which of the family's tables has the source's names: see `MappingTable.variant`."""
         return str(self.raw.get("variant", ""))
+
+    @property
+    def returns(self) -> str:
+        """What the model returns if not logits: see `MappingTable.returns`."""
+        return str(self.raw.get("returns", ""))
 
     @property
     def scan_layers(self) -> bool:
@@ -362,7 +310,7 @@ def passthrough_facts(passthrough: Mapping[str, Passthrough]) -> dict[str, Any]:
     }
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Reads the manifest of a converted checkpoint.
 
     Raises:
@@ -378,7 +326,26 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} holds safetensors that `tpuconv export` wrote", hint="give the checkpoint that it was made from"
         )
     check(raw, CHECKPOINT_SCHEMA, str(path), CorruptOutput)
-    arrays = {
+    arrays = stored_arrays(raw)
+    inside = raw.get("folder", PARAMS)
+    if inside != "." and any(part in ("", ".", "..") for part in inside.split("/")):
+        raise CorruptOutput(f"{path}: folder is not a folder in the output, but {short(inside)}")
+    layers = raw["options"]["layers"]
+    if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
+        raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
+    for name, array in arrays.items():
+        if fault := _array_fault(array, sealed.is_sealed, raw):
+            raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
+    if "target" not in raw["options"]:  # others have names of their own for the parts of a parameter
+        for name in (raw.get("quantization") or {}).get("parameters", ()):
+            if fault := _parts_fault(name, arrays):
+                raise CorruptOutput(f"{path}: quantization.parameters.{name} {fault}")
+    return Manifest(folder, sealed, arrays)
+
+
+def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
+    """The arrays of a parsed manifest."""
+    return {
         name: StoredArray(
             name=name,
             shape=tuple(a["shape"]),
@@ -390,19 +357,19 @@ def read_manifest(folder: Path) -> Manifest:
             buffer=a.get("buffer", False),
             shards=tuple(a["shards"]) if "shards" in a else None,
             crc32c=a.get("crc32c"),
+            shard_bytes=tuple(a.get("shard_bytes", ())) if "compression" in a else None,
         )
         for name, a in raw["arrays"].items()
     }
-    inside = raw.get("folder", PARAMS)
-    if inside != "." and any(part in ("", ".", "..") for part in inside.split("/")):
-        raise CorruptOutput(f"{path}: folder is not a folder in the output, but {short(inside)}")
-    layers = raw["options"]["layers"]
-    if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
-        raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
-    for name, array in arrays.items():
-        if fault := _array_fault(array, sealed.is_sealed, raw):
-            raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
-    return Manifest(folder, sealed, arrays)
+
+
+def _parts_fault(name: str, arrays: Mapping[str, StoredArray]) -> str | None:
+    """What is impossible in the arrays of a quantized parameter; None if nothing."""
+    parts = [arrays.get(name + suffix) for suffix in (QVALUE, SCALE)]
+    if None in parts:
+        return "has no quantized values or no scales in arrays"
+    scale = arrays[name + SCALE]
+    return None if "float" in scale.dtype else f"has scales of the dtype {scale.dtype}"
 
 
 @cache
@@ -437,4 +404,6 @@ def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) ->
         return f"has shards {array.shards} of more than {MAX_SLOTS} chunks"
     if prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)) > MAX_CHUNKS:
         return f"has more than {MAX_CHUNKS} chunks"
+    if array.shard_bytes is not None and len(array.shard_bytes) != prod(array.spec.grid):
+        return f"has the sizes of {len(array.shard_bytes)} shards, but {prod(array.spec.grid)} shards"
     return None

@@ -1,27 +1,21 @@
-"""A converted checkpoint as a source: reading its arrays.
-
-Shard files are read around the page cache if the file system can, as they were written, unless they are in the cache
-already. Everything that is read is checked: each chunk, and the index of each shard, has its checksum.
+"""A converted checkpoint as a source: reading its arrays. Everything that is read is checked: each chunk, and the index
+of each shard, has its checksum.
 """
 
-import errno
-import fcntl
-import mmap
-import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import FileIO
-from itertools import product
+from itertools import islice, product
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from tpuconv import buckets
 from tpuconv.checkpoint.manifest import (
     Manifest,
     StoredArray,
@@ -31,35 +25,35 @@ from tpuconv.checkpoint.manifest import (
     element_bytes,
     read_manifest,
 )
+from tpuconv.checkpoint.shard_files import ShardFile, open_shard
 from tpuconv.checkpoint.shards import (
-    CHUNK_BYTES,
     CRC_BYTES,
     INDEX_ENTRY,
     MAX_SLOTS,
     ShardedArraySpec,
     checked,
+    decoded,
     shard_name,
 )
 from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError, shorten
 from tpuconv.jsonfile import MIB, check, parse
-from tpuconv.mapping.table import Map, MappingTable
+from tpuconv.layout import Shape
+from tpuconv.location import BucketPath, Location
+from tpuconv.mapping.table import PERIODS, Map, MappingTable
 from tpuconv.names import collapse
+from tpuconv.paths import plain_path
 from tpuconv.sources.companions import SOURCE_CARD, find_companions, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
-from tpuconv.storage.disk import DIRECT_BYTES, page_buffer
-from tpuconv.storage.hashes import hash_bytes, open_regular
+from tpuconv.storage.hashes import blocks, hash_bytes
 from tpuconv.storage.sealed import copy_file
-
-READ_BYTES = 4 * MIB
-"""Read at once, or one chunk more."""
+from tpuconv.storage.sinks import FolderSink, Sink
 
 MAX_ZARR_BYTES = 1 * MIB
 """Of a zarr.json, which has about 900 bytes."""
-
-_own = threading.local()
 
 SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
@@ -86,7 +80,9 @@ class Checkpoint(Source):
         pool.shutdown(wait=False)
         return future
 
-    def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> "CheckpointReader":
+    def open(
+        self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
+    ) -> "CheckpointReader":
         """A reader of the arrays. Waits until their contents are checked.
 
         Raises:
@@ -103,25 +99,43 @@ class Checkpoint(Source):
     def encoding(self) -> None:
         """None: config.json describes the encoding of the original source."""
 
-    def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
+    def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         """What the manifest says about the original source."""
         return dict(self.manifest.raw["source"])
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
         """The shard files of an array: file, first byte and number of bytes."""
-        return [(path, 0, path.stat().st_size) for path in sorted((self.manifest.params / info.name).glob("c*"))]
+        folder = self.manifest.params / info.name
+        if isinstance(folder, BucketPath):
+            return []
+        return [(path, 0, path.stat().st_size) for path in sorted(folder.glob("c*"))]
 
-    def copy_companion(self, name: str, target: Path) -> None:
-        """Copies a file that came with the weights. Raises SourceError if it was changed."""
-        copy_companion(self.manifest, name, target, self.companions[name])
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """Copies a file that came with the weights into an output. Raises SourceError if it was changed."""
+        copy_companion(self.manifest, name, sink, target, self.companions[name])
 
     def table(self) -> MappingTable:
         """A table that maps every array to the parameter of the same name."""
         rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
-        return MappingTable(rows, variant=self.manifest.variant)
+        periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
+        axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
+        return MappingTable(rows, variant=self.manifest.variant, returns=self.manifest.returns, axes=axes)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def check_logits(manifest: Manifest) -> None:
+    """Checks that the model of a checkpoint returns logits.
+
+    Raises:
+        UsageError: it returns scores or hidden states.
+    """
+    if manifest.returns:
+        raise UsageError(
+            f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it has no next token",
+            hint="take a checkpoint of a language model; `tpuconv.load` gives a model to call",
+        )
+
+
+def open_checkpoint(folder: Location) -> Checkpoint:
     """Opens the checkpoint in a folder.
 
     Raises:
@@ -155,17 +169,30 @@ def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
     return {name: dict(facts) for name, facts in files if is_companion(name) or name == SOURCE_CARD}
 
 
-def copy_companion(manifest: Manifest, name: str, target: Path, facts: Mapping[str, Any]) -> None:
-    """Copies a file that came with the weights, whose size and hash are `facts`.
+def copy_companion(manifest: Manifest, name: str, sink: Sink, target: str, facts: Mapping[str, Any]) -> None:
+    """Copies a file that came with the weights, whose size and hash are `facts`, into an output, as `target`.
 
     Raises:
         SourceError: it cannot be read, or was changed; or the checkpoint was replaced.
     """
     try:
-        copy_file(manifest.folder / name, target, facts)
+        copy_file(manifest.folder / name, sink, target, facts)
     except SourceError:
         manifest.check_current()
         raise
+
+
+@contextmanager
+def tokenizer_folder(manifest: Manifest) -> Iterator[Path]:
+    """A local folder with the tokenizer and the configs of a checkpoint: its own, or copies of what is in a bucket."""
+    if isinstance(manifest.folder, Path):
+        with plain_path(manifest.folder) as path:
+            yield path
+        return
+    with TemporaryDirectory() as name:
+        for companion, facts in companions_of(manifest).items():
+            copy_companion(manifest, companion, FolderSink(Path(name)), companion, facts)
+        yield Path(name)
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
@@ -187,8 +214,7 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
         manifest: of the checkpoint.
         name: of the array.
         box: a slice or an integer for each of the first axes. `out` lacks axes with an integer; axes that `box` lacks
-            are
-            read completely.
+            are read completely.
         out: in the array's dtype.
 
     Raises:
@@ -209,6 +235,14 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
         ) from None
 
 
+def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:
+    """Returns an array of a checkpoint, or the slice of one layer if its first axis is L."""
+    stored = manifest.arrays[name]
+    out = np.empty(stored.shape if layer is None else stored.shape[1:], stored.dtype)
+    read_box(manifest, name, () if layer is None else (layer,), out)
+    return out
+
+
 def _error_text(error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name} is missing"
@@ -216,8 +250,7 @@ def _error_text(error: OSError | ValueError) -> str:
 
 
 def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
-    with open_regular(manifest.params / array.name / "zarr.json") as file:
-        data = file.read(MAX_ZARR_BYTES)
+    data = b"".join(islice(blocks(manifest.params / array.name / "zarr.json", MAX_ZARR_BYTES), 1))
     if manifest.sealed.is_sealed:
         if hash_bytes(data) != manifest.sealed.files.get(manifest.path_of(f"{array.name}/zarr.json")):
             raise ValueError("zarr.json was changed")
@@ -225,7 +258,8 @@ def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
     try:
         found = parse(data, "zarr.json", CorruptOutput)
         shards = tuple(found["chunk_grid"]["configuration"]["chunk_shape"])
-        spec = ShardedArraySpec(array.shape, np.dtype(array.dtype), shards, array.chunks)
+        dtype = np.dtype(array.dtype)
+        spec = ShardedArraySpec(array.shape, dtype, shards, array.chunks, compressed=array.is_compressed)
         divide = all(s and s % c == 0 for s, c in zip(shards, array.chunks, strict=True))
         if divide and prod(spec.slots) <= MAX_SLOTS and found == spec.zarr_json():
             return spec
@@ -234,9 +268,10 @@ def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
     raise ValueError("zarr.json does not describe the array of the manifest")
 
 
-def _read_box(folder: Path, spec: ShardedArraySpec, box: Sequence[slice], out: np.ndarray) -> None:
-    """`out` has unsigned integers of the size of the elements."""
-    for index in product(*(range(b.start // n, -(-b.stop // n)) for b, n in zip(box, spec.shards, strict=True))):
+def _read_box(folder: Location, spec: ShardedArraySpec, box: Sequence[slice], out: np.ndarray) -> None:
+    """`out` has unsigned integers of the size of the elements. From a bucket several shards come at a time."""
+
+    def read(index: Shape) -> None:
         slots, sources, targets = [], [], []
         for slot, start in spec.starts(index):
             ends = (min(a + c, b.stop) for a, c, b in zip(start, spec.chunks, box, strict=True))
@@ -246,10 +281,17 @@ def _read_box(folder: Path, spec: ShardedArraySpec, box: Sequence[slice], out: n
                 sources.append(tuple(slice(f - a, e - a) for (f, e), a in zip(ranges, start, strict=True)))
                 targets.append(tuple(slice(f - b.start, e - b.start) for (f, e), b in zip(ranges, box, strict=True)))
         if not slots:
-            continue
-        with open_regular(folder / shard_name(index)) as file:
+            return
+        with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
             for chunk, source, target in zip(_read_chunks(file, spec, slots), sources, targets, strict=True):
                 out[target] = chunk.view(out.dtype).reshape(spec.chunks)[source]
+
+    indices = list(product(*(range(b.start // n, -(-b.stop // n)) for b, n in zip(box, spec.shards, strict=True))))
+    if isinstance(folder, BucketPath) and len(indices) > 1:
+        buckets.for_each(read, indices)
+    else:
+        for index in indices:
+            read(index)
 
 
 def read_checksum(manifest: Manifest, name: str) -> str:
@@ -264,7 +306,7 @@ def read_checksum(manifest: Manifest, name: str) -> str:
         spec = _stored_spec(manifest, array)
         for index in product(*map(range, spec.grid)):
             slots, starts = zip(*spec.starts(index), strict=True)
-            with open_regular(folder / shard_name(index)) as file:
+            with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
                 for start, chunk in zip(starts, _read_chunks(file, spec, slots), strict=True):
                     total += chunk_checksum(spec.shape, spec.chunks, start, chunk)
     except (OSError, ValueError) as e:
@@ -282,7 +324,7 @@ def check_contents(manifest: Manifest, names: Collection[str]) -> None:
     """
     if not manifest.sealed.is_sealed:
         return
-    with ThreadPoolExecutor(CHECKERS) as pool:
+    with ThreadPoolExecutor(BUCKET_CHECKERS if isinstance(manifest.folder, BucketPath) else CHECKERS) as pool:
         faults = [fault for fault in pool.map(lambda name: _content_fault(manifest, name), names) if fault]
     if faults:
         manifest.check_current()
@@ -296,8 +338,8 @@ def check_contents(manifest: Manifest, names: Collection[str]) -> None:
         )
 
 
-CHECKERS = 8
-"""Number of threads: each waits for the disk most of the time."""
+CHECKERS, BUCKET_CHECKERS = 8, 32
+"""Number of threads: each waits most of the time, for the disk or for a bucket."""
 
 
 def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
@@ -306,93 +348,52 @@ def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
     try:
         spec = _stored_spec(manifest, array)
         for index in product(*map(range, spec.grid)):
-            with open_regular(folder / shard_name(index)) as file:
-                size = os.fstat(file.fileno()).st_size
-                was_cached = _is_cached(file, size)
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                entries = _read_shard_index(file, spec, size)
-                if not np.array_equal(entries, spec.layout(index)):
+            with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
+                file.begin_samples()
+                entries = _read_shard_index(file, spec)
+                if not spec.is_dense(index, entries, file.size):
                     raise ValueError(f"{shard_name(index)} does not hold the chunks that tpuconv writes")
                 ends = (entries[spec.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
-                crcs = b"".join([os.pread(file.fileno(), CRC_BYTES, end) for end in ends])
-                total += crc_checksum(spec.grid, index, crcs)
-                if not was_cached:  # else who reads it next takes the few pages that are there for all
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                total += crc_checksum(spec.grid, index, b"".join(file.samples(ends, CRC_BYTES)))
+                file.end_samples()
     except (OSError, ValueError) as e:
         return name, _error_text(e)
     return None if f"{add_checksums((total,)):016x}" == array.crc32c else (name, "holds other values")
 
 
-def _read_chunks(file: FileIO, spec: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
+def _read_chunks(file: ShardFile, spec: ShardedArraySpec, slots: Sequence[int]) -> Iterator[np.ndarray]:
     """Yields the bytes of some chunks of a shard, each valid until the next. Adjacent chunks are read together."""
-    name, size = Path(file.name).name, os.fstat(file.fileno()).st_size
-    if size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not _is_cached(file, size):
-        _set_flags(file, os.O_DIRECT)
-    end = size - spec.index_bytes
-    index = _read_shard_index(file, spec, size)
+    file.expect(len(slots) * spec.slot_bytes)
+    end = file.size - spec.index_bytes
+    index = _read_shard_index(file, spec)
     spans = []
     for slot in slots:
         start, length = map(int, index[slot])
-        if length != spec.slot_bytes or start + length > end:
-            raise ValueError(f"a chunk of {name} is missing")
+        fits = CRC_BYTES < length <= spec.slot_bytes if spec.compressed else length == spec.slot_bytes
+        if not fits or start + length > end:
+            raise ValueError(f"a chunk of {file.name} is missing")
         spans.append((start, start + length))
     while spans:
         count = 1
-        while count < len(spans) and spans[count][0] == spans[count - 1][1] <= spans[0][0] + READ_BYTES:
+        while count < len(spans) and spans[count][0] == spans[count - 1][1] <= spans[0][0] + file.read_bytes:
             count += 1
         first = spans[0][0]
-        data = _read_pages(file, first, spans[count - 1][1])
+        data = file.read(first, spans[count - 1][1])
         for start, stop in spans[:count]:
-            yield checked(data[start - first : stop - first], f"a chunk of {name}")
+            what = f"a chunk of {file.name}"
+            yield decoded(checked(data[start - first : stop - first], what), spec, what)
         del spans[:count]
 
 
-def _read_shard_index(file: FileIO, spec: ShardedArraySpec, size: int) -> np.ndarray:
+def _read_shard_index(file: ShardFile, spec: ShardedArraySpec) -> np.ndarray:
     """[chunks, 2]: where each chunk of a shard begins, and how long it is."""
-    name = Path(file.name).name
-    if size < spec.index_bytes:
-        raise ValueError(f"{name} is too short")
-    data = _read_pages(file, size - spec.index_bytes, size)
-    return checked(data, f"the index of {name}").copy().view(INDEX_ENTRY).reshape(-1, 2)
+    if file.size < spec.index_bytes:
+        raise ValueError(f"{file.name} is too short")
+    data = file.read(file.size - spec.index_bytes, file.size)
+    return checked(data, f"the index of {file.name}").copy().view(INDEX_ENTRY).reshape(-1, 2)
 
 
-def _is_cached(file: FileIO, size: int) -> bool:
-    """Whether the end of a file is in the page cache, and so most likely all of it."""
-    try:
-        return bool(os.preadv(file.fileno(), [bytearray(1)], size - 1, os.RWF_NOWAIT))
-    except OSError:  # it is not, or this file system does not say
-        return False
-
-
-def _read_pages(file: FileIO, start: int, stop: int) -> np.ndarray:
-    """Bytes [start, stop) of a file. They are read in complete pages, as O_DIRECT needs it, into memory that the
-    thread's next read reuses."""
-    first = start - start % mmap.PAGESIZE
-    memory: np.ndarray | None = getattr(_own, "memory", None)
-    if memory is None or memory.nbytes < stop - first:
-        memory = _own.memory = page_buffer(max(stop - first, READ_BYTES + CHUNK_BYTES + mmap.PAGESIZE))
-    position = first
-    while position < stop:
-        rest = memory[position - first : -(-(stop - first) // mmap.PAGESIZE) * mmap.PAGESIZE]
-        try:
-            n = os.preadv(file.fileno(), [rest.data], position)
-        except OSError as e:
-            if e.errno != errno.EINVAL:
-                raise
-            _set_flags(file, 0)  # the file system has no O_DIRECT, or none from here
-            n = os.preadv(file.fileno(), [rest.data], position)
-        if n == 0:
-            raise ValueError(f"{Path(file.name).name} became shorter while it was read")
-        position += n
-    return memory[start - first : stop - first]
-
-
-def _set_flags(file: FileIO, flags: int) -> None:
-    with suppress(OSError):  # without O_DIRECT all is read by way of the page cache
-        fcntl.fcntl(file, fcntl.F_SETFL, flags)
-
-
-class CheckpointReader:
+class CheckpointReader(Reader):
     """Reads the arrays of a checkpoint, from any number of threads; see `tpuconv.sources.reader.Reader`."""
 
     def __init__(self, manifest: Manifest):
@@ -412,7 +413,7 @@ class CheckpointReader:
         """Fills `out` with a box of an array; see the function `read_box`."""
         read_box(self.manifest, info.name, box, out)
 
-    def sha256(self, shard: str) -> None:
+    def hash_of(self, shard: str) -> None:
         """None: chunks have checksums, which are checked when they are read."""
 
     def check_unchanged(self, shards: Collection[str] | None = None) -> None:

@@ -4,16 +4,21 @@ An array is a grid of shards, one file each. A shard is a grid of chunks, which 
 "sharding_indexed"):
 
     chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
+
+Chunks of compressed arrays are zstd frames. A code of 4 bits takes a byte in a chunk, since TensorStore holds it in
+one; of such codes zstd leaves less than 4 bits.
 """
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any
 
 import crc32c
 import numpy as np
+import zstandard
 
 from tpuconv.layout import Shape
 
@@ -30,16 +35,25 @@ ABSENT = np.iinfo(INDEX_ENTRY).max
 MAX_SLOTS = 1 << 16
 """Of one shard. A shard that tpuconv writes has a few hundred."""
 
+ZSTD = "zstd"
+ZSTD_LEVEL = 1
+"""Codes are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it saves."""
+
+_own = threading.local()
+
 
 @dataclass(frozen=True)
 class ShardedArraySpec:
     """An array in files of the shape `shards`, each divided into chunks of the shape `chunks`: a whole number along
-    each axis."""
+    each axis. Those of a `compressed` array are zstd frames; when it is written, `file_bytes` are the sizes of its
+    files in row-major order."""
 
     shape: Shape
     dtype: np.dtype[Any]
     shards: Shape
     chunks: Shape
+    compressed: bool = field(default=False, kw_only=True)
+    file_bytes: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def grid(self) -> Shape:
@@ -52,9 +66,15 @@ class ShardedArraySpec:
         return tuple(s // c for s, c in zip(self.shards, self.chunks, strict=True))
 
     @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk in memory."""
+        return prod(self.chunks) * self.dtype.itemsize
+
+    @property
     def slot_bytes(self) -> int:
-        """The size of a chunk with its checksum."""
-        return prod(self.chunks) * self.dtype.itemsize + CRC_BYTES
+        """The size of a chunk with its checksum, the largest possible one if it is compressed."""
+        overhead = 8 * (self.chunk_bytes // 2048 + 16) if self.compressed else 0  # more than ZSTD_compressBound
+        return self.chunk_bytes + overhead + CRC_BYTES
 
     @property
     def index_bytes(self) -> int:
@@ -63,7 +83,7 @@ class ShardedArraySpec:
 
     @property
     def shard_bytes(self) -> int:
-        """The size of the file of a shard that holds all its chunks."""
+        """The size of the file of a shard that holds all its chunks, the largest possible one if it is compressed."""
         return prod(self.slots) * self.slot_bytes + self.index_bytes
 
     def starts(self, index: Shape) -> Iterator[tuple[int, Shape]]:
@@ -82,13 +102,19 @@ class ShardedArraySpec:
             inside = inside[..., None] & (np.arange(i * s, (i + 1) * s, c) < n)
         return inside.reshape(-1)
 
-    def layout(self, index: Shape) -> np.ndarray:
-        """[slots, 2]: the index of a shard as tpuconv writes it, one chunk after the other."""
+    def is_dense(self, index: Shape, entries: np.ndarray, size: int) -> bool:
+        """Whether the file of a shard, of `size` bytes, has the index that tpuconv writes: all chunks that lie in the
+        array and no others, one after the other. `entries` are [slots, 2]."""
         inside = self.in_array(index)
-        entries = np.full((inside.size, 2), ABSENT, INDEX_ENTRY)
-        entries[inside, 0] = np.arange(inside.sum()) * self.slot_bytes
-        entries[inside, 1] = self.slot_bytes
-        return entries
+        starts, lengths = entries[inside].T
+        ends = np.cumsum(lengths)
+        whole = (lengths > CRC_BYTES) & (lengths <= self.slot_bytes) if self.compressed else lengths == self.slot_bytes
+        return bool(
+            whole.all()
+            and (starts == ends - lengths).all()
+            and (entries[~inside] == ABSENT).all()
+            and ends[-1] == size - self.index_bytes
+        )
 
     def chunks_of(self, index: Shape) -> int:
         """How many chunks of a shard lie, at least partly, in the array."""
@@ -96,20 +122,29 @@ class ShardedArraySpec:
             -(-min(s, n - i * s) // c) for i, n, s, c in zip(index, self.shape, self.shards, self.chunks, strict=True)
         )
 
+    def shard_names(self) -> list[str]:
+        """The names of all shard files."""
+        return [shard_name(index) for index in product(*map(range, self.grid))]
+
+    def size_of(self, index: Shape) -> int:
+        """The size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed and not
+        written yet."""
+        if self.file_bytes:
+            return self.file_bytes[int(np.ravel_multi_index(index, self.grid)) if index else 0]
+        return self.chunks_of(index) * self.slot_bytes + self.index_bytes
+
     def shard_sizes(self) -> dict[str, int]:
-        """The sizes of all shard files, by name."""
-        return {
-            shard_name(index): self.chunks_of(index) * self.slot_bytes + self.index_bytes
-            for index in product(*map(range, self.grid))
-        }
+        """The sizes of all shard files, by name; see `size_of`."""
+        return {shard_name(index): self.size_of(index) for index in product(*map(range, self.grid))}
 
     def zarr_json(self) -> dict[str, Any]:
         """The array's zarr metadata, as JSON."""
         crc = {"name": "crc32c"}
         little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
+        zstd = {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
         sharding = {
             "chunk_shape": list(self.chunks),
-            "codecs": [little_endian, crc],
+            "codecs": [little_endian, *([zstd] if self.compressed else []), crc],
             "index_codecs": [little_endian, crc],
             "index_location": "end",
         }
@@ -138,7 +173,9 @@ class ShardBuilder:
     def __init__(self, spec: ShardedArraySpec, index: Shape, buffer: np.ndarray):
         self.spec, self.index, self.buffer = spec, index, buffer
         self.offsets = np.full((prod(spec.slots), 2), ABSENT, INDEX_ENTRY)
-        self.used = 0
+        self._places: dict[int, int] = {}
+        self._used = 0
+        self._crcs = bytearray()
 
     def chunks(self) -> Iterator[tuple[int, Shape]]:
         """Yields the slot and the first element of every chunk to build; see `ShardedArraySpec.starts`."""
@@ -146,30 +183,44 @@ class ShardBuilder:
 
     def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
         """The memory of a chunk, in its shape, as unsigned integers of the dtype `bits`."""
-        start, self.used = self.used, self.used + self.spec.slot_bytes
-        self.offsets[slot] = start, self.spec.slot_bytes
-        return self.buffer[start : self.used - CRC_BYTES].view(bits).reshape(self.spec.chunks)
+        start = self._places[slot] = len(self._places) * self.spec.slot_bytes
+        return self.buffer[start : start + self.spec.chunk_bytes].view(bits).reshape(self.spec.chunks)
 
     def close_chunk(self, slot: int) -> None:
-        """Adds the checksum of a chunk that was built."""
-        start, nbytes = map(int, self.offsets[slot])
-        self._add_crc(start, start + nbytes - CRC_BYTES)
+        """Compresses a chunk that was built, if the array is compressed, and adds its checksum. Call it in the order of
+        `place`: compressed chunks move to the end of those before, where their own values are not overwritten."""
+        first, start = self._places[slot], self._used
+        content = self.buffer[first : first + self.spec.chunk_bytes]
+        if self.spec.compressed:
+            packed = np.frombuffer(_compressor().compress(content.data), np.uint8)
+            content = self.buffer[start : start + packed.size]
+            content[:] = packed
+        end = start + content.size
+        self._crcs += self._add_crc(start, end)
+        self._used = end + CRC_BYTES
+        self.offsets[slot] = start, self._used - start
 
     def crcs(self) -> bytes:
         """The crc32c of each chunk, in the order of the file. Call it after all are built."""
-        return self.buffer[: self.used].reshape(-1, self.spec.slot_bytes)[:, -CRC_BYTES:].tobytes()
+        return bytes(self._crcs)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file, when all chunks are built."""
+        return self._used + self.spec.index_bytes
 
     def close(self) -> np.ndarray:
         """Adds the index. Returns the file's bytes."""
-        start, index = self.used, self.offsets.view(np.uint8).reshape(-1)
+        start, index = self._used, self.offsets.view(np.uint8).reshape(-1)
         self.buffer[start : start + index.size] = index
         self._add_crc(start, start + index.size)
-        return self.buffer[: start + self.spec.index_bytes]
+        return self.buffer[: self.nbytes]
 
-    def _add_crc(self, start: int, end: int) -> None:
+    def _add_crc(self, start: int, end: int) -> bytes:
         # It holds the interpreter's lock: to get that back takes longer than a chunk.
-        crc = crc32c.crc32c(self.buffer[start:end].data, gil_release_mode=0)
-        self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8)
+        crc = crc32c.crc32c(self.buffer[start:end].data, gil_release_mode=0).to_bytes(CRC_BYTES, "little")
+        self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc, np.uint8)
+        return crc
 
 
 def checked(data: np.ndarray, what: str) -> np.ndarray:
@@ -182,3 +233,34 @@ def checked(data: np.ndarray, what: str) -> np.ndarray:
     if crc32c.crc32c(content.data) != int.from_bytes(crc.tobytes(), "little"):
         raise ValueError(f"{what} does not hold its checksum")
     return content
+
+
+def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
+    """The values of a chunk as bytes, from what its file holds without the checksum.
+
+    Raises:
+        ValueError: it does not hold a chunk of the array; `what` names it.
+    """
+    if not spec.compressed:
+        return data
+    try:
+        if zstandard.frame_content_size(data.data) == spec.chunk_bytes:  # else it could fill the memory
+            return np.frombuffer(_decompressor().decompress(data.data), np.uint8)
+    except zstandard.ZstdError:
+        pass
+    raise ValueError(f"{what} cannot be decompressed")
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    """That of this thread."""
+    if not hasattr(_own, "compressor"):
+        _own.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    compressor: zstandard.ZstdCompressor = _own.compressor
+    return compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_own, "decompressor"):
+        _own.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _own.decompressor
+    return decompressor

@@ -1,7 +1,6 @@
 """`tpuconv benchmark`."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,10 +9,13 @@ from tpuconv import api, text
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, say, show
 from tpuconv.commands.inputs import chosen_checkpoint
+from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
+from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_rate, format_size
 
+DRAFTS = "tokens a step"
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "batch": lambda t: f"{t.workload.batch}",
     "prompt": lambda t: f"{t.workload.prompt_length}",
@@ -21,6 +23,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "first token": lambda t: f"{1000 * t.first_token_seconds:.4g} ms",
     "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
     "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
+    DRAFTS: lambda t: f"{t.tokens_per_step:.2f}",
     "tokens/s each": lambda t: format_rate(t.tokens_per_second_per_sequence, 4),
     "tokens/s in all": lambda t: format_rate(t.tokens_per_second, 4),
     "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
@@ -43,35 +46,39 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 )
 @options.dtype
 @options.cache_dtype
+@options.speculate
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
+@options.on_all_processes
 @options.as_json
-def benchmark(ckpt: Path | None, markdown: bool, as_json: bool, **sizes: Any) -> None:
-    """Time prefill and decoding of CKPT on the devices of this machine.
+def benchmark(ckpt: Location | None, markdown: bool, distributed: bool, as_json: bool, **sizes: Any) -> None:
+    """Time prefill and decoding of CKPT on the devices of this machine, with --distributed those of all.
 
     CKPT defaults to the newest checkpoint in the current folder.
     """
-    chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown)
-    check_address_space_for_jax()
-    with shown(as_json or markdown) as progress:
-        found = api.benchmark(chosen, progress=progress, **sizes)
-    if as_json:
-        print_json(found.to_json())
-    elif markdown:
-        _say_markdown(found)
-    else:
-        show_benchmark(found)
+    with all_processes(distributed):
+        chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown)
+        check_address_space_for_jax()
+        with shown(as_json or markdown) as progress:
+            found = api.benchmark(chosen, progress=progress, **sizes)
+        if as_json:
+            print_json(found.to_json())
+        elif markdown:
+            _say_markdown(found)
+        else:
+            show_benchmark(found)
 
 
 def show_benchmark(found: api.Benchmark) -> None:
     """A table of the timings, the limits of the machine, and the text that was generated."""
+    columns = _columns(found)
     table = Table(
         _title(found),
-        tuple(COLUMNS),
-        right=tuple(COLUMNS),
-        optional=("compiled in", "memory", "of the peak", "tokens/s each", "new", "prompt"),
+        tuple(columns),
+        right=tuple(columns),
+        optional=(DRAFTS, "compiled in", "memory", "of the peak", "tokens/s each", "new", "prompt"),
     )
     for timing in found.timings:
-        table.add_row(*(cell(timing) for cell in COLUMNS.values()))
+        table.add_row(*(cell(timing) for cell in columns.values()))
     console().print(table)
     show(_footer(found))
     if found.text is not None:
@@ -79,10 +86,17 @@ def show_benchmark(found: api.Benchmark) -> None:
 
 
 def _say_markdown(found: api.Benchmark) -> None:
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    rows += [[cell(timing) for cell in COLUMNS.values()] for timing in found.timings]
+    columns = _columns(found)
+    rows = [list(columns), ["---"] * len(columns)]
+    rows += [[cell(timing) for cell in columns.values()] for timing in found.timings]
     lines = (f"| {' | '.join(row)} |" for row in rows)
     say("\n".join([text.markdown(_title(found)), "", *lines, "", text.markdown(_footer(found))]))
+
+
+def _columns(found: api.Benchmark) -> dict[str, Callable[[Any], str]]:
+    """The columns; tokens a step only where drafts are accepted."""
+    drafts = any(timing.tokens_per_step > 1 for timing in found.timings)
+    return {name: cell for name, cell in COLUMNS.items() if drafts or name != DRAFTS}
 
 
 def _title(found: api.Benchmark) -> str:

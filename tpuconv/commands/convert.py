@@ -1,6 +1,5 @@
 """`tpuconv convert`, and what a conversion and its plan look like."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,10 +7,11 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
-from tpuconv.commands.params import File, Layers, Name
+from tpuconv.commands.params import Layers, LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError
+from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_size
 
@@ -31,17 +31,24 @@ if TYPE_CHECKING:
     "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",
     "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
     "tpuconv convert Qwen/Qwen3-8B --target maxtext --scan-layers",
+    "tpuconv convert Qwen/Qwen3-8B gs://bucket/qwen3-8b",
     "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
 )
 @click.argument("src", type=Name())
-@click.argument("out", required=False, type=File())
+@click.argument("out", required=False, type=LocationParam())
 @options.dtype
 @options.encoding
+@options.compress
 @options.quantize
 @click.option("--scan-layers", is_flag=True, help="Stack the layers into one array each, for jax.lax.scan.")
 @click.option("--layers", type=Layers(), help="Convert only these layers, first and last, as a trial.")
-@click.option("--include-mtp", is_flag=True, help="Convert the multi-token prediction layers (DeepSeek) too.")
+@click.option(
+    "--include-mtp",
+    is_flag=True,
+    help="Convert the multi-token prediction layers (DeepSeek, Qwen3-Next) too.",
+)
 @options.target
+@options.scheme
 @click.option(
     "--adapter",
     metavar="ID_OR_PATH[:WEIGHT]",
@@ -58,14 +65,31 @@ if TYPE_CHECKING:
     help="Convert as if this key of config.json, which is not supported, were not there; may be repeated.",
 )
 @options.writes_output
+@click.option(
+    "--keep-source",
+    is_flag=True,
+    help="Download a Hub checkpoint to the Hub's cache first. By default what is not there is streamed.",
+)
+@click.option(
+    "--workspace",
+    metavar="DIR",
+    type=Name(),
+    help="Folder for the part of a streamed source that is needed at a time, such as /dev/shm.  [default: beside OUT, "
+    "or the folder for temporary files]",
+)
 @options.limits
+@options.processes
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")
 @options.as_json
 def convert(
     src: str,
-    out: Path | None,
+    out: Location | None,
     overwrite: bool,
     check: bool,
+    distributed: bool,
+    process_index: int | None,
+    process_count: int | None,
+    ray: str | None,
     dry_run: bool,
     as_json: bool,
     **conversion: Any,
@@ -73,13 +97,17 @@ def convert(
     """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
     With --target, to one that another program loads: `tpuconv families --target NAME` lists what it can have.
 
-    OUT appears complete or not at all. Interrupted, the same command continues.
+    OUT appears complete or not at all. Interrupted, the same command continues. A source on the Hub or in a bucket is
+    fetched while it is converted, and no copy of it stays; --dry-run shows the disk that it needs.
+
+    With --distributed, or --process-index and --process-count, several processes convert one model, each a part of it.
     """
+    convert_model = options.on_processes(api.convert, ray, distributed, process_index, process_count)
     if conversion["quantize"]:
         check_address_space_for_jax()
     with resumable(as_json) as progress:
         if not dry_run:
-            done = api.convert(src, out, overwrite=overwrite, check=check, progress=progress, **conversion)
+            done = convert_model(src, out, overwrite=overwrite, check=check, progress=progress, **conversion)
         else:
             plan = api.plan(src, progress=progress, **conversion)
     if dry_run:
@@ -92,6 +120,13 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     """What was written; with `check` it was compared with its checksums if it was there already."""
     if as_json:
         print_json(done.to_json())
+        return
+    if not done.published:
+        show(
+            f"{done.part}: part done, {format_size(done.part_bytes)} of {format_size(done.source_bytes)}; the last "
+            "process publishes ",
+            (str(done.out), "bold"),
+        )
         return
     if done.already_there:
         show((str(done.out), "bold"), f" is already there, of this source and options: {already_there(check)}.")
@@ -119,8 +154,6 @@ def already_there(check: bool) -> str:
 
 def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
     """The plan, and after it what is wrong with it."""
-    from tpuconv.names import collapse
-
     if as_json:
         try:
             plan.check()
@@ -128,6 +161,29 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
             fail(error, as_json, plan.to_json())
         print_json(plan.to_json())
         return
+    arrays, source = plan.plan.arrays, plan.plan.source
+    console().print(_tensors_of(plan) if plan.files else _arrays_of(plan))
+    _show_ignored(plan.plan.ignored_config)
+    _show_skipped(plan.plan.skipped)
+    at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
+    written = f"{len(arrays)} arrays"
+    if plan.files:
+        count = len(plan.files)
+        written = f"{sum(map(len, plan.files))} tensors in {count} {'files' if count > 1 else 'file'}"
+        at_most = ""
+    show(
+        f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {written}, "
+        f"{format_size(plan.output_bytes)}{at_most}; {plan.plan.parameters:,} parameters; "
+        f"peak memory {format_size(plan.peak_memory_bytes)}"
+        + (f", and {format_size(plan.workspace_bytes)} of disk for the source" if plan.workspace_bytes else "")
+    )
+    plan.check()
+
+
+def _arrays_of(plan: api.ConversionPlan) -> Table:
+    """The arrays that would be written, and what they are made of."""
+    from tpuconv.names import collapse
+
     arrays, source = plan.plan.arrays, plan.plan.source
     table = Table(
         f"{source.name}: {plan.plan.family}",
@@ -146,15 +202,21 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
             first.dtype.name,
             format_size(sum(array.nbytes for array in group)),
         )
-    console().print(table)
-    _show_ignored(plan.plan.ignored_config)
-    _show_skipped(plan.plan.skipped)
-    show(
-        f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {len(arrays)} arrays, "
-        f"{format_size(plan.plan.output_bytes)}; {plan.plan.parameters:,} parameters; "
-        f"peak memory {format_size(plan.peak_memory_bytes)}"
-    )
-    plan.check()
+    return table
+
+
+def _tensors_of(plan: api.ConversionPlan) -> Table:
+    """The tensors of the files that would be written."""
+    from tpuconv.names import collapse
+
+    tensors = {tensor.name: tensor for file in plan.files for tensor in file}
+    title = f"{plan.plan.source.name}: {plan.plan.family}"
+    table = Table(title, ("tensor", "count", "shape", "dtype", "bytes"), right=("count", "bytes"), optional=("count",))
+    for pattern, names in collapse(tensors).items():
+        first = tensors[names[0]]
+        size = format_size(sum(tensors[name].nbytes for name in names))
+        table.add_row(pattern, str(len(names)), " ".join(map(str, first.shape)), first.dtype, size)
+    return table
 
 
 def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
@@ -173,9 +235,9 @@ def _show_skipped(skipped: "Sequence[Skip]") -> None:
         show(f"  not converted: {sum(skip.count for skip in group)} tensors, {reason}: {named}")
 
 
-def show_report(report: "Report", out: Path) -> None:
+def show_report(report: "Report", out: Location) -> None:
     """What quantizing cost, by pattern and type of the parameters, worst first."""
-    from tpuconv.convert.plan.types import REPORT
+    from tpuconv.convert.plan.quantization import REPORT
     from tpuconv.quantize.report import by_pattern
 
     table = Table(
@@ -196,4 +258,6 @@ def show_report(report: "Report", out: Path) -> None:
             f"{100 * max(row.clipped for row in kind.rows):.3g}%",
         )
     console().print(table)
+    for note in report.notes:
+        show(f"  {note}")
     show(f"dB: signal-to-noise ratio, worst first; plots in {out / REPORT}")

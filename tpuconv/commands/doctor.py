@@ -1,15 +1,15 @@
 """`tpuconv doctor`."""
 
 import sys
-from pathlib import Path
 
 import click
 
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, styled
-from tpuconv.commands.params import File
+from tpuconv.commands.params import LocationParam
 from tpuconv.commands.progress import shown
 from tpuconv.errors import ResourceError
+from tpuconv.location import Location
 from tpuconv.progress import Progress
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -20,12 +20,14 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
     "Check this machine: versions, devices, disk, access to the Hub.",
     "tpuconv doctor",
     "tpuconv doctor /data --offline",
+    "tpuconv doctor gs://bucket/models",
 )
-@click.argument("folder", required=False, default=".", type=File(exists=True, file_okay=False))
+@click.argument("folder", required=False, default=".", type=LocationParam(exists=True, file_okay=False))
 @click.option("--offline", is_flag=True, help="Do not ask the Hub.")
 @options.as_json
-def doctor(folder: Path, offline: bool, as_json: bool) -> None:
-    """Check what tpuconv needs of this machine, and the disk of FOLDER, the current folder by default.
+def doctor(folder: Location, offline: bool, as_json: bool) -> None:
+    """Check what tpuconv needs of this machine, and the disk of FOLDER, the current folder by default; or whether the
+    bucket of a URL can be written, and with whose credentials.
 
     Exit code 8: something is missing or does not work.
     """

@@ -4,12 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
 from tpuconv.commands.params import Name
 from tpuconv.errors import UsageError
+from tpuconv.jsonfile import short
 
 if TYPE_CHECKING:
+    from tpuconv.convert.proposal import FamilyProposal
     from tpuconv.models.registry import Family
 
 
@@ -19,15 +22,34 @@ if TYPE_CHECKING:
     "tpuconv families",
     "tpuconv families llama --table",
     "tpuconv families --target maxtext",
+    "tpuconv families --new org/a-new-model",
 )
 @click.argument("name", required=False)
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
 @click.option("--target", type=Name(), help="List those that this target of `convert --target` has.")
+@click.option(
+    "--new",
+    type=Name(),
+    metavar="SRC",
+    help="Of a model that no family reads: the nearest family, what it explains, and a draft of a family.py.",
+)
 @options.as_json
-def families(name: str | None, as_table: bool, target: str | None, as_json: bool) -> None:
-    """List the model families that can be converted, or show one of them and its table."""
+def families(name: str | None, as_table: bool, target: str | None, new: str | None, as_json: bool) -> None:
+    """List the model families that can be converted, or show one of them and its table.
+
+    With --new read the config.json and the headers of SRC, a Hub id or a folder with safetensors, and no weights.
+    """
     from tpuconv.models.registry import family_names, get_family
 
+    if new is not None:
+        if name or as_table or target:
+            raise UsageError("--new goes with no other option than --json", hint="`tpuconv families NAME --table`")
+        proposed = api.propose(new)
+        if as_json:
+            print_json(proposed.to_json())
+        else:
+            _show_proposal(proposed)
+        return
     if target is not None:
         if as_table:
             raise UsageError(
@@ -58,6 +80,30 @@ def _to_json(family: "Family") -> dict[str, Any]:
     return {"name": family.name, "architectures": list(family.architectures), "rows": rows, "ignored": ignored}
 
 
+def _show_proposal(proposed: "FamilyProposal") -> None:
+    """The nearest families, what the first does not explain, and the draft."""
+    near = proposed.nearest
+    table = Table(
+        f"{proposed.source}: model_type {proposed.model_type}",
+        ("family", "patterns explained", "left", "missing", "keys refused", "keys not read"),
+        right=("patterns explained", "left", "missing", "keys refused", "keys not read"),
+    )
+    for each in proposed.candidates:
+        counted = (each.explained, each.left, each.missing, each.refused, each.unread)
+        table.add_row(each.name, *(str(len(items)) for items in counted))
+    console().print(table)
+    for left in proposed.left:
+        show(f"  {near.name} has no row for {left.pattern}  {left.dtype} {list(left.shape)} ({left.count})")
+    for pattern in near.missing:
+        show(f"  {near.name} has {pattern}, which is missing here or has another shape")
+    for key, value in proposed.unread.items():
+        show(f"  {near.name} {'refuses' if key in near.refused else 'does not read'} {key}={short(value)}")
+    for key, value in proposed.absent.items():
+        show(f"  {near.name} reads {key}, which config.json does not have (there {short(value)})")
+    show()
+    click.echo(proposed.draft)
+
+
 def _show_target(name: str, family: str | None, as_json: bool) -> None:
     """What a target has, and how its output is loaded."""
     from tpuconv.targets.listing import supported
@@ -78,10 +124,13 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
     for each in found:
         table.add_row(each.name, each.models, "yes" if each.scanned else "no", lines(each.notes))
     console().print(table)
-    show("  quantized parameters: " + ("yes" if quantized else "no"))
+    of_release = f"those of a release in FP8 with blocks of {target.fp8_block}, by --encoding keep"
+    show("  quantized parameters: " + ((of_release if target.fp8_block else "yes") if quantized else "no"))
     show(f"  load OUT there by: {target.loading}")
-    if target.trees is None:
-        show("  names are our own; --scan-layers is refused where layers of a model have different parameters")
+    if target.is_safetensors:
+        show("  names are those of the release")
+    elif target.trees is None:
+        show("  names are our own; --scan-layers is refused where kinds of layers do not repeat with a period")
 
 
 def _show_table(family: "Family") -> None:

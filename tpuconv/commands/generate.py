@@ -13,7 +13,9 @@ from tpuconv.commands import options
 from tpuconv.commands.console import print_json, say
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.params import File, Number, Prompt
+from tpuconv.commands.process import all_processes
 from tpuconv.errors import UsageError
+from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import plain
 
@@ -66,9 +68,11 @@ if TYPE_CHECKING:
     help="The same seed gives the same text.  [default: 0]",
 )
 @options.cache_dtype
+@options.on_all_processes
+@options.speculate
 @options.as_json
 def generate(
-    ckpt: Path | None,
+    ckpt: Location | None,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     chat: bool,
@@ -76,36 +80,43 @@ def generate(
     stop: tuple[str, ...],
     max_new_tokens: int,
     seed: int,
+    distributed: bool,
+    speculate: bool,
     as_json: bool,
     **sampling: Any,
 ) -> None:
     """Continue prompts with the model of CKPT, the newest checkpoint in the current folder by default."""
+    if distributed and "-" in prompts:
+        raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     texts = _all_prompts(prompts, prompt_file)
-    folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json)
-    check_address_space_for_jax()
-    generator = api.generator(folder, **sampling)
-    if generator.has_chat_template and not chat and not as_json:
-        say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
-    streams = not as_json and len(texts) == 1
-    if streams and not chat:
-        say(plain(texts[0], "\n\t"), nl=False)
-    times = [time.monotonic()]
-    outputs: Sequence[Completion] = ()
-    for new, completions in generator.stream(texts, max_new_tokens, chat=chat, system=system, stop=stop, seed=seed):
-        outputs = completions
-        times.append(time.monotonic())
-        if streams:
-            say(plain(new[0], "\n\t"), nl=False)
-        if getattr(sys.stdout, "unread", False):  # `| head`
-            return
-    if as_json:
-        seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
-        several = {"outputs": [output.to_json() for output in outputs]}
-        print_json({"checkpoint": str(folder), **(several if outputs[1:] else outputs[0].to_json()), **seconds})
-    elif streams:
-        say("")
-    else:
-        say("\n\n".join(plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs))
+    with all_processes(distributed):
+        folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json)
+        check_address_space_for_jax()
+        generator = api.generator(folder, speculate=speculate, **sampling)
+        if generator.has_chat_template and not chat and not as_json:
+            say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+        streams = not as_json and len(texts) == 1
+        if streams and not chat:
+            say(plain(texts[0], "\n\t"), nl=False)
+        times = [time.monotonic()]
+        outputs: Sequence[Completion] = ()
+        for new, completions in generator.stream(texts, max_new_tokens, chat=chat, system=system, stop=stop, seed=seed):
+            outputs = completions
+            times.append(time.monotonic())
+            if streams:
+                say(plain(new[0], "\n\t"), nl=False)
+            if getattr(sys.stdout, "unread", False) and not distributed:  # `| head`
+                return
+        if as_json:
+            seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
+            several = {"outputs": [output.to_json() for output in outputs]}
+            drafts = {"accepted_share": generator.accepted_share} if speculate else {}
+            texts_of = several if outputs[1:] else outputs[0].to_json()
+            print_json({"checkpoint": str(folder), **texts_of, **seconds, **drafts})
+        elif streams:
+            say("")
+        else:
+            say("\n\n".join(plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs))
 
 
 def _all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from tpuconv.commands.console import show
 from tpuconv.errors import UsageError
+from tpuconv.location import Location
 
 
-def chosen_checkpoint(ckpt: Path | None, doing: str, *, quiet: bool, quantized: bool | None = None) -> Path:
+def chosen_checkpoint(ckpt: Location | None, doing: str, *, quiet: bool, quantized: bool | None = None) -> Location:
     """The checkpoint that was given, or the newest one in the current folder, which is said unless `quiet`.
 
     Args:

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tpuconv.commands.params import ByteSize, File, Name, Numbers
+from tpuconv.api.ray_tasks import Result, on_ray
+from tpuconv.commands.params import ByteSize, File, LocationParam, Name, Numbers, RayAddress
 from tpuconv.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuconv.hosts import ProcessPart
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
@@ -62,7 +67,7 @@ def command(name: str, summary: str, *examples: str) -> Callable[[Callable[..., 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
-ckpt = click.argument("ckpt", required=False, type=File())
+ckpt = click.argument("ckpt", required=False, type=LocationParam())
 
 overwrite = click.option(
     "--overwrite",
@@ -77,6 +82,12 @@ writes_output = stacked(
         is_flag=True,
         help="If OUT is there already, read all of it and compare checksums. By default only file sizes are compared.",
     ),
+)
+
+compress = click.option(
+    "--compress",
+    is_flag=True,
+    help="Compress all arrays with zstd: smaller, slower. Codes of less than 8 bits always are.",
 )
 
 limits = stacked(
@@ -101,7 +112,13 @@ target = click.option(
     type=Name(),
     default="tpuconv",
     show_default=True,
-    help="The program that the output is for: tpuconv, maxtext, tunix, nnx, jax-llm-examples, or one of a plugin.",
+    help="The program that the output is for: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, a plugin's.",
+)
+
+scheme = click.option(
+    "--scheme",
+    type=click.Choice(["compressed-tensors", "fp8", "awq", "mxfp4"]),
+    help="The quant_method of config.json in which quantized weights are written.  [default: by their types]",
 )
 
 dtype = click.option(
@@ -114,11 +131,25 @@ dtype = click.option(
 
 cache_dtype = click.option(
     "--cache-dtype",
-    type=click.Choice(["auto", "int8"]),
+    type=click.Choice(["auto", "int8", "float8_e4m3fn"]),
     default="auto",
     show_default=True,
     callback=lambda ctx, param, value: None if value == "auto" else value,
-    help="Dtype of the KV cache; int8 halves its memory (one scale per head and token).",
+    help="Dtype of the KV cache; int8 and FP8 halve its memory (one scale per head and token).",
+)
+
+gate = click.option(
+    "--gate",
+    multiple=True,
+    metavar="NAME=BOUND",
+    callback=lambda ctx, param, value: _parsed_gates(value),
+    help="A bound that must hold, such as top1=0.99 or mean_kl=0.01. May be repeated.",
+)
+
+speculate = click.option(
+    "--speculate",
+    is_flag=True,
+    help="Draft tokens with the model's MTP module; the checkpoint was converted with --include-mtp.",
 )
 
 mesh = click.option(
@@ -154,10 +185,87 @@ benchmark_sizes = stacked(
 )
 
 
+processes = stacked(
+    click.option(
+        "--distributed",
+        is_flag=True,
+        help="Convert only a part, as one of several processes; the cluster says which, or how many with "
+        "--process-count.",
+    ),
+    click.option(
+        "--process-index",
+        type=click.IntRange(min=0),
+        metavar="I",
+        help="Convert only a part, as process I of several, from 0. The last one to end publishes OUT.",
+    ),
+    click.option("--process-count", type=click.IntRange(min=1), metavar="N", help="How many processes there are."),
+    click.option(
+        "--ray",
+        type=RayAddress(),
+        is_flag=False,
+        flag_value="auto",
+        metavar="[ADDRESS]",
+        help="Run as tasks of the Ray cluster at this address, by default that of this host: one for each node, or "
+        "--process-count.",
+    ),
+)
+
+
+on_all_processes = click.option(
+    "--distributed",
+    is_flag=True,
+    help="Run on the devices of all processes of this cluster, each of which gets the same command; process 0 prints.",
+)
+
+
+def on_processes(
+    command: Callable[..., Result],
+    ray: str | None,
+    distributed: bool,
+    process_index: int | None,
+    process_count: int | None,
+) -> Callable[..., Result]:
+    """A function of `tpuconv.api` as the options `processes` say it runs: on a Ray cluster, for the part of this
+    process, or alone.
+
+    Raises:
+        UsageError: the options do not go together, or no cluster says which process this is.
+    """
+    if ray is not None:
+        if distributed or process_index is not None:
+            raise UsageError("--ray starts the processes itself", hint="leave out --distributed and --process-index")
+        return partial(on_ray, command, address=ray, count=process_count)
+    return partial(command, part=_chosen_part(distributed, process_index, process_count))
+
+
+def _chosen_part(distributed: bool, process_index: int | None, process_count: int | None) -> "ProcessPart | None":
+    """The part of the work of this process; None for all of it."""
+    from tpuconv.hosts import ProcessPart, find_part
+
+    if distributed and process_index is not None:
+        raise UsageError("--distributed finds the index of this process", hint="leave out --process-index")
+    if distributed:
+        return find_part(process_count)
+    if (process_index is None) != (process_count is None):
+        raise UsageError(
+            "--process-index and --process-count go together",
+            hint="give both, or --distributed where the cluster says them",
+        )
+    if process_index is None or process_count is None:
+        return None
+    return ProcessPart(process_index, process_count)
+
+
 def _parsed_mesh(text: str | None) -> dict[str, int] | None:
     from tpuconv.sharding import parse_mesh
 
     return parse_mesh(text) if text else None
+
+
+def _parsed_gates(texts: Sequence[str]) -> dict[str, float] | None:
+    from tpuconv.quantize.config import gate_from_text
+
+    return dict(map(gate_from_text, texts)) or None
 
 
 def require_mode(mode: str, given: bool, *others: str) -> None:

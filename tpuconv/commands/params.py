@@ -3,12 +3,14 @@
 import errno
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from tpuconv.location import BucketPath, local_path, to_location
 from tpuconv.text import has_surrogates
 
 
@@ -83,15 +85,24 @@ class Number(click.FloatRange):
 
 
 class File(click.Path):
-    """The path of a file or a folder, which need not exist unless `exists` is given."""
+    """The path of a local file or folder, which need not exist unless `exists` is given."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(path_type=Path, **kwargs)
 
     def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        local_path(os.fspath(value))
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
         return super().convert(value, param, ctx)
+
+
+class LocationParam(File):
+    """A local path, or the URL of a folder in a bucket."""
+
+    def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        location = to_location(value if isinstance(value, BucketPath) else os.fspath(value))
+        return location if isinstance(location, BucketPath) else super().convert(value, param, ctx)
 
 
 class Name(click.ParamType[str]):
@@ -102,6 +113,21 @@ class Name(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
+        return str(value)
+
+
+class RayAddress(click.ParamType[str]):
+    """The address of a Ray cluster."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"auto|(ray://)?[\w.\[\]:-]+:\d+", str(value)):
+            self.fail(
+                f"'{shortened(value)}' is no address of a cluster; write HOST:PORT, or --ray behind the arguments",
+                param,
+                ctx,
+            )
         return str(value)
 
 

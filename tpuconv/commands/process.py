@@ -112,6 +112,21 @@ class Stream:
                 raise ResourceError(f"{self.name} cannot be written: {e.strerror}") from e
 
 
+@contextmanager
+def all_processes(distributed: bool) -> Iterator[None]:
+    """If `distributed`, work on the devices of all processes of a cluster. Only process 0 writes to stdout."""
+    if not distributed:
+        yield
+        return
+    from tpuconv.api.models import join_processes, leave_processes
+
+    if join_processes().index:
+        sys.stdout = cast(TextIO, Stream(None, None))
+    yield
+    sys.stdout.flush()
+    leave_processes()  # the first process serves the others until all are done
+
+
 _signals: list[int] = []
 """Signals that arrived."""
 

@@ -7,20 +7,35 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuconv import api
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES
+from tpuconv.api.recipes import ROUNDING_METHODS
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import File, Name, Number
+from tpuconv.commands.params import File, LocationParam, Name, Number
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
+from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MEASURING = "--sensitivity or --target-bits"
+MEASURING = "--sensitivity, --target-bits or --gate"
+QUANTIZING = (
+    "explain",
+    "compress",
+    "dry_run",
+    "check",
+    "max_memory",
+    "jobs",
+    "distributed",
+    "process_index",
+    "process_count",
+    "ray",
+)
 
 
 @options.command(
@@ -31,10 +46,11 @@ MEASURING = "--sensitivity or --target-bits"
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
     "tpuconv quantize Qwen3-8B-orbax --sensitivity",
     "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
+    "tpuconv quantize Qwen3-8B-orbax --gate top1=0.99",
     "tpuconv quantize --list",
 )
 @options.ckpt
-@click.argument("out", required=False, type=File())
+@click.argument("out", required=False, type=LocationParam())
 @click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list), or a YAML file.")
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
@@ -44,29 +60,74 @@ MEASURING = "--sensitivity or --target-bits"
     type=Number(min=0, min_open=True),
     help="Write the config with the lowest KL divergence at this many bits a weight, and stop.",
 )
+@options.gate
 @click.option(
-    "--out-config", type=File(), default="recipe.yaml", show_default=True, help="The file that --target-bits writes."
+    "--out-config",
+    type=File(),
+    default="recipe.yaml",
+    show_default=True,
+    help="The file that --target-bits and --gate write; a picture of the choice is beside it, with the suffix .html.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(ROUNDING_METHODS),
+    default=ROUNDING_METHODS[0],
+    show_default=True,
+    help="How weights are rounded while their cost is measured; a recipe has it as its calibration.",
 )
 @options.prompts
+@click.option(
+    "--calibration",
+    type=Name(),
+    metavar="TEXT",
+    help="For a config with `calibration`, and --method gptq or awq: a text file, or `self` to draw text from the "
+    "model.  [default: a text of this package]",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=CALIBRATION_SAMPLES,
+    show_default=True,
+    help="How many samples of that text, at most.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=2, max=options.MOST_TOKENS),
+    default=CALIBRATION_LENGTH,
+    show_default=True,
+    help="Tokens of a sample.",
+)
+@options.compress
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @options.writes_output
 @options.limits
+@options.processes
 @options.as_json
 def quantize(
-    ckpt: Path | None,
-    out: Path | None,
+    ckpt: Location | None,
+    out: Location | None,
     config: str | None,
     as_list: bool,
     explain: bool,
     sensitivity: bool,
     target_bits: float | None,
+    gate: dict[str, float] | None,
     out_config: Path,
+    method: str,
     prompts: Path | None,
+    calibration: str | None,
+    samples: int,
+    length: int,
+    compress: bool,
     dry_run: bool,
     overwrite: bool,
     check: bool,
     max_memory: int | None,
     jobs: int | None,
+    distributed: bool,
+    process_index: int | None,
+    process_count: int | None,
+    ray: str | None,
     as_json: bool,
 ) -> None:
     """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
@@ -75,23 +136,30 @@ def quantize(
     all; interrupted, the same command continues. It holds the arrays that Qwix makes of the model, bit for bit, and a
     report, quantization.html.
 
-    With --sensitivity or --target-bits nothing is quantized: the model runs on prompts, in float32, to measure what
-    each group of its parameters costs it in int8 and in int4.
+    With a config that has `calibration: {method: gptq}` the model runs on text, layer by layer, and weights are rounded
+    so that the outputs of each layer change less.
+
+    With --sensitivity, --target-bits or --gate nothing is quantized: the model runs on prompts, layer by layer in
+    float32, to measure what each group of its parameters costs it in int8 and in int4. --gate searches for the smallest
+    config that holds.
     """
     from tpuconv.quantize.config import find_config
 
     if as_list:
         _list_configs(as_json)
         return
-    measuring = sensitivity or target_bits is not None
-    options.require_mode(MEASURING, measuring, "prompts")
-    options.require_mode("--target-bits", target_bits is not None, "out_config")
+    measuring = sensitivity or target_bits is not None or gate is not None
+    options.require_mode(MEASURING, measuring, "prompts", "method")
+    options.require_mode("--target-bits or --gate", target_bits is not None or gate is not None, "out_config")
+    if method == "nearest":
+        options.require_mode("--method gptq or awq", False, "calibration", "samples", "length")
     if measuring and (config or out):
         raise UsageError(
             f"{MEASURING} measures, and quantizes nothing",
             hint="leave OUT and --config out; then quantize with `--config recipe.yaml`",
         )
-    options.require_mode("--config", not measuring, "explain", "dry_run", "check", "max_memory", "jobs")
+    options.require_mode("--config", not measuring, *QUANTIZING)
+    quantize_model = options.on_processes(api.quantize, ray, distributed, process_index, process_count)
     if config is None and not measuring:
         raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
     if config is not None:
@@ -103,7 +171,12 @@ def quantize(
                 chosen,
                 prompts=read_prompts(prompts),
                 prompts_from=f"those of {prompts}" if prompts else "the default ones",
+                method=method,
+                calibration=calibration,
+                samples=samples,
+                length=length,
                 target_bits=target_bits,
+                gates=gate,
                 recipe=out_config,
                 overwrite=overwrite,
                 progress=progress,
@@ -111,16 +184,20 @@ def quantize(
         _show_sensitivity(found, as_json)
         return
     check_address_space_for_jax()
-    limits = {"max_memory": max_memory, "jobs": jobs}
+    given: Mapping[str, Any] = {
+        **{"config": config, "compress": compress},
+        **{"calibration": calibration, "samples": samples, "length": length},
+        **{"max_memory": max_memory, "jobs": jobs},
+    }
     if explain or dry_run:
-        plan = api.plan_quantization(chosen, config=config, **limits)
+        plan = api.plan_quantization(chosen, **given)
         if explain:
             _show_explanation(plan, as_json)
         else:
             show_plan(plan, as_json)
         return
     with resumable(as_json) as progress:
-        done = api.quantize(chosen, out, config=config, overwrite=overwrite, check=check, progress=progress, **limits)
+        done = quantize_model(chosen, out, overwrite=overwrite, check=check, progress=progress, **given)
     show_conversion(done, check, as_json)
 
 
@@ -174,8 +251,8 @@ def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
         values = prod(by_name[names[0]]["tiles"])
         show(f"  {pattern}: one scale for {values} values: Qwix applies tile_size to the last contracted axis only")
     show(
-        f"{format_size(sum(row['bytes_before'] for row in rows))} -> {format_size(plan.plan.output_bytes)}; "
-        f"line: of the rule in {plan.rules.name}; on disk a 4-bit value takes a byte, on TPU half of one"
+        f"{format_size(sum(row['bytes_before'] for row in rows))} -> {format_size(plan.plan.output_bytes)} at most; "
+        f"line: of the rule in {plan.rules.name}; codes of less than 8 bits are compressed on the disk"
     )
 
 
@@ -193,23 +270,26 @@ def _show_sensitivity(found: api.Sensitivity, as_json: bool) -> None:
         print_json(found.to_json())
         return
     recipe = found.recipe
-    columns = ("group", "weights", "int8", "KL", "int4", "KL ", *(["chosen"] if recipe else []))
+    kinds = list(dict.fromkeys(str(option) for group in found.groups for option in group.options[1:]))
     table = Table(
-        f"{found.checkpoint}, {found.prompts} prompts, {found.tokens} tokens",
-        columns,
-        right=("weights", "int8", "KL", "int4", "KL "),
-        optional=("weights", "int8", "int4"),
+        f"{found.checkpoint}, {found.prompts} prompts, {found.tokens} tokens, rounded by {found.method}",
+        ("group", "weights", *kinds, *(["chosen"] if recipe else [])),
+        right=("weights", *kinds),
+        optional=("weights",),
     )
     chosen = recipe.chosen if recipe else [None] * len(found.groups)
     for group, option in sorted(zip(found.groups, chosen, strict=True), key=lambda pair: -pair[0].worst):
-        cells = [cell for o in group.options[1:] for cell in (f"{o.bits / group.count:.2f} bits", f"{o.kl:.2e}")]
+        costs = {str(o): f"{o.kl:.2e}, {o.bits / group.count:.2f} bits" for o in group.options[1:]}
+        cells = [costs.get(kind, "") for kind in kinds]
         table.add_row(group.pattern, f"{group.count:,}", *cells, *([str(option)] if recipe else []))
     console().print(table)
-    show("  KL(unquantized || this group quantized), nats a token, worst first")
+    kept = "; kept from an earlier run" if found.reused else ""
+    show(f"  KL(unquantized || this group quantized), nats a token, worst first{kept}")
     if recipe:
         show(
             (str(recipe.out), "bold"),
-            f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} measured, "
-            f"{recipe.predicted_kl:.3g} by the sum of its groups. "
+            f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} and "
+            f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} by the sum of its groups; "
+            f"picture: {recipe.picture}. "
             f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}",
         )

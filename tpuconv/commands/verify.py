@@ -13,13 +13,17 @@ from tpuconv.commands.benchmark import show_benchmark
 from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.params import Name
+from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
+from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
     from tpuconv.verify.layerwise import LayerError
+    from tpuconv.verify.logits import LogitStatistics
+    from tpuconv.verify.vectors import VectorStatistics
 
 
 @options.command(
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
 @options.ckpt
-@click.option("--compare-hf", is_flag=True, help="Compare the model's logits with those of transformers on the source.")
+@click.option("--compare-hf", is_flag=True, help="Compare what the model returns with transformers on the source.")
 @click.option("--layerwise", is_flag=True, help="Compare a layer at a time, in the memory of one layer.")
 @click.option("--source", type=Name(), help="Path or Hub id of the source checkpoint, if it moved.")
 @options.prompts
@@ -44,9 +48,10 @@ if TYPE_CHECKING:
     is_flag=True,
     help="First take config.json, tokenizer files and model cards into the manifest as they are now.",
 )
+@options.on_all_processes
 @options.as_json
 def verify(
-    ckpt: Path | None,
+    ckpt: Location | None,
     compare_hf: bool,
     layerwise: bool,
     source: str | None,
@@ -55,6 +60,7 @@ def verify(
     mesh: dict[str, int] | None,
     benchmark: bool,
     update: bool,
+    distributed: bool,
     as_json: bool,
 ) -> None:
     """Check every array and file of CKPT against its checksum; with --compare-hf, its model against the original.
@@ -63,27 +69,33 @@ def verify(
     checkpoint is damaged.
     """
     options.require_mode("--compare-hf", compare_hf, "layerwise", "source", "prompts", "dtype", "mesh")
+    if distributed and (layerwise or not (compare_hf or benchmark)):
+        raise UsageError(
+            "--distributed is for work on devices: --compare-hf and --benchmark, without --layerwise",
+            hint="leave it out, and run the command once",
+        )
     if update and compare_hf:
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
-    chosen = chosen_checkpoint(ckpt, "Verifying", quiet=as_json)
-    if compare_hf:
-        facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
-    else:
-        facts, failed = _check(chosen, update, as_json)
-    if benchmark and not failed:
-        check_address_space_for_jax()
-        with shown(as_json) as progress:
-            timed = api.benchmark(chosen, progress=progress)
-        if not as_json:
-            show_benchmark(timed)
-        facts["benchmark"] = timed.to_json()
-    if as_json:
-        print_json(facts)
+    with all_processes(distributed):
+        chosen = chosen_checkpoint(ckpt, "Verifying", quiet=as_json)
+        if compare_hf:
+            facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
+        else:
+            facts, failed = _check(chosen, update, as_json)
+        if benchmark and not failed:
+            check_address_space_for_jax()
+            with shown(as_json) as progress:
+                timed = api.benchmark(chosen, progress=progress)
+            if not as_json:
+                show_benchmark(timed)
+            facts["benchmark"] = timed.to_json()
+        if as_json:
+            print_json(facts)
     if failed:
         sys.exit(failed)
 
 
-def _check(folder: Path, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
+def _check(folder: Location, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
     with shown(as_json) as progress:
         found = api.verify(folder, update=update, progress=progress)
     if not as_json:
@@ -100,7 +112,7 @@ def _check(folder: Path, update: bool, as_json: bool) -> tuple[dict[str, object]
 
 
 def _compare(
-    folder: Path,
+    folder: Location,
     source: str | None,
     prompts: Sequence[str],
     dtype: str,
@@ -130,11 +142,18 @@ def _compare(
 
 def _show_verdict(found: api.Comparison) -> None:
     """A sentence on what was compared, and the prompt to look at."""
+    from tpuconv.verify.vectors import VectorStatistics
+
     result = found.statistics
     compared = f"{result.prompts} prompts, {result.tokens} tokens"
-    worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
+    if isinstance(result, VectorStatistics):
+        worst = f"relative error of the {result.returns} {result.relative_error:.3g}"
+        no_gates = "no gates set: those of quantization configs are for logits, so nothing passed or failed; "
+    else:
+        worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
+        no_gates = "no gates set: the quantization config has `gates: none`, so nothing passed or failed; "
     if found.passed is None:
-        show("no gates set: the quantization config has `gates: none`, so nothing passed or failed; ", worst)
+        show(no_gates, worst)
     else:
         what = "is close enough to the original" if found.rounded else "computes what the original does"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
@@ -158,13 +177,38 @@ def _show_layer(layer: "LayerError") -> None:
 
 
 def _comparison_table(found: api.Comparison) -> Table:
+    from tpuconv.verify.vectors import VectorStatistics
+
     result = found.statistics
     table = Table(
         f"{found.checkpoint} against transformers, {result.dtype}, {result.prompts} prompts, {result.tokens} tokens",
         ("statistic", "value", "gate"),
         right=("value",),
     )
-    rows = (
+    failed = {line.split()[0] for line in result.failures()}
+    for statistic, value, gate in _vector_rows(result) if isinstance(result, VectorStatistics) else _logit_rows(result):
+        bound = result.gates.get(gate) if gate else None
+        verdict = ("failed", "red") if gate in failed else ("holds", "green")
+        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:g}"))
+    return table
+
+
+StatisticRow = tuple[str, str, str | None]
+"""What a statistic is, its value, and the name of its gate."""
+
+
+def _vector_rows(result: "VectorStatistics") -> tuple[StatisticRow, ...]:
+    return (
+        (f"largest difference of {result.returns}", f"{result.max_abs_difference:.3g}", None),
+        (f"mean difference of {result.returns}", f"{result.mean_abs_difference:.3g}", None),
+        ("largest number", f"{result.max_abs:.4g}", None),
+        ("length of the difference / length", f"{result.relative_error:.2g}", "relative_error"),
+        (f"smallest cosine of {result.vectors} vectors", f"{result.least_cosine:.6f}", None),
+    )
+
+
+def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
+    return (
         ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
         ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
         ("largest logit", f"{result.max_abs_logit:.4g}", None),
@@ -173,12 +217,6 @@ def _comparison_table(found: api.Comparison) -> Table:
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
         ("same most likely token", f"{100 * result.top1:.2f}%", None),
         (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),
-        ("perplexity of these prompts, transformers", f"{result.perplexity_hf:.5g}", None),
-        ("perplexity of these prompts, JAX", f"{result.perplexity_jax:.5g}", None),
+        ("perplexity of these prompts, transformers", f"{result.perplexity_reference:.5g}", None),
+        ("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", None),
     )
-    failed = {line.split()[0] for line in result.failures()}
-    for statistic, value, gate in rows:
-        bound = result.gates.get(gate) if gate else None
-        verdict = ("failed", "red") if gate in failed else ("holds", "green")
-        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:g}"))
-    return table

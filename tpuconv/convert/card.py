@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.convert.plan.types import REPORT
+from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.sizes import format_size
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target

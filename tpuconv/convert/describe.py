@@ -1,43 +1,47 @@
 """The manifest that a run writes of its plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from math import prod
 from typing import Any
 
 from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, passthrough_facts
-from tpuconv.convert.plan.types import Plan
+from tpuconv.checkpoint.shards import ZSTD
+from tpuconv.convert.plan.types import OutputArray, Plan
+from tpuconv.convert.workers import UnitResult
 from tpuconv.names import QVALUE
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
 
 
 def describe(
     plan: Plan,
-    sha256: Mapping[str, str | None],
-    checksums: Mapping[str, tuple[int, int]],
-    statistics: Mapping[str, Mapping[str, float]],
+    hashes: Mapping[str, str | None],
+    result: UnitResult,
+    calibrated: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The manifest of a finished run, without the files beside the arrays.
 
     Args:
         plan: what was converted.
-        sha256: of each shard of the source; None for a shard of which only a part was read.
-        checksums: of each array, the sums over its chunks and over their crc32c.
-        statistics: of each quantized parameter, what its encoder found.
+        hashes: of each shard of the source; None for a shard of which only a part was read.
+        result: what all units found.
+        calibrated: of each parameter that was calibrated, what to say of that.
     """
     manifest: dict[str, Any] = {
         "format": MANIFEST_FORMAT,
         "kind": CHECKPOINT,
         "fingerprint": plan.fingerprint,
-        "source": plan.source.origin(sha256),
+        "source": plan.source.origin(hashes),
         "family": plan.family,
         "table": plan.table.fingerprint,
         **({"variant": plan.table.variant} if plan.table.variant else {}),
+        **({"returns": plan.table.returns} if plan.table.returns else {}),
         "options": plan.options.to_json(),
         **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
         "versions": {library: version(library) for library in LIBRARIES},
         "parameters": plan.parameters,
         "bytes": plan.output_bytes,
+        **dict(_stored_bytes(plan, result.shard_bytes)),
         "skipped": [vars(skip) for skip in plan.skipped],
         "arrays": {
             array.name: {
@@ -47,8 +51,9 @@ def describe(
                 "chunks": array.chunks,
                 "sources": [info.name for name in array.sources for info in plan.tensors[name].stored],
                 "shards": array.shards,
-                "xxh3": f"{checksums[array.name][0]:016x}",
-                "crc32c": f"{checksums[array.name][1]:016x}",
+                "xxh3": f"{result.checksums[array.name][0]:016x}",
+                "crc32c": f"{result.checksums[array.name][1]:016x}",
+                **dict(_compression(array, result.shard_bytes)),
                 **({"buffer": True} if array.buffer else {}),
             }
             for array in plan.arrays.values()
@@ -56,7 +61,9 @@ def describe(
     }
     if plan.quantization:
         parameters = {
-            name: encoder.to_json() | _undone(plan, name) | {"figures": statistics[name]}
+            name: encoder.to_json()
+            | _undone(plan, name)
+            | {"figures": result.statistics[name], **calibrated.get(name, {})}
             for name, encoder in plan.quantization.encoders.items()
         } | {
             name: passthrough.to_json()
@@ -67,6 +74,18 @@ def describe(
     elif plan.passthrough:
         manifest["quantization"] = passthrough_facts(plan.passthrough)
     return manifest
+
+
+def _stored_bytes(plan: Plan, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, int]]:
+    if sizes:
+        plain = sum(array.nbytes for array in plan.arrays.values() if not array.compressed)
+        yield "stored_bytes", plain + sum(sum(files.values()) for files in sizes.values())
+
+
+def _compression(array: OutputArray, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, Any]]:
+    if array.compressed:
+        yield "compression", ZSTD
+        yield "shard_bytes", [sizes[array.name][name] for name in array.shard_names()]
 
 
 def _undone(plan: Plan, name: str) -> dict[str, str]:

@@ -1,362 +1,393 @@
-"""Exporting a checkpoint of ours to safetensors with Hugging Face's names, by the inverse of the table.
+"""Exporting a checkpoint of ours to safetensors with Hugging Face's names, by the inverse of the table; or converting a
+source to such files, in one pass.
 
 If it was not cast, the exported bytes are those of the source: values, or quantized values and scales if they stayed
-encoded. One row of the table is in memory at a time.
+encoded. A few tensors are in memory at a time.
 """
 
 import json
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import (
-    SAFETENSORS_DTYPES,
-    check_contents,
-    companions_of,
-    copy_companion,
-    read_box,
-    read_checkpoint_config,
+from tpuconv.checkpoint.manifest import Manifest, add_statistics
+from tpuconv.checkpoint.schema import STATISTICS
+from tpuconv.convert.array_source import ArraySource, CheckpointArrays
+from tpuconv.convert.carried import Carried, skipped_tensors
+from tpuconv.convert.export_files import (
+    divide_tensors,
+    file_names,
+    safetensors_header,
+    write_index_and_companions,
 )
-from tpuconv.convert.export_tensor import ExportTensor
-from tpuconv.convert.run import RunProgress
-from tpuconv.convert.serving import WeightGroup, quantized_row
-from tpuconv.convert.serving import encoding as describe_encoding
+from tpuconv.convert.export_rows import ExportPiece, export_pieces
+from tpuconv.convert.export_tensor import ExportRow, ExportTensor
+from tpuconv.convert.exporting import Exporting, describe_exporting
+from tpuconv.convert.fetched import FetchedFiles, file_entry, file_reads, workspace_of_files
+from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.planned_arrays import PlannedArrays, describe_plan
+from tpuconv.convert.run import PART_DONE, RunProgress, check_outside
+from tpuconv.convert.serving.formats import IN_COMPRESSED
+from tpuconv.convert.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
+from tpuconv.convert.stamps import Stale, check_same_files, forget_changed
+from tpuconv.convert.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.strided import copy_strided
-from tpuconv.encodings.passthrough import pack, unrefine
-from tpuconv.encodings.scheme import Scheme
-from tpuconv.encodings.schemes import schemes
-from tpuconv.errors import CorruptOutput, OutputError, UsageError
-from tpuconv.layout import Shape
-from tpuconv.mapping.passthrough import Stored, split
-from tpuconv.mapping.table import Binding, HasAxes, MappingTable
+from tpuconv.convert.workers import HASH_ENTRY
+from tpuconv.errors import OutputError
+from tpuconv.hosts import ProcessPart, divided
+from tpuconv.jsonfile import Each, Size
+from tpuconv.layout import Ranges, cut_sizes
+from tpuconv.location import Location
+from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
-from tpuconv.sources.companions import CARD, SOURCE_CARD
-from tpuconv.sources.config import encoding_of, with_encoding, without_encoding
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
 from tpuconv.sources.headers import DTYPES
-from tpuconv.storage import disk
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.journal import Journal, State
-from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal, size_faults
-from tpuconv.targets.registry import get_target
+from tpuconv.storage.journal import RunJournal, State
+from tpuconv.storage.opening import open_journal
+from tpuconv.storage.places import size_faults
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal
 
-SHARD_BYTES = 5_000_000_000
-
-
-def released_config(manifest: Manifest) -> dict[str, Any]:
-    """The config.json to export: the source's, without the description of an encoding that was undone."""
-    raw = _source_config(manifest)
-    return raw if manifest.passthrough else without_encoding(raw)
+_Made = tuple[ExportTensor, np.ndarray, dict[str, Any], bool]
+"""Values of a tensor, what was found about the parameters of its piece, and whether they are its last."""
 
 
-def _source_config(manifest: Manifest) -> dict[str, Any]:
-    raw = read_checkpoint_config(manifest)
-    return with_encoding(raw, manifest.folder / ENCODING_FILE) if ENCODING_FILE in companions_of(manifest) else raw
+FILE_ENTRY = {"facts": {"bytes": Size, "xxh3_128": str}, "figures": Each(STATISTICS)}
+"""The journal's entry of a file: its facts, and those of the parameters whose first tensor it has."""
 
 
 def export(
-    manifest: Manifest, table: MappingTable, config: HasAxes, out: Path, *, overwrite: bool = False
+    arrays: ArraySource,
+    what: Exporting,
+    out: Location,
+    jobs: int,
+    *,
+    overwrite: bool = False,
+    part: ProcessPart | None = None,
+    streamed: PlannedArrays | None = None,
 ) -> Iterator[RunProgress]:
-    """Writes the checkpoint to the folder `out`, and yields progress.
+    """Writes arrays as safetensors to the folder `out`, and yields progress.
 
-    `out` appears complete or not at all, and an old one stays until it does.
+    `out` appears complete or not at all, and an old one stays until it does. Of a run that was killed, complete files
+    stay.
 
     Args:
-        manifest: of the checkpoint.
-        table: of the target that the checkpoint is for, from the released tensors as the manifest's variant names them.
-        config: the family's, made of `released_config`, with the letters of the table.
+        arrays: those of a checkpoint or of a plan.
+        what: what is written of them.
         out: the output folder.
+        jobs: threads.
         overwrite: replace an existing output of ours.
+        part: which of several processes this is. Each writes some of the files; the last one publishes.
+        streamed: the arrays again, if their source is fetched meanwhile.
 
     Raises:
-        UsageError: the checkpoint holds only a part of a model, was quantized, or lacks the source's scales.
+        UsageError: the checkpoint holds only a part of a model, cannot be exported so, or lacks the source's scales.
         CorruptOutput: an array is missing, cannot be read, or does not match its checksum.
-        SourceError: the checkpoint was replaced while it was read.
+        SourceError: the checkpoint or the source changed while it was read, or holds values that are not finite.
         OutputError: `out` exists, and must not be replaced.
         ResourceError: there is too little disk space.
     """
-    rows, encoding = _rows(manifest, table, config)
-    shards = _shards([tensor for row in rows for tensor in row.tensors])
+    beside, manifest = what.beside, arrays.manifest
+    scheme = what.scheme or (IN_COMPRESSED if manifest.is_rounded else None)
+    pieces, encoding = export_pieces(arrays, what.table, what.config, beside.modules if beside else (), scheme)
+    shards = divide_tensors([*(t for piece in pieces for t in piece.tensors), *(beside.tensors if beside else ())])
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     facts = {
         "format": MANIFEST_FORMAT,
         "kind": SAFETENSORS,
         "checkpoint": manifest.sealed.identity,
-        "table": table.fingerprint,
+        "table": what.table.fingerprint,
+        **({"scheme": scheme} if scheme and scheme != IN_COMPRESSED else {}),
+        **({"carried": sorted(tensor.name for tensor in beside.tensors)} if beside else {}),
     }
-    fingerprint = hash_bytes(json.dumps(facts).encode())["xxh3_128"]
-    with Journal(out, fingerprint, facts, overwrite=overwrite) as journal:
+    names = [[tensor.name for tensor in shard] for shard in shards]  # another version may divide them otherwise
+    fingerprint = hash_bytes(json.dumps([facts, names]).encode())["xxh3_128"]
+    stamps = arrays.stamps_for_hosts
+    with open_journal(out, fingerprint, facts, part, overwrite=overwrite) as journal:
         state = journal.begin()
         if state is State.PUBLISHED:
-            _check_exported(journal.out)
+            _check_exported(arrays, journal.out)
             yield RunProgress(total, total, total, "published")
             return
+        if state is State.JOINED:
+            check_same_files(journal, stamps)
+        elif forget_changed(
+            journal, arrays.stamps, partial(_all_done, arrays, journal, len(shards)), stamps, is_part=part is not None
+        ):
+            state = State.BEGUN
         if state is not State.COMPLETE:
-            companions = sum(facts["bytes"] for facts in companions_of(manifest).values())
-            disk.check_room(journal.out.parent, total + companions, "the export")
-            check_contents(manifest, manifest.arrays)
-            files: dict[str, Any] = {}
-            yield from _write(manifest, rows, shards, journal.staging, total, files)
-            _write_index_and_companions(manifest, shards, journal.staging, total, files, encoding)
-            manifest.check_current()
-            source = dict(manifest.raw["source"])
-            manifest_facts = facts | {
-                "fingerprint": fingerprint,
-                "source": source,
-                "family": manifest.family,
-                "files": files,
-            }
-            disk.write_file(journal.staging / MANIFEST, seal(manifest_facts))
+            companions = sum(facts["bytes"] for facts in arrays.companions.values())
+            journal.sink.check_room(total + companions, "the export")
+            arrays.check()
+            journal.share()
+            writing = _Run(arrays, pieces, beside, shards, journal, jobs, part)
+            if streamed is not None:
+                reads = file_reads(streamed, pieces, beside, shards)
+                writing.fetched = FetchedFiles(streamed, reads, writing.own, part, journal)
+            with writing.fetched or nullcontext():
+                yield from writing.write()
+            entry_of = {name: proof_step(i) for i, name in enumerate(arrays.hashed)}
+            hashes = arrays.finish_part()
+            for name in hashes if part else ():
+                journal.record(entry_of[name], {"hash": hashes[name]})
+            compared = [COMPARE_STEP] if streamed is not None and streamed.plan.copies else []
+            if not journal.gather([*(file_entry(i) for i in range(len(shards))), *entry_of.values(), *compared]):
+                size = writing.nbytes
+                yield RunProgress(size, size, 0, "published" if journal.is_published() else PART_DONE)
+                return
+            others = {name: journal.done(entry, HASH_ENTRY) for name, entry in entry_of.items() if name not in hashes}
+            hashes |= {name: found["hash"] for name, found in others.items() if found}
+            entries = [journal.done(file_entry(i), FILE_ENTRY) or {} for i in range(len(shards))]
+            files = {name: entry["facts"] for name, entry in zip(file_names(len(shards)), entries, strict=True)}
+            write_index_and_companions(arrays, shards, journal.sink, total, files, encoding)
+            figures: dict[str, Any] = {}
+            for entry in entries:
+                for name, found in entry["figures"].items():
+                    add_statistics(figures.setdefault(name, {}), found)
+            source = arrays.finish(hashes)
+            further, texts = arrays.describe(figures)
+            files |= journal.sink.write_all({name: text.encode() for name, text in texts.items()})
+            known = {"fingerprint": fingerprint, "source": source, "family": what.family}
+            journal.sink.write(MANIFEST, seal({**facts, **known, **further, "files": files}))
         journal.publish()
     yield RunProgress(total, total, 0, "published")
 
 
-def _check_exported(out: Path) -> None:
-    """Raises CorruptOutput if files of an earlier export are missing or have the wrong size."""
-    sizes = {name: facts["bytes"] for name, facts in read_sealed(out).files.items()}
-    raise_damage(out, size_faults(out, sizes))
+def export_checkpoint(
+    manifest: Manifest,
+    table: MappingTable,
+    config: HasAxes,
+    out: Location,
+    jobs: int = 1,
+    *,
+    overwrite: bool = False,
+    beside: Carried | None = None,
+) -> Iterator[RunProgress]:
+    """Exports a checkpoint; see `export`.
+
+    Args:
+        manifest: of the checkpoint.
+        table: of the target that the checkpoint is for, from the released tensors as the manifest's variant names them.
+        config: the family's, made of `released_config`, with the letters of the table.
+        out, jobs, overwrite: as of `export`.
+        beside: tensors of the source that are written too.
+    """
+    what = Exporting(table, config, manifest.family, beside)
+    return export(CheckpointArrays(manifest), what, out, jobs, overwrite=overwrite)
 
 
-def file_names(count: int) -> list[str]:
-    """The names of `count` shards, as Hugging Face names them."""
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+def convert_to_safetensors(
+    plan: Plan, out: Location, limits: Limits, *, overwrite: bool = False, part: ProcessPart | None = None
+) -> Iterator[RunProgress]:
+    """Converts a source to safetensors in one pass: cast, with adapters merged, or quantized. What the table leaves out
+    and is not encoded, such as the towers of a multimodal model, is written as it is. Raises as `export` and
+    `tpuconv.convert.run.run` do.
+
+    Args:
+        plan: of the conversion to a target that holds safetensors.
+        out: the output folder.
+        limits: jobs and memory.
+        overwrite, part: as of `export`.
+    """
+    plan.check()
+    check_outside(plan.source.folder, out)
+    with closing(PlannedArrays(plan, part)) as arrays:
+        what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
+        streamed = arrays if plan.source.remote else None
+        job_count = jobs_for_tensors(plan, limits, planned_files(plan).slabs)
+        yield from export(arrays, what, out, job_count, overwrite=overwrite, part=part, streamed=streamed)
 
 
 @dataclass(frozen=True)
-class ExportRow:
-    """An inverse row with the tensors that it makes. `repeats` says how often the values of an array are repeated along
-    every axis before."""
+class PlannedFiles:
+    """What `convert_to_safetensors` would write.
 
-    inverse: Binding
-    tensors: Sequence[ExportTensor]
-    repeats: Mapping[str, Shape] = field(default_factory=dict)
+    Attributes:
+        files: the tensors of each.
+        slabs: by name in how many slabs a tensor is made, if there are several.
+        workspace_bytes: the most that a source which is fetched takes on the disk of the workspace.
+    """
 
-
-def _rows(manifest: Manifest, table: MappingTable, config: HasAxes) -> tuple[list[ExportRow], dict[str, Any] | None]:
-    """Every inverse row, and the description for config.json of what is quantized by rules."""
-    manifest.check_complete()
-    rows: list[ExportRow] = []
-    groups: dict[WeightGroup, list[str]] = {}
-    plain: list[str] = []
-    part = get_target(manifest.target).part
-    quantized = manifest.quantization["parameters"] if manifest.quantization and manifest.is_rounded else {}
-    own_table = table.stack_layers() if manifest.scan_layers else table
-    for binding in own_table.bind(config, manifest.include_mtp):
-        if not any(stack.names[0] in quantized for stack in binding.dst):
-            rows += [ExportRow(*row) for row in _plain_rows(manifest, binding, part)]
-            plain += _linear_modules(binding)
-            continue
-        row = quantized_row(manifest, binding, part)
-        _check_inverse(manifest, row.qvalues.inverse)
-        for inverse, tensors, repeats in (
-            (row.qvalues, row.of_qvalues, {}),
-            (row.scales, row.of_scales, row.repeats),
-        ):
-            rows.append(ExportRow(inverse, tensors, repeats))
-        groups.setdefault(row.group, []).extend(row.modules)
-    return rows, describe_encoding(groups, plain) if quantized else None
+    files: Sequence[Sequence[ExportTensor]]
+    slabs: Mapping[str, int]
+    workspace_bytes: int
 
 
-def _linear_modules(binding: Binding) -> list[str]:
-    """The modules of a row that are matrices, besides embeddings."""
-    return [
-        name.removesuffix(".weight")
-        for name, shape in binding.src_shapes().items()
-        if len(shape) == 2 and name.endswith(".weight") and "embed" not in name
-    ]
+def planned_files(plan: Plan) -> PlannedFiles:
+    """Plans what `convert_to_safetensors` would write. No weight is read.
+
+    Raises:
+        UsageError: no format of servers holds what is quantized.
+    """
+    with closing(PlannedArrays(plan)) as arrays:
+        beside = skipped_tensors(plan)
+        what = describe_exporting(arrays, plan.options.scheme, beside)
+        scheme, modules = what.scheme, beside.modules if beside else ()
+        pieces, _ = export_pieces(arrays, what.table, what.config, modules, scheme)
+        files = divide_tensors([*(t for piece in pieces for t in piece.tensors), *(beside.tensors if beside else ())])
+        slabs = {tensor.of: len(piece.slabs) for piece in pieces if piece.letter for tensor in piece.tensors}
+        is_fetched = bool(plan.source.remote)
+        workspace = workspace_of_files(arrays, file_reads(arrays, pieces, beside, files)) if is_fetched else 0
+        return PlannedFiles(files, slabs, workspace)
 
 
-def _plain_rows(
-    manifest: Manifest, binding: Binding, part: Callable[[str, str], str]
-) -> Iterator[tuple[Binding, list[ExportTensor]]]:
-    """Yields the inverse rows of parameters that are plain, or encoded as they were released."""
-    known = {scheme.title: scheme for scheme in schemes(encoding_of(released_config(manifest)))}
-    if facts := manifest.passthrough.get(binding.dst[0].names[0]):
-        scheme = known.get(facts["kept"])
-        if scheme is None or len(facts["stored"]) != len(binding.src):
-            raise CorruptOutput(
-                f"{manifest.folder}: config.json and the manifest do not agree on how {binding.src[0].names[0]} "
-                "was stored",
-                hint="convert the checkpoint again",
-            )
-        if scheme.tensor_scale:
-            raise UsageError(
-                f"{manifest.folder} cannot be exported: of {scheme.title} the scales of blocks and of tensors were "
-                "multiplied, and cannot be separated again",
-                hint="take the source; or convert it with --encoding dequantize, and export that",
-            )
-        stored = [Stored.from_json(each) for each in facts["stored"]]
-        yield from _passthrough_rows(manifest, binding, scheme, stored, part)
-    else:
-        _check_inverse(manifest, binding)
-        dtype = SAFETENSORS_DTYPES[manifest.arrays[binding.dst[0].names[0]].dtype]
-        tensors = [ExportTensor(name, dtype, shape, name, _same) for name, shape in binding.src_shapes().items()]
-        yield binding.inverse, tensors
+def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest of a checkpoint would say about safetensors that `convert_to_safetensors` wrote, whose own
+    manifest is `published`."""
+    sizes = [facts["bytes"] for name, facts in published["files"].items() if name.endswith(".safetensors")]
+    return {**describe_plan(plan), **published, "stored_bytes": sum(sizes)}
 
 
-def _check_inverse(manifest: Manifest, binding: Binding) -> None:
-    for name, shape in binding.dst_shapes().items():
-        if name not in manifest.arrays or manifest.arrays[name].shape != shape:
-            raise CorruptOutput(
-                f"{manifest.folder} has no array {name} of shape {list(shape)}",
-                hint="it was made by another version of tpuconv: convert it again",
-            )
+def _all_done(arrays: ArraySource, journal: RunJournal, count: int, changed: set[str]) -> Stale:
+    """All files that are done: each may hold tensors of a file of the source that changed."""
+    hashes = [proof_step(i) for i, name in enumerate(arrays.hashed) if name in changed]
+    return Stale([file_entry(i) for i in range(count) if journal.done(file_entry(i), FILE_ENTRY)], hashes)
 
 
-def _same(array: np.ndarray) -> np.ndarray:
-    return array
+def _check_exported(arrays: ArraySource, out: Location) -> None:
+    """Raises CorruptOutput if files of an earlier export are missing or have the wrong size, and OutputError if it was
+    made from a source that was changed since."""
+    sealed = read_sealed(out)
+    sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
+    raise_damage(out, size_faults(out, sizes))
+    arrays.check_made(out, sealed.raw["source"])
 
 
-def _passthrough_rows(
-    manifest: Manifest, binding: Binding, scheme: Scheme, stored: list[Stored], part: Callable[[str, str], str]
-) -> Iterator[tuple[Binding, list[ExportTensor]]]:
-    parts = split(binding, scheme, [each.shape for each in stored], part)
-    _check_inverse(manifest, parts.qvalues)
-    _check_inverse(manifest, parts.scales)
-    qvalues, scales = [], []
-    shapes = parts.qvalues.src_shapes()
-    for qvalue_stack, scale_stack, refine, stored_scales in zip(
-        parts.qvalues.src, parts.scales.src, parts.refine, stored, strict=True
+class _Run:
+    """Makes tensors in threads and writes them in their order."""
+
+    def __init__(
+        self,
+        arrays: ArraySource,
+        pieces: list[ExportPiece],
+        beside: Carried | None,
+        shards: list[list[ExportTensor]],
+        journal: RunJournal,
+        jobs: int,
+        part: ProcessPart | None,
     ):
-        for name, scale_name in zip(qvalue_stack.names, scale_stack.names, strict=True):
-            shape, base = shapes[name], name.removesuffix(scheme.values)
-            qvalues.append(
-                ExportTensor(name, scheme.dtype, scheme.stored_shape(shape), name, lambda x: pack(scheme, x))
-            )
-            for suffix, dtype in zip(scheme.extra, stored_scales.extra, strict=False):
-                value = np.array(shape, DTYPES[dtype])
-                qvalues.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
-            scales.append(
-                ExportTensor(
-                    scale_name,
-                    stored_scales.dtype,
-                    stored_scales.shape,
-                    scale_name,
-                    lambda x, stored_scales=stored_scales, refine=refine: unrefine(
-                        x, refine, stored_scales.dtype, stored_scales.shape
-                    ),  # type: ignore[misc]
-                )
-            )
-    yield parts.qvalues.inverse, qvalues
-    yield parts.scales.inverse, scales
+        self.arrays, self.pieces, self.beside = arrays, pieces, beside
+        self.shards, self.journal, self.jobs = shards, journal, jobs
+        self._sizes = [sum(tensor.nbytes for tensor in shard) for shard in shards]
+        numbers = range(len(shards))
+        self.fetched: FetchedFiles | None = None
+        self.own = set(numbers if part is None else divided(numbers, self._sizes, part.count)[part.index])
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the files that this process writes."""
+        return sum(self._sizes[number] for number in self.own)
 
-def _shards(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
-    shards: list[list[ExportTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
+    def write(self) -> Iterator[RunProgress]:
+        """Writes the files that are left to do. A piece is made again if one of its tensors is in such a file."""
+        numbers = range(len(self.shards))
+        is_done = [i not in self.own or self.journal.done(file_entry(i), FILE_ENTRY) is not None for i in numbers]
+        total = self.nbytes
+        resumed = total - sum(n for n, done in zip(self._sizes, is_done, strict=True) if not done)
+        written = resumed
+        place = {tensor.name: i for i, shard in enumerate(self.shards) for tensor in shard}
+        todo = [piece for piece in self.pieces if not all(is_done[place[t.name]] for t in piece.tensors)]
+        opened, record = None, self._record
+        if self.fetched is not None:
+            self.fetched.begin(total - resumed)
+            opened, record = self.fetched.arrays.reader, self.fetched.written
+        names = {name for name, i in place.items() if not is_done[i]}
+        carried = self.beside.read(names, opened) if self.beside else ()
+        beside: Iterator[_Made] = ((tensor, values, {}, True) for tensor, values in carried)
+        left = (each for each in chain(self._made(todo), beside) if not is_done[place[each[0].name]])
+        for number, (name, shard) in enumerate(zip(file_names(len(self.shards)), self.shards, strict=True)):
+            if is_done[number]:
+                continue
+            found: dict[str, Any] = {}
+            with self.journal.sink.writer(name) as file:
+                file.write(safetensors_header(shard))
+                missing = len(shard)
+                while missing:
+                    _, values, figures, is_last = next(left)
+                    file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+                    for parameter, part in figures.items():
+                        add_statistics(found.setdefault(parameter, {}), part)
+                    missing -= is_last
+                    written += values.nbytes
+                    yield RunProgress(written, total, resumed, "export")
+            self.journal.sink.sync(["."])
+            record(number, {"facts": file.facts(), "figures": found})
 
+    def _record(self, number: int, facts: Mapping[str, Any]) -> None:
+        self.journal.record(file_entry(number), facts)
 
-def _write(
-    manifest: Manifest,
-    rows: list[ExportRow],
-    shards: list[list[ExportTensor]],
-    folder: Path,
-    total: int,
-    files: dict[str, Any],
-) -> Iterator[RunProgress]:
-    """Writes the shards in the order of the rows, and adds them to `files`."""
-    produced, done = _produce(manifest, rows), 0
-    for name, shard in zip(file_names(len(shards)), shards, strict=True):
-        with disk.Writer(folder / name) as file:
-            file.write(_header(shard))
-            for tensor, values in islice(produced, len(shard)):
-                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-                done += tensor.nbytes
-                yield RunProgress(done, total, 0, "export")
-        files[name] = file.facts()
+    def _made(self, pieces: list[ExportPiece]) -> Iterator["_Made"]:
+        """Yields each tensor, or one after the other its slabs."""
+        waiting: deque[tuple[ExportPiece, Ranges, Future[tuple[list[np.ndarray], dict[str, Any]]]]] = deque()
+        rest, nbytes = deque((piece, ranges) for piece in pieces for ranges in piece.slabs), 0
+        held: list[_Made] = []  # of all tensors of a piece but the first, which is written first
+        with ThreadPoolExecutor(self.jobs) as pool, self.fetched or nullcontext():  # ends what threads wait for
+            try:
+                while rest or waiting:
+                    while (
+                        rest
+                        and len(waiting) <= self.jobs
+                        and (not waiting or nbytes + rest[0][0].nbytes <= IN_FLIGHT_BYTES)
+                    ):
+                        piece, ranges = rest.popleft()
+                        nbytes += piece.nbytes
+                        waiting.append((piece, ranges, pool.submit(self._make, piece, ranges)))
+                    piece, ranges, future = waiting.popleft()
+                    values, figures = future.result()
+                    is_last = ranges is piece.slabs[-1]
+                    first, *others = zip(piece.tensors, values, strict=True)
+                    yield *first, figures, is_last
+                    held += [(tensor, made, {}, is_last) for tensor, made in others]
+                    if is_last:
+                        order = {tensor.name: i for i, tensor in enumerate(piece.tensors)}
+                        yield from sorted(held, key=lambda each: order[each[0].name])
+                        held.clear()
+                    nbytes -= piece.nbytes
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
+    def _make(self, piece: ExportPiece, ranges: Ranges) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """The values of all tensors of a piece, or of a slab of them; and what was found about its parameters."""
+        made: dict[str, np.ndarray] = {}
+        figures: dict[str, Any] = {}
+        values = []
+        own = {letter: each for letter, each in ranges.items() if letter == piece.letter}
+        for row in piece.rows:
+            inverse = replace(row.inverse, sizes=cut_sizes(row.inverse.sizes, own))
+            results = inverse(lambda name, row=row: self._array(row, name, ranges, made, figures))  # type: ignore[misc]
+            for tensor in row.tensors:
+                value = tensor.make(self._contiguous(results[tensor.of], row))
+                shape = tensor.shape
+                if own:
+                    start, stop = own[piece.letter]
+                    shape = (stop - start, *shape[1:])
+                if value.shape != shape or value.dtype.itemsize != DTYPES[tensor.dtype].itemsize:
+                    raise OutputError(f"{tensor.name} would be {value.shape}, not {shape}: a bug of tpuconv")
+                values.append(value)
+        return values, figures
 
-def _produce(manifest: Manifest, rows: list[ExportRow]) -> Iterator[tuple[ExportTensor, np.ndarray]]:
-    for row in rows:
-        arrays = row.inverse(partial(_read_array, manifest, row))
-        for tensor in row.tensors:
-            values = tensor.make(_contiguous(arrays[tensor.of], manifest, row.inverse))
-            if (values.shape, values.nbytes) != (tensor.shape, tensor.nbytes):
-                raise OutputError(f"{tensor.name} would be {values.shape}, not {tensor.shape}: a bug of tpuconv")
-            yield tensor, values
+    def _array(
+        self, row: ExportRow, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
+        """An array without the changes that its row makes, as unsigned integers: these are faster to move than floats
+        and keep every bit."""
+        values = self.arrays.read(name, ranges, made, figures)
+        if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
+            values = change.undo(values, row.inverse.sizes)
+        for axis, count in enumerate(row.repeats.get(name, ())):
+            values = values if count == 1 else np.repeat(values, count, axis)
+        return values.view(f"u{values.itemsize}")
 
-
-def _read_array(manifest: Manifest, row: ExportRow, name: str) -> np.ndarray:
-    """An array of the checkpoint, without the changes that its row makes, as unsigned integers: these are faster to
-    move than floats and keep every bit."""
-    array = manifest.arrays[name]
-    values = np.empty(array.shape, np.dtype(array.dtype))
-    read_box(manifest, name, tuple(slice(0, n) for n in array.shape), values)
-    if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
-        values = change.undo(values, row.inverse.sizes)
-    for axis, count in enumerate(row.repeats.get(name, ())):
-        values = values if count == 1 else np.repeat(values, count, axis)
-    return values.view(f"u{values.itemsize}")
-
-
-def _contiguous(array: np.ndarray, manifest: Manifest, binding: Binding) -> np.ndarray:
-    """A contiguous copy in the dtype of the row's arrays."""
-    out = np.empty(array.shape, array.dtype)
-    copy_strided([(out, array)])
-    return out.view(np.dtype(manifest.arrays[binding.src[0].names[0]].dtype))
-
-
-def _header(shard: list[ExportTensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
-    offset = 0
-    for tensor in shard:
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
-    return struct.pack("<Q", len(text)) + text
-
-
-def _write_index_and_companions(
-    manifest: Manifest,
-    shards: list[list[ExportTensor]],
-    folder: Path,
-    total: int,
-    files: dict[str, Any],
-    encoding: dict[str, Any] | None,
-) -> None:
-    """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
-    `encoding`."""
-
-    def write(name: str, text: str) -> None:
-        disk.write_file(folder / name, text.encode())
-        files[name] = hash_bytes(text.encode())
-
-    if len(shards) > 1:
-        names = file_names(len(shards))
-        weight_map: Mapping[str, str] = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
-        write(INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-    config = released_config(manifest)
-    if encoding is not None:
-        config = without_encoding(config) | {"quantization_config": encoding}
-    undone = not manifest.passthrough  # what is exported is not encoded any more
-    for name, facts in companions_of(manifest).items():
-        if undone and name == ENCODING_FILE:
-            continue
-        target = CARD if name == SOURCE_CARD else name
-        # config.json changes if it had a description of an encoding, or one was read from the file that is left out.
-        if name == CONFIG_FILE and config != (read_checkpoint_config if undone else _source_config)(manifest):
-            write(name, json.dumps(config, indent=2))
-        else:
-            copy_companion(manifest, name, folder / target, facts)
-            files[target] = facts
+    def _contiguous(self, array: np.ndarray, row: ExportRow) -> np.ndarray:
+        """The values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
+        out = array
+        if not array.flags.c_contiguous:  # what comes back as it was read is
+            out = np.empty(array.shape, array.dtype)
+            copy_strided([(out, array)])
+        return out.view(np.dtype(self.arrays.manifest.arrays[row.inverse.src[0].names[0]].dtype))

@@ -1,12 +1,13 @@
-"""One tensor of an export, whatever makes its values."""
+"""One tensor of an export, and the row that makes it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
 from tpuconv.layout import Shape
+from tpuconv.mapping.table import Binding
 from tpuconv.sources.headers import DTYPES
 
 
@@ -18,6 +19,7 @@ class ExportTensor:
         dtype: safetensors' name of its dtype.
         of: the name of the inverse row's result that it is made from.
         make: makes its values from that result.
+        sliced: whether `make` makes a slice along the first axis from the same slice of that result.
     """
 
     name: str
@@ -25,8 +27,19 @@ class ExportTensor:
     shape: Shape
     of: str
     make: Callable[[np.ndarray], np.ndarray]
+    sliced: bool = False
 
     @property
     def nbytes(self) -> int:
         """The number of bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class ExportRow:
+    """An inverse row with the tensors that it makes. `repeats` says how often the values of an array are repeated along
+    every axis before."""
+
+    inverse: Binding
+    tensors: Sequence[ExportTensor]
+    repeats: Mapping[str, Shape] = field(default_factory=dict)

@@ -1,7 +1,9 @@
 """How many jobs a run of a plan has, and how much memory it needs."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
@@ -9,6 +11,9 @@ from tpuconv.errors import ResourceError
 BASE_MEMORY = 212 << 20
 """Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can
 free."""
+
+IN_FLIGHT_BYTES = 1 << 30
+"""Of tensors of an export that are made and not written yet, unless one alone is larger."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,49 @@ def jobs(plan: Plan, limits: Limits) -> int:
             f"{limits.max_memory / 1e6:.0f} MB of memory are too few to convert {plan.source.name}",
             hint=f"--max-memory must be at least {-(-(BASE_MEMORY + job_bytes) // 1_000_000)}MB",
         )
+    calibration = plan.quantization.calibration if plan.quantization else None
+    if calibration and calibration.memory > limits.max_memory:
+        raise ResourceError(
+            f"{limits.max_memory / 1e6:.0f} MB of memory are too few to calibrate {plan.source.name}",
+            hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
+            "a smaller --length need less",
+        )
     return max(1, min(limits.jobs, fitting, len(plan.units)))
+
+
+def jobs_for_tensors(plan: Plan, limits: Limits, slabs: Mapping[str, int]) -> int:
+    """The number of jobs of a run that makes tensors, as far as the memory suffices for the largest: each job holds its
+    values as they are stored, as they are wanted, rearranged and encoded. `slabs` says by name in how many parts one
+    after the other a tensor is made; others are made complete.
+
+    Raises:
+        ResourceError: it does not suffice for one.
+    """
+    waiting, job_bytes = _tensor_bytes(plan, slabs)
+    fitting = (limits.max_memory - BASE_MEMORY - waiting) // max(1, job_bytes)
+    if fitting < 1:
+        raise ResourceError(
+            f"{limits.max_memory / 1e6:.0f} MB of memory are too few to write {plan.source.name} as safetensors",
+            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + waiting + job_bytes) // 1_000_000)}MB",
+        )
+    return max(1, min(limits.jobs, fitting))
+
+
+def _tensor_bytes(plan: Plan, slabs: Mapping[str, int]) -> tuple[int, int]:
+    """Of a run that makes tensors the bytes that wait to be written, and those of one job, at most."""
+    largest = max((-(-prod(tensor.shape) // slabs.get(name, 1)) for name, tensor in plan.tensors.items()), default=0)
+    job_bytes = 4 * max(2, *(array.dtype.itemsize for array in plan.arrays.values())) * largest
+    return min(IN_FLIGHT_BYTES, plan.output_bytes), job_bytes
+
+
+def planned_memory_for_tensors(plan: Plan, job_count: int, slabs: Mapping[str, int]) -> int:
+    """The private memory in bytes that a run with `job_count` jobs which makes tensors, in so many `slabs`, needs at
+    most."""
+    waiting, job_bytes = _tensor_bytes(plan, slabs)
+    return BASE_MEMORY + waiting + job_count * job_bytes
 
 
 def planned_memory(plan: Plan, job_count: int) -> int:
     """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
-    return BASE_MEMORY + job_count * buffers(plan).nbytes
+    calibration = plan.quantization.calibration if plan.quantization else None
+    return max(BASE_MEMORY + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)

@@ -7,16 +7,15 @@ no merging and any process may do them.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tpuconv.checkpoint.manifest import ORBAX_FILES
+from tpuconv.checkpoint.manifest import ORBAX_FILES, path_in
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
 from tpuconv.private import INTERFACES
-from tpuconv.storage import disk
-from tpuconv.storage.sealed import size_faults
+from tpuconv.storage.hashes import hash_bytes
+from tpuconv.storage.sinks import Sink
 
 LIST_PLACE, DICT_KEY = 1, 2
 """Orbax's numbers for the kinds of keys in a tree."""
@@ -38,59 +37,64 @@ class OrbaxTree:
 
 
 class Store:
-    """An Orbax checkpoint under construction in `folder`."""
+    """An Orbax checkpoint under construction, in the folder `inside` of an output."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, OutputArray], tree: OrbaxTree = OrbaxTree()):
-        self.folder, self.arrays, self.tree = folder, arrays, tree
+    def __init__(self, sink: Sink, inside: str, arrays: Mapping[str, OutputArray], tree: OrbaxTree = OrbaxTree()):
+        self.sink, self.inside, self.arrays, self.tree = sink, inside, arrays, tree
+
+    def _path(self, name: str) -> str:
+        return path_in(self.inside, name)
 
     def make_folders(self) -> None:
         """Creates a folder for every array."""
-        disk.make_folder(self.folder)
-        for array in self.arrays.values():
-            disk.make_folder(self.folder / array.name)
-        disk.sync(self.folder)
-        disk.sync(self.folder.parent)
+        self.sink.make_folders([self._path(name) for name in self.arrays])
 
     def write_metadata(self) -> None:
         """Writes the zarr.json of every array."""
-        for name, content in self._array_files().items():
-            disk.write_file(self.folder / name, content)
+        self.sink.write_all(self._array_files())
         self.sync(self.arrays)
 
     def write(self, name: str, shard: ShardBuilder) -> None:
         """Writes a finished shard of an array. `sync` makes its name durable."""
-        disk.write_file(self.folder / name / shard_name(shard.index), shard.close())
+        self.sink.write(self._path(f"{name}/{shard_name(shard.index)}"), shard.close())
 
     def sync(self, names: Iterable[str]) -> None:
         """Makes the shards of some arrays durable, with their names."""
-        for name in names:
-            disk.sync(self.folder / name)
+        self.sink.sync(self._path(name) for name in names)
 
-    def finish(self) -> dict[str, bytes]:
+    def finish(self, shard_bytes: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Any]]:
         """Checks that every file of every array exists, and makes the folder an Orbax checkpoint. May be called again.
 
+        Args:
+            shard_bytes: the sizes of the files of compressed arrays, by name.
+
         Returns:
-            The contents of the small files: all but the shards.
+            Size and hash of the small files, all but the shards, by their paths in the output.
 
         Raises:
             OutputError: a file is missing, by a bug or because another process removed it.
         """
-        sizes = {name: len(content) for name, content in self._array_files().items()}
-        sizes |= {
-            f"{array.name}/{name}": n for array in self.arrays.values() for name, n in array.shard_sizes().items()
-        }
-        for name, fault in size_faults(self.folder, sizes):
+        array_files = self._array_files()
+        sizes = {name: len(content) for name, content in array_files.items()} if self.sink.is_hidden else {}
+        for array in self.arrays.values():
+            shards = shard_bytes[array.name] if array.compressed else array.shard_sizes()
+            sizes |= {self._path(f"{array.name}/{name}"): n for name, n in shards.items()}
+        for name, fault in self.sink.size_faults(sizes):
             raise OutputError(
-                f"{self.folder / name} {fault}", hint=f"remove {self.folder.parent.parent} and convert again"
+                f"{self.sink.folder / name} {fault}",
+                hint=f"remove {self.sink.folder.parent} and convert again"
+                if self.sink.is_hidden
+                else f"delete {self.sink.folder} and {self.sink.folder}.tpuconv, and convert again",
             )
-        orbax_files = _orbax_files(self.arrays, self.tree)
-        for name, content in orbax_files.items():
-            disk.write_file(self.folder / name, content)
-        disk.sync(self.folder)
-        return orbax_files | self._array_files()
+        if not self.sink.is_hidden:  # without it nobody reads an array as zeros that has no shards yet
+            self.write_metadata()
+        orbax_files = {self._path(name): data for name, data in _orbax_files(self.arrays, self.tree).items()}
+        files = self.sink.write_all(orbax_files)
+        self.sink.sync([self.inside])
+        return files | {name: hash_bytes(content) for name, content in array_files.items()}
 
     def _array_files(self) -> dict[str, bytes]:
-        return {f"{a.name}/zarr.json": json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
+        return {self._path(f"{a.name}/zarr.json"): json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
 
 
 def step_files(item: str) -> dict[str, bytes]:

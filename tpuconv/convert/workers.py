@@ -8,8 +8,9 @@ the other is written.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,30 +18,31 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint import manifest
-from tpuconv.checkpoint.shards import ShardBuilder
-from tpuconv.convert.plan.types import FLOAT_DTYPES, OutputArray, Plan, Slab, WorkUnit
+from tpuconv.checkpoint.schema import STATISTICS
+from tpuconv.checkpoint.shards import ShardBuilder, shard_name
+from tpuconv.convert.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.plan.types import OutputArray, Plan, Slab, WorkUnit
+from tpuconv.convert.share import ZARR_FILES, Share
 from tpuconv.convert.sizing import buffers
+from tpuconv.convert.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.store import Store
 from tpuconv.convert.strided import copy_strided
 from tpuconv.errors import SourceError
-from tpuconv.jsonfile import MIB, Each, Range
-from tpuconv.sources.damaged import wrong_hash
+from tpuconv.jsonfile import Each, Optional, Range, Size
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.storage.disk import page_buffer
-from tpuconv.storage.journal import Journal
+from tpuconv.storage.journal import Journal, RunJournal
 
-CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
-"""Stored dtypes that have NaN and are searched for it. Other quantized values have none."""
-HASH_ENTRY = {"sha256": str}
+HASH_ENTRY = {"hash": str}
 SUM = Range(0, (1 << 64) - 1)
-UNIT_ENTRY = {"checksums": Each({"values": SUM, "crcs": SUM}), "figures": Each(manifest.STATISTICS)}
+UNIT_ENTRY = {
+    "checksums": Each({"values": SUM, "crcs": SUM}),
+    "figures": Each(STATISTICS),
+    "shard_bytes": Optional(Each(Each(Size))),
+}
 """Schemas of the journal's entries for the hash of a shard and for a unit of work."""
-
-
-def hash_entry(shard: int) -> str:
-    """The journal's entry for the hash of a shard, by its number."""
-    return f"sha256-{shard:05d}"
 
 
 Checksums = dict[str, tuple[int, int]]
@@ -53,31 +55,77 @@ def add_sums(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
     checksums[name] = manifest.add_checksums((values, parts[0])), manifest.add_checksums((crcs, parts[1]))
 
 
+@dataclass
+class UnitResult:
+    """What a unit of work found.
+
+    Attributes:
+        checksums: of each array that it wrote to.
+        statistics: of each quantized parameter, what its encoder found.
+        shard_bytes: of each compressed array, the sizes of the files that it wrote, by name.
+    """
+
+    checksums: Checksums = field(default_factory=dict)
+    statistics: dict[str, dict[str, float]] = field(default_factory=dict)
+    shard_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The journal's entry."""
+        sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in self.checksums.items()}
+        return {
+            "checksums": sums,
+            "figures": self.statistics,
+            **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
+        }
+
+    def add_entry(self, entry: Mapping[str, Any]) -> None:
+        """Adds what the journal's entry of another unit says."""
+        for name, sums in entry["checksums"].items():
+            add_sums(self.checksums, name, (sums["values"], sums["crcs"]))
+        for name, found in entry["figures"].items():
+            manifest.add_statistics(self.statistics.setdefault(name, {}), found)
+        for name, files in entry.get("shard_bytes", {}).items():
+            self.shard_bytes.setdefault(name, {}).update(files)
+
+
 class _Cancelled(Exception):
     """Another worker failed, or the user interrupted."""
 
 
 class Workers:
-    """The threads of a run and what they share."""
+    """The threads of a run and what they have in common.
 
-    def __init__(self, plan: Plan, journal: Journal, store: Store, jobs: int):
-        self.plan, self.journal, self.store, self.jobs = plan, journal, store, jobs
+    Args:
+        plan: what is converted.
+        journal: takes what is done.
+        store: takes the arrays.
+        jobs: threads.
+        share: what this process does of the plan.
+    """
+
+    def __init__(self, plan: Plan, journal: RunJournal, store: Store, jobs: int, share: Share):
+        self.plan, self.journal, self.store, self.jobs, self.share = plan, journal, store, jobs, share
         self.stop = threading.Event()
-        self.reader = plan.source.open(self._check_cancelled, hashes=plan.hashes_shards)
+        self.reader = plan.source.open(self._check_cancelled, hashes=share.hashes(plan))
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
         self.writers = ThreadPoolExecutor(jobs)
+        self.made: list[tuple[WorkUnit, UnitResult]] = []
+        self.recording = threading.Lock()
+        is_calibrated = plan.quantization is not None and plan.quantization.calibration is not None
+        self.calibrated = None
+        if is_calibrated and isinstance(journal, Journal):
+            self.calibrated = CalibratedValues(journal.folder)
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
         """Does all `units`. Yields the number of bytes converted so far, about ten times a second."""
-        tasks = self._tasks(units)
-        if units:
-            for _ in range(min(self.jobs, len(units))):
-                self.memories.put(_Memory(self.plan, self.writers))
         total = 0
         pool = ThreadPoolExecutor(self.jobs)
-        futures: set[Future[None]] = {pool.submit(task) for task in tasks}
-        try:
+        try:  # of all that starts threads: one that an interrupt leaves without work would be waited for at exit
+            tasks = self._tasks(units)
+            for _ in range(min(self.jobs, len(units))):
+                self.memories.put(_Memory(self.plan, self.writers))
+            futures: set[Future[None]] = {pool.submit(task) for task in tasks}
             while futures:
                 finished, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
                 for future in finished:
@@ -93,62 +141,64 @@ class Workers:
             self.reader.close()
 
     def _tasks(self, units: Sequence[WorkUnit]) -> list[Callable[[], None]]:
-        """Units in the order of the source on disk. The hash of a shard, mostly done by then, follows its last unit."""
-        shards = self.plan.source.shards if self.plan.hashes_shards else ()
-        last = {shard: i for i, unit in enumerate(units) for shard in self.plan.shards_of(unit)}
-        tasks: list[Callable[[], None]] = [self._describe]
-        tasks += [partial(self._compare, *copy) for copy in self.plan.copies.items()]
-        for i, unit in enumerate(units):
-            tasks.append(partial(self._unit, unit))
-            tasks += [partial(self._check_hash, shard) for shard in shards if last.get(shard.name) == i]
-        return tasks + [partial(self._check_hash, shard) for shard in shards if shard.name not in last]
+        """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
+        plan = self.plan
+        names = [COMPARE_STEP, *(proof_step(i) for i in range(len(plan.source.shards)))]
+        known = {name for name in names if name in self.share.others or self.journal.done(name) is not None}
+        steps, wide = work_steps(plan, units, known), wide_ranges(plan)
+        reserved = sum(plan.written_bytes(slab) for unit in units for slab in unit.slabs)
+        while lost := self.reader.begin(steps, wide, self.journal.work, reserved):
+            again = {proof_step(i) for i, shard in enumerate(plan.source.shards) if shard.name in lost}
+            self.journal.forget(sorted(again))
+            known -= again
+            steps = work_steps(plan, units, known)
+        tasks: dict[str, Callable[[], None]] = {COMPARE_STEP: self._compare}
+        tasks |= {unit.uid: partial(self._unit, unit) for unit in units}
+        tasks |= {proof_step(i): partial(self._check_hash, shard) for i, shard in enumerate(plan.source.shards)}
+        first = [self._describe] if self.share.describes else []
+        return [*first, *(tasks[step.name] for step in steps)]
 
     def _describe(self) -> None:
-        if self.journal.done("metadata") is None:
+        if self.store.sink.is_hidden and self.journal.done(ZARR_FILES) is None:
             self.store.write_metadata()
-            self.journal.record("metadata", {})
+            self.journal.record(ZARR_FILES, {})
 
     def _check_hash(self, shard: SourceShard) -> None:
-        entry = hash_entry(self.plan.source.shards.index(shard))
-        if self.journal.done(entry, HASH_ENTRY) is None:
-            digest = self.reader.sha256(shard.name)
+        entry = proof_step(self.plan.source.shards.index(shard))
+        # What another process found does not prove what was fetched here.
+        if self.journal.done(entry, HASH_ENTRY) is None or self.reader.unproved({shard.name}):
+            digest = check_promise(self.plan, self.reader, shard)
             if digest is None:  # the source has checksums of its own
                 return
-            if shard.sha256 is not None and digest != shard.sha256:
-                raise wrong_hash(self.plan.source.folder / shard.name, shard.sha256, digest)
             self.reader.check_unchanged({shard.name})
-            self.journal.record(entry, {"sha256": digest})
+            self.journal.record(entry, {"hash": digest})
+            self.reader.finish(entry)
+            self._record_proved()
 
     def _check_promises(self, shards: Collection[str]) -> None:
         """After an error in what shards hold: raises DamagedDownload if one does not match what the Hub promises."""
+        self.reader.unbound()
         for shard in self.plan.source.shards:
             if shard.name in shards and shard.sha256 is not None:
                 self._check_hash(shard)
 
-    def _compare(self, copy: str, original: str) -> None:
-        a, b = (self.plan.tensors[name].values for name in (copy, original))
-        buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
-        for start in range(0, a.nbytes, 4 * MIB):
-            self._check_cancelled()
-            views = [buffer[: a.nbytes - start] for buffer in buffers]
-            for info, view in zip((a, b), views, strict=True):
-                self.reader.read(info, start, view)
-            if views[0] != views[1]:
-                self._check_promises({a.shard, b.shard})
-                raise SourceError(
-                    f"{copy} should be a copy of {original}, but holds other values",
-                    hint="set tie_word_embeddings in config.json to what the model was trained with"
-                    + (", or leave out --include-mtp" if self.plan.options.include_mtp else ""),
-                )
+    def _compare(self) -> None:
+        for copy, original in self.plan.copies.items():
+            try:
+                check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
+            except SourceError:
+                self._check_promises({self.plan.tensors[name].values.shard for name in (copy, original)})
+                raise
+        self.journal.record(COMPARE_STEP, {})
+        self.reader.finish(COMPARE_STEP)
 
     def _unit(self, unit: WorkUnit) -> None:
-        checksums: Checksums = {}
-        statistics: dict[str, dict[str, float]] = {}
+        result = UnitResult()
         memory = self.memories.get()
         try:
             for slab in unit.slabs:
                 self._check_cancelled()
-                self._slab(slab, memory, checksums, statistics)
+                self._slab(slab, memory, result)
                 self.done.put(self.plan.stored_bytes(slab))
             memory.wait_until_written()
         except SourceError:
@@ -156,40 +206,57 @@ class Workers:
             raise
         finally:
             self.memories.put(memory)
-        for name in statistics:
+        for name in result.statistics:
             self.plan.encoders[name].check()
-        self.store.sync(checksums)
+        self.store.sync(result.checksums)
         self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
-        sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in checksums.items()}
-        self.journal.record(unit.uid, {"checksums": sums, "figures": statistics})
+        with self.recording:
+            self.made.append((unit, result))
+        self._record_proved()
 
-    def _slab(
-        self, slab: Slab, memory: "_Memory", checksums: "Checksums", statistics: dict[str, dict[str, float]]
-    ) -> None:
+    def _record_proved(self) -> None:
+        """Marks as done the units that are made, and whose sources are known to be the promised ones."""
+        with self.recording:
+            proved = [made for made in self.made if not self.reader.unproved(self.plan.shards_of(made[0]))]
+            self.made = [made for made in self.made if made not in proved]
+        for unit, result in proved:
+            self.journal.record(unit.uid, result.to_json())
+            self.reader.finish(unit.uid)
+
+    def _slab(self, slab: Slab, memory: "_Memory", result: UnitResult) -> None:
         bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
         targets, changes = slab.binding.layout(sources, slab.sizes), slab.binding.arithmetic
         for stack, box, rearranged in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
-            target = rearranged
+            target = self._calibrated(name, VALUES, box, slab.dtype)
+            target = rearranged if target is None else target.view(bits)
             if (change := changes.get(name)) is not None:
                 with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
                     target = change.apply(rearranged.view(slab.dtype), slab.binding.sizes).view(bits)
             try:
                 if encoder is None:
-                    self._write(self.plan.arrays[name], box, target, memory, checksums)
+                    self._write(self.plan.arrays[name], box, target, memory, result)
                     continue
-                parts, found = encoder(target.view(slab.dtype))
+                parts, found = encoder(
+                    target.view(slab.dtype), self._calibrated(name, QVALUES, box, np.dtype(np.uint8))
+                )
             except FloatingPointError:
                 raise self._not_finite(name, slab, memory) from None
-            manifest.add_statistics(statistics.setdefault(name, {}), found)
+            manifest.add_statistics(result.statistics.setdefault(name, {}), found)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
                 own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
                 own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
-                self._write(array, own_box, own_values, memory, checksums)
+                self._write(array, own_box, own_values, memory, result)
+
+    def _calibrated(self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
+        """What a calibration found for a box of a parameter, if there was one."""
+        if self.calibrated is None:
+            return None
+        return self.calibrated.read(name, kind, self.plan.arrays[self.plan.stored_names(name)[0]].shape, box, dtype)
 
     def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
         """The error for values of a parameter that are not finite. It names the first one in the source."""
@@ -204,15 +271,10 @@ class Workers:
                     details.append(f"the first is {source}{index}, which is {values[found[0]]} in {slab.dtype.name}")
                     break
                 number -= count
-        return SourceError(
-            f"{name} is not finite: there are NaN or infinite values",
-            details=details,
-            hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
-            "give --allow-nonfinite to convert it as it is",
-        )
+        return not_finite(name, details)
 
     def _write(
-        self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", checksums: "Checksums"
+        self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", result: UnitResult
     ) -> None:
         """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it.
 
@@ -238,9 +300,11 @@ class Workers:
         copy_strided(copies)
         for slot, start, chunk in built:
             part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-            add_sums(checksums, array.name, (part, 0))
+            add_sums(result.checksums, array.name, (part, 0))
             shard.close_chunk(slot)
-        add_sums(checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
+        add_sums(result.checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
+        if array.compressed:
+            result.shard_bytes.setdefault(array.name, {})[shard_name(index)] = shard.nbytes
         memory.write(partial(self.store.write, array.name, shard))
 
     def _check_cancelled(self) -> None:
@@ -274,35 +338,8 @@ class _Memory:
             self.writes.popleft().result()
 
     def read(self, reader: Reader, plan: Plan, slab: Slab) -> list[np.ndarray]:
-        """The slab's source tensors, in the dtype of its values, one after the other in `values`."""
-        if plan.is_box(slab):
-            (box,) = slab.boxes()
-            values = self.values[: slab.nbytes].view(slab.dtype).reshape([s.stop - s.start for s in box])
-            reader.read_box(plan.tensors[slab.binding.src[0].names[0]].values, box, values)
-            return [values]
-        sources, used = [], 0
-        for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
-            first = used
-            for name, start, count in parts:
-                out = self.values[used : used + count * slab.dtype.itemsize].view(slab.dtype)
-                with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
-                    plan.tensors[name].read(reader, start, self.raw, out)
-                used += out.nbytes
-            sources.append(self.values[first:used].view(slab.dtype).reshape(shape))
-        return sources
-
-
-def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
-
-    Those are the patterns from that of infinity on (of NaN, if the dtype has no infinity), of either sign. So the
-    largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
-    """
-    if not bits.size:
-        return True
-    infinity = int(np.array(np.inf, dtype).view(bits.dtype))
-    sign = 1 << (8 * dtype.itemsize - 1)
-    return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
+        """The slab's source tensors; see `read_slab`."""
+        return read_slab(reader, plan, slab, self.values, self.raw)
 
 
 def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,44 +1,93 @@
 """Tensors that an adapter changes: each is read, decoded, and changed before a row of the table is applied to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import shorten
 from tpuconv.names import collapse
-from tpuconv.sources.adapter import Adapter, LowRank
+from tpuconv.sources.adapter import Adapter
+from tpuconv.sources.adapter_changes import Change, LowRank, Replacement
+from tpuconv.sources.adapter_experts import ExpertChange
 from tpuconv.sources.reader import Reader
 
 
 @dataclass(frozen=True)
 class Adapted(Tensor):
-    """A tensor plus products of low rank."""
+    """A tensor with the changes of adapters, in their order."""
 
     base: Tensor = field(kw_only=True)
-    changes: tuple[LowRank, ...] = field(kw_only=True)
+    changes: tuple[Change, ...] = field(kw_only=True)
 
     def is_stored_as(self, dtype: np.dtype[np.generic]) -> bool:
         """Never: the stored bytes are changed."""
         return False
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Reads the tensor's values and adds each product in float32, rounded to the dtype of `out`; see
-        `Tensor.read`."""
-        from tpuconv.encodings.low_rank import multiply
-
-        self.base.read(reader, start, raw, out)
+        """Reads the tensor's values and changes them; see `Tensor.read`. Each product is added in float32, and the sum
+        is rounded to the dtype of `out`."""
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
-        for change in self.changes:
-            dtype = self.dtype if change.rounded else np.dtype(np.float32)
-            product = np.empty((last - first, columns), np.float32)
-            multiply(_float32(change.left[first:last]), _float32(change.right), product)
-            change.file.check_unchanged()
-            product *= np.float32(change.scaling)
-            part = product.astype(dtype).astype(np.float32).reshape(-1)[start - first * columns :][: out.size]
-            np.copyto(out, part + out, casting="unsafe")
+        inside = slice(start - first * columns, start - first * columns + out.size)
+        if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
+            # A norm is that of a complete row.
+            rows = np.empty((last - first) * columns, out.dtype)
+            stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
+            self.base.read(reader, first * columns, stored, rows)
+            np.copyto(out, _scaled(self.changes[0], rows.reshape(-1, columns), first)[inside], casting="unsafe")
+        elif isinstance(self.changes[0], Replacement):
+            self._replace(self.changes[0], start, out)
+        else:
+            self.base.read(reader, start, raw, out)
+            self._add(self.changes[0], first, inside, out)
+        for change in self.changes[1:]:
+            if isinstance(change, Replacement):
+                self._replace(change, start, out)
+            else:
+                self._add(change, first, inside, out)
+
+    def _add(self, change: LowRank, first: int, inside: slice, out: np.ndarray) -> None:
+        last = first - (-inside.stop // self.shape[-1])
+        dtype = self.dtype if change.rounded else np.dtype(np.float32)
+        part = _product(change, first, last).astype(dtype).astype(np.float32).reshape(-1)[inside]
+        np.copyto(out, part + out, casting="unsafe")
+
+    def _replace(self, change: Replacement, start: int, out: np.ndarray) -> None:
+        values = change.values.reshape(-1)[start : start + out.size]
+        np.copyto(out, values.astype(self.dtype), casting="unsafe")  # peft keeps them in the dtype of the model
+        change.file.check_unchanged()
+
+
+def _product(change: LowRank, first: int, last: int) -> np.ndarray:
+    """Rows of left times right, times the factor: float32 [last - first, columns]. The rows of stacked matrices are
+    counted through."""
+    from tpuconv.encodings.low_rank import multiply
+
+    rows, columns = change.shape[-2:]
+    out = np.empty((last - first, columns), np.float32)
+    for i in range(first // rows, -(-last // rows)):
+        begin, end = max(first, i * rows), min(last, (i + 1) * rows)
+        left, right = (x[i] if x.ndim == 3 else x for x in (change.left, change.right))
+        multiply(_float32(left[begin - i * rows : end - i * rows]), _float32(right), out[begin - first : end - first])
+    change.file.check_unchanged()
+    out *= np.float32(change.scaling)
+    return out
+
+
+def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
+    """Flat: complete rows plus their product, each scaled to its magnitude (DoRA, arXiv:2402.09353), in float32."""
+    from tpuconv.encodings.low_rank import row_norms
+
+    assert change.magnitude is not None
+    moved = rows.astype(np.float32) + _product(change, first, first + len(rows))
+    norms = np.empty(len(rows), np.float32)
+    row_norms(moved, norms)
+    factors = change.magnitude[first : first + len(rows)].astype(np.float32) / norms
+    scaled: np.ndarray = (factors[:, None] * moved).reshape(-1)
+    return scaled
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
@@ -49,15 +98,18 @@ def adapt(tensors: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> tuple[d
     """The tensors with the changes of all adapters, in their order, and what does not fit."""
     out, faults = dict(tensors), []
     for adapter in adapters:
-        missing = [name for name in adapter.changes if name not in out]
+        changes, unknown = dict(adapter.changes), []
+        for experts in adapter.experts:
+            found = dict(_of_experts(experts, tensors))
+            changes |= found
+            unknown += [] if found else [experts.name]
+        missing = [*unknown, *(name for name in changes if name not in out)]
         faults += [f"{p}  is changed by the adapter {adapter.name}, and not in the model" for p in collapse(missing)]
-        for name, change in adapter.changes.items():
-            tensor = out.get(name)
-            if tensor is None:
+        for name, change in changes.items():
+            if (tensor := out.get(name)) is None:
                 continue
-            if tensor.shape != change.shape:
-                shapes = f"{list(tensor.shape)}, its change in the adapter {adapter.name} {list(change.shape)}"
-                faults.append(f"{name}  has the shape {shapes}")
+            if fault := _fault(tensor, change, adapter.name):
+                faults.append(f"{name}  {fault}")
             elif isinstance(tensor, Adapted):
                 out[name] = replace(tensor, changes=(*tensor.changes, change))
             else:
@@ -74,3 +126,49 @@ def adapt(tensors: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> tuple[d
                     changes=(change,),
                 )
     return out, list(shorten(faults))
+
+
+def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
+    if tensor.scheme is not None and tensor.scheme.input_first:
+        return f"is stored as {tensor.scheme.title}, which the adapter {adapter} cannot change"
+    if tensor.shape != change.shape:
+        return f"has the shape {list(tensor.shape)}, its change in the adapter {adapter} {list(change.shape)}"
+    if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):
+        return f"is changed by another adapter before the DoRA adapter {adapter}, which must be the first"
+    return None
+
+
+FUSED_GATE_UP, FUSED_DOWN = "gate_up_proj", "down_proj"
+NUMBERED_EXPERTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    FUSED_GATE_UP: (("gate_proj", "up_proj"), ("w1", "w3")),
+    FUSED_DOWN: (("down_proj",), ("w2",)),
+}
+"""Names in releases of the matrices of one expert that transformers has in one parameter of all experts."""
+OTHER_NAMES = ((".mlp.experts", ".block_sparse_moe.experts"),)
+"""Modules of experts as transformers has them, and as releases do."""
+
+
+def _of_experts(change: ExpertChange, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, LowRank]]:
+    """The changes of the tensors that hold a parameter of all experts: one tensor, or some of each expert."""
+    modules = [change.module, *(change.module.replace(ours, theirs) for ours, theirs in OTHER_NAMES)]
+    for module in modules:
+        if stacked := tensors.get(f"{module}.{change.parameter}"):
+            if len(stacked.shape) == 3:
+                count = stacked.shape[0]
+                # Releases have [experts, in, out], those in MXFP4 [experts, out, in].
+                input_first = stacked.scheme is None and stacked.shape == change.shape_of(count, input_first=True)
+                yield stacked.name, change.stacked(count, input_first=input_first)
+            return
+        for names in NUMBERED_EXPERTS.get(change.parameter, ()):
+            count = next(i for i in range(len(tensors) + 1) if f"{module}.{i}.{names[0]}.weight" not in tensors)
+            if not count:
+                continue
+            for expert in range(count):
+                start = 0
+                for name in (f"{module}.{expert}.{part}.weight" for part in names):
+                    if name not in tensors:
+                        continue
+                    rows = prod(tensors[name].shape[:-1])
+                    yield name, change.of_expert(expert, count, slice(start, start + rows))
+                    start += rows
+            return

@@ -13,10 +13,12 @@ from tpuconv.encodings.scheme import (
     INT4,
     INT8,
     OFFSET_INT8,
+    Affine,
     Blocks,
     Scheme,
     is_block,
 )
+from tpuconv.encodings.words import Words
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
 
@@ -69,6 +71,18 @@ STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """By type and number of bits, the ways in which weights are stored. Names and dtypes of tensors tell which."""
+
+
+def _asymmetric(bits: int, packed: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Zero points are packed along the rows, other than values."""
+    zeros = Affine(Words(bits, 1), ".weight_zero_point", Words(bits, 0))
+    return {f"asymmetric INT{bits}": {**packed, "affine": zeros}}
+
+
+STORED_WITH_ZERO_POINTS: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
+    ("int", 8): _asymmetric(8, STORED["int", 8]["packed INT8"]),
+    ("int", 4): _asymmetric(4, STORED["int", 4]["INT4"]),
+}
 TENSOR_GROUP = "tensor_group"
 """The strategy with scales of groups and one more scale of the tensor."""
 STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
@@ -103,14 +117,19 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
                 raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
         weights = group.get("weights") or {}
         known = STORED_WITH_TWO_SCALES if weights.get("strategy") == TENSOR_GROUP else STORED
+        if is_asymmetric := weights.get("symmetric", True) is not True:
+            known = STORED_WITH_ZERO_POINTS if weights.get("strategy") in ("channel", "group") else {}
         stored = known.get((weights.get("type"), weights.get("num_bits")))
         by, blocks = _compressed_blocks(weights)
+        if is_asymmetric and blocks == BY_SCALES:
+            blocks = (1, None)
         ordered = weights.get("actorder") in ("group", "dynamic")
-        if stored is None or blocks is None or weights.get("symmetric", True) is not True or ordered:
+        if stored is None or blocks is None or ordered:
             raise UnsupportedConfig(
                 f"compressed-tensors weights with {dict(weights)} are not implemented",
                 hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
-                "group or tensor_group, none with actorder 'group'",
+                "group or tensor_group, and packed int 8 and int 4 with zero points by channel or group, none with "
+                "actorder 'group'",
             )
         scale_dtype = STORED_SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
         own = [

@@ -16,11 +16,15 @@ import numpy as np
 
 from tpuconv.encodings.scheme import Scheme, decode_scales
 from tpuconv.encodings.schemes import schemes
+from tpuconv.encodings.words import Span, read_part, spans_of
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
 from tpuconv.names import collapse
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
+
+AFFINE_SCALE_DTYPES = ("F16", "BF16", "F32")
+"""Dtypes of the scales of values with zero points."""
 
 TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
@@ -33,6 +37,7 @@ class Tensor:
 
     Attributes:
         extra: other stored tensors that belong to it.
+        zero_points, group_index: the tensors of an affine scheme.
         any_scales: whether scales that no quantizer writes, not positive or not finite, are decoded without an error.
         passthrough: whether it stays encoded, and so is never cast.
     """
@@ -44,6 +49,8 @@ class Tensor:
     extra: tuple[TensorInfo, ...] = ()
     scheme: Scheme | None = None
     tensor_scale: TensorInfo | None = None
+    zero_points: TensorInfo | None = field(default=None, kw_only=True)
+    group_index: TensorInfo | None = field(default=None, kw_only=True)
     any_scales: bool = field(default=False, kw_only=True)
 
     passthrough = False
@@ -56,7 +63,8 @@ class Tensor:
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
         """The tensors of the source that it is made of."""
-        return (self.values, *(info for info in (self.scales, self.tensor_scale) if info), *self.extra)
+        parts = (self.scales, self.tensor_scale, self.zero_points, self.group_index)
+        return (self.values, *(info for info in parts if info), *self.extra)
 
     @property
     def size(self) -> int:
@@ -83,7 +91,9 @@ class Tensor:
         Raises:
             SourceError: a scale is zero, negative or not finite, unless `any_scales`; or the source cannot be read.
         """
-        if self.scheme is not None:
+        if self.scheme is not None and self.scheme.affine is not None:
+            self._decode_affine(reader, start, raw, out)
+        elif self.scheme is not None:
             self._decode(reader, start, raw, out)
         elif out.dtype == self.dtype:
             reader.read(self.values, start * out.itemsize, out.view(np.uint8).data)
@@ -158,6 +168,77 @@ class Tensor:
             look_up(qvalues, tables, first, columns, width, out[done : done + count].view(bits))
             done += count
 
+    def _decode_affine(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Each value is (q - z) * scale, in float32, rounded once to the dtype of `out`."""
+        assert self.scheme is not None
+        assert self.scheme.affine is not None
+        height, width = self.scheme.block(self.shape, self.scales.shape if self.scales else ())
+        done = 0
+        for rows, columns in spans_of(start, out.size, self.shape[1]):
+            groups_R = self._groups(reader, rows, height)
+            groups = (int(groups_R.min()), int(groups_R.max()) + 1)
+            blocks = (columns[0] // width, -(-columns[1] // width))
+            scales_GB, zeros_GB = self._affine_parts(reader, groups, blocks)
+            blocks_C = np.arange(*columns) // width - blocks[0]
+            for some, qvalues in self.scheme.affine.words.read(reader, self.values, rows, columns, raw):
+                own = groups_R[some[0] - rows[0] : some[1] - rows[0]] - groups[0]
+                scales, zeros = (
+                    parts[own] if width == 1 else parts[own][:, blocks_C] for parts in (scales_GB, zeros_GB)
+                )
+                part = out[done : done + qvalues.size].reshape(qvalues.shape)
+                np.copyto(part, (qvalues.astype(np.float32) - zeros) * scales, casting="unsafe")
+                done += qvalues.size
+
+    def _groups(self, reader: Reader, rows: Span, height: int) -> np.ndarray:
+        """The number of the group of each of some rows."""
+        if self.group_index is None:
+            return np.arange(*rows) // height
+        stored = np.empty(rows[1] - rows[0], DTYPES[self.group_index.dtype])
+        reader.read(self.group_index, rows[0] * stored.itemsize, stored.view(np.uint8).data)
+        assert self.scales is not None
+        bad = (stored < 0) | (stored >= self.scales.shape[0])
+        if bad.any():
+            row = int(bad.argmax())
+            raise SourceError(
+                f"{self.group_index.name}[{rows[0] + row}] is {stored[row]}, of {self.scales.shape[0]} groups",
+                hint="the checkpoint is damaged: download it again, or tell its owner",
+            )
+        return stored
+
+    def _affine_parts(self, reader: Reader, groups: Span, blocks: Span) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and zero points of a part of the blocks, in float32."""
+        assert self.scheme is not None
+        assert self.scheme.affine is not None
+        assert self.scales is not None
+        assert self.zero_points is not None
+        scales = read_part(reader, self.scales, groups, blocks).astype(np.float32)
+        if not self.any_scales:
+            check_some_scales(self.scales, scales, (groups[0], blocks[0]), self.scheme.affine.any_sign)
+        found = self.scheme.affine.zero_words.read(reader, self.zero_points, groups, blocks)
+        zeros = np.concatenate([values for _, values in found])
+        return scales, self.scheme.affine.zeros_of(zeros).astype(np.float32)
+
+
+def check_some_scales(info: TensorInfo, scales: np.ndarray, start: tuple[int, int], any_sign: bool) -> None:
+    """Checks scales [rows, columns] of a tensor, from the row and column `start` on.
+
+    Raises:
+        SourceError: one is infinite or NaN, or not positive unless they may have `any_sign`. The message has the index
+            of the first.
+    """
+    bad = np.argwhere(~np.isfinite(scales) | (False if any_sign else scales <= 0))
+    if len(bad):
+        place = [int(i) + first for i, first in zip(bad[0], start, strict=True)]
+        raise _bad_scale(info.name, place, scales[tuple(bad[0])], len(bad), scales.size)
+
+
+def _bad_scale(name: str, place: list[int], value: np.floating[Any], count: int, size: int) -> SourceError:
+    return SourceError(
+        f"{name}{place} is {value:g}, which is not a valid scale"
+        + (f"; {count} of {size} are invalid" if count > 1 else ""),
+        hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
+    )
+
 
 def place_of(number: int, shape: Shape) -> list[int]:
     """The index of element `number` in an array of this shape."""
@@ -175,11 +256,7 @@ def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, star
     if bad.any():
         first, count = int(bad.argmax()), int(bad.sum())
         index = place_of(start + first, shape or scales.shape)
-        raise SourceError(
-            f"{name}{index} is {scales.flat[first]:g}, which is not a valid scale"
-            + (f"; {count} of {scales.size} are invalid" if count > 1 else ""),
-            hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
-        )
+        raise _bad_scale(name, index, scales.flat[first], count, scales.size)
 
 
 def decode_names(
@@ -201,7 +278,7 @@ def decode_names(
         UnsupportedConfig: an encoding that is not implemented.
     """
     known = schemes(quantization)
-    suffixes = [s for scheme in known for s in (scheme.values, scheme.scales, scheme.tensor_scale, *scheme.extra) if s]
+    suffixes = [suffix for scheme in known for suffix in scheme.suffixes]
     out: dict[str, Tensor] = {}
     taken: set[str] = set()
     faults: dict[str, list[str]] = {}
@@ -209,16 +286,15 @@ def decode_names(
         candidates = [scheme for scheme in known if scheme.encodes(info)]
         if not candidates:
             continue
+        candidates.sort(key=lambda scheme: scheme.affine is None)  # values without zero points fit others too
         scheme = next((s for s in candidates if _has_scales_of(s, info, tensors)), candidates[0])
         base = name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
         tensor_scale = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
-        taken |= {
-            name,
-            base + scheme.scales,
-            *(part.name for part in (*extra, *((tensor_scale,) if tensor_scale else ()))),
-        }
+        affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
+        parts = (*extra, tensor_scale, *affine.values())
+        taken |= {name, base + scheme.scales, *(part.name for part in parts if part)}
         shape = scheme.shape(info.shape)
         if scales is None:
             faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
@@ -228,8 +304,16 @@ def decode_names(
             faults.setdefault(f"has no {scheme.tensor_scale.removeprefix('.')}", []).append(name)
         elif tensor_scale is not None and prod(tensor_scale.shape) != 1:
             faults.setdefault("should be one number", []).append(tensor_scale.name)
+        elif found := _affine_fault(scheme, affine, shape, scales, name):
+            faults.setdefault(found[1], []).append(found[0])
         else:
-            tensor = Tensor(base + scheme.name, shape, info, scales, extra, scheme, tensor_scale, any_scales=any_scales)
+            zero_points, group_index = [*affine.values(), None, None][:2]
+            tensor = Tensor(
+                *(base + scheme.name, shape, info, scales, extra, scheme, tensor_scale),
+                zero_points=zero_points,
+                group_index=group_index,
+                any_scales=any_scales,
+            )
             out[tensor.name] = tensor
     for name, info in tensors.items():
         if name in taken:
@@ -247,9 +331,33 @@ def decode_names(
 
 
 def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the stored values have scales as the scheme wants them. A checkpoint may use several schemes."""
-    scales = tensors.get(info.name.removesuffix(scheme.values) + scheme.scales)
-    return scales is not None and scales.shape == scheme.scale_shape(scheme.shape(info.shape), scales.shape)
+    """Whether the stored values have scales, and zero points, as the scheme wants them. A checkpoint may use several
+    schemes."""
+    base, shape = info.name.removesuffix(scheme.values), scheme.shape(info.shape)
+    scales = tensors.get(base + scheme.scales)
+    if scales is None or scales.shape != scheme.scale_shape(shape, scales.shape):
+        return False
+    affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
+    return _affine_fault(scheme, affine, shape, scales, info.name) is None
+
+
+def _affine_fault(
+    scheme: Scheme, parts: Mapping[str, TensorInfo | None], shape: Shape, scales: TensorInfo, name: str
+) -> tuple[str, str] | None:
+    """What is wrong with the zero points of a tensor or with the groups of its rows: the name of a stored tensor, and
+    the fault; None if nothing."""
+    if scheme.affine is None:
+        return None
+    if scales.dtype not in AFFINE_SCALE_DTYPES:
+        return scales.name, f"should be one of {', '.join(AFFINE_SCALE_DTYPES)}"
+    for suffix, want in scheme.affine_shapes(shape, scales.shape).items():
+        part = parts.get(suffix)
+        if part is None:
+            if suffix == scheme.affine.zero_points or scheme.affine.any_order:
+                return name, f"has no {suffix.removeprefix('.')}"
+        elif (part.dtype, part.shape) != ("I32", want):
+            return part.name, f"should be I32 {list(want)} by the values and their groups"
+    return None
 
 
 _OF_ACTIVATIONS = re.compile(r".*\.(activation|(input|output|[qkv])(_global)?)_(scale|zero_point)")

@@ -1,9 +1,12 @@
-"""The product of an adapter's matrices, as a compiled loop. `tpuconv.encodings.adapted` imports it when it is first
-needed."""
+"""The product of an adapter's matrices, and the norms of rows, as compiled loops. `tpuconv.encodings.adapted` imports
+them when they are first needed."""
 
 import numpy as np
 
-from tpuconv.compiled import compiled_fused
+from tpuconv.compiled import compiled, compiled_fused
+
+FLOAT32_LANES = 8
+"""Sums that PyTorch adds up side by side on a CPU with AVX2."""
 
 
 @compiled_fused  # type: ignore[untyped-decorator]
@@ -17,3 +20,23 @@ def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
             factor, values = left[i, k], right[k]
             for j in range(row.size):
                 row[j] += factor * values[j]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def row_norms(values: np.ndarray, out: np.ndarray) -> None:
+    """Fills `out` [rows] with the Euclidean norms of `values` [rows, columns], in float32, as PyTorch computes them."""
+    columns = values.shape[1]
+    whole = columns - columns % FLOAT32_LANES
+    sums = np.empty(FLOAT32_LANES, np.float32)
+    for i in range(values.shape[0]):
+        row = values[i]
+        sums[:] = np.float32(0)
+        for start in range(0, whole, FLOAT32_LANES):
+            for lane in range(FLOAT32_LANES):
+                sums[lane] += row[start + lane] * row[start + lane]
+        total = sums[0]
+        for lane in range(1, FLOAT32_LANES):
+            total += sums[lane]
+        for j in range(whole, columns):
+            total += row[j] * row[j]
+        out[i] = np.sqrt(total)

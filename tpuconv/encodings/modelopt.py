@@ -5,6 +5,7 @@ of hf_quant_config.json.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import translate
 from functools import partial
 from itertools import chain
@@ -23,7 +24,7 @@ MODELOPT_MODEL = {
     "quantized_layers": Optional((Each(ALGORITHM), None)),
 }
 MODELOPT = {**MODELOPT_MODEL, "quantization": Optional((MODELOPT_MODEL, str))}
-NVFP4_GROUP = 16
+NVFP4_GROUP, MX_GROUP = 16, 32
 MODELOPT_NVFP4 = Scheme(
     title="ModelOpt NVFP4",
     values=".weight",
@@ -82,12 +83,15 @@ def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
             fp8_scheme(f"ModelOpt FP8, {name} of blocks of {n}x{n}", f".{name}", (n, n))
             for name in reversed(FP8_SCALES)
         )
+    if algorithm == "MXFP8" and size in (None, MX_GROUP):
+        return (replace(fp8_scheme("ModelOpt MXFP8", ".weight_scale", (1, MX_GROUP)), scale_dtype="U8"),)
     if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
         return (MODELOPT_NVFP4,)
     raise UnsupportedConfig(
         f"the encoding of modelopt with quant_algo={layer.get('quant_algo')!r}"
         + (f" and group_size={size!r}" if size is not None else "")
         + " is not implemented",
-        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, and "
+        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, MXFP8 in "
+        f"groups of {MX_GROUP}, and "
         f"{MIXED} of these; or convert an unquantized release",
     )

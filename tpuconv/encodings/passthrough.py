@@ -1,9 +1,10 @@
 """Encoded tensors that stay encoded: their quantized values, one per byte, and their scales, each as a tensor of its
 own.
 
-Both are exact and have an inverse. Scales in powers of two (E8M0) become bfloat16, which holds all of them; all others
-keep their dtype. If a tensor has scales of blocks and one of its own, their product in float32 is stored, as values are
-multiplied by it. That is exact, but the two scales cannot be separated again.
+Both are exact and have an inverse. Scales in powers of two (E8M0) become bfloat16, which holds all of them; those in
+float16 become float32; all others keep their dtype. If a tensor has scales of blocks and one of its own, their product
+in float32 is stored, as values are multiplied by it. That is exact, but the two scales cannot be separated again. Zero
+points are a third tensor.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor, check_scales, place_of
-from tpuconv.encodings.scheme import Scheme
+from tpuconv.encodings.scheme import Affine, Scheme
+from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
 from tpuconv.sources.headers import DTYPES
@@ -28,9 +30,10 @@ E8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class QValues(Tensor):
-    """The quantized values of an encoded tensor, in the shape of its values."""
+    """The quantized values of an encoded tensor, in the shape of its values. `grid` is the shape of its scales."""
 
     scheme: Scheme = field(kw_only=True)
+    grid: Shape = ()
     passthrough = True
 
     @property
@@ -38,14 +41,9 @@ class QValues(Tensor):
         """The dtype of the quantized values."""
         return np.dtype(self.scheme.qtype)
 
-    @property
-    def stored(self) -> tuple[Any, ...]:
-        """The stored tensor of values and the others that belong to it."""
-        return (self.values, *self.extra)
-
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         """Whether each stored byte is one quantized value."""
-        return self._per_byte == 1
+        return self.scheme.affine is None and self._per_byte == 1
 
     @property
     def _per_byte(self) -> int:
@@ -61,6 +59,14 @@ class QValues(Tensor):
         if start == 0:
             self._check_extra(reader)
         out = out.view(np.uint8)
+        if self.scheme.affine is not None:
+            done = 0
+            for rows, columns in spans_of(start, out.size, self.shape[1]):
+                for _, qvalues in self.scheme.affine.words.read(reader, self.values, rows, columns, raw):
+                    centered = from_middle(self.scheme.affine, self.scheme.qtype, qvalues)
+                    out[done : done + centered.size] = centered.reshape(-1)
+                    done += centered.size
+            return
         n = self._per_byte
         if n == 1:
             reader.read(self.values, start, out.data)
@@ -77,15 +83,25 @@ class QValues(Tensor):
             out[...] = qvalues[start - first * n :][: out.size]
 
     def _check_extra(self, reader: Reader) -> None:
+        base = self.values.name.removesuffix(self.scheme.values)
         for info in self.extra:
             stored = np.empty(info.nbytes, np.uint8)
             reader.read(info, 0, stored.data)
-            shape = stored.view(DTYPES[info.dtype]).tolist()
-            if tuple(shape) != self.shape:
+            found = stored.view(DTYPES[info.dtype]).reshape(info.shape)
+            expected = self.scheme.expected(info.name.removeprefix(base), self.shape, self.grid, info.dtype)
+            if np.array_equal(found, expected):
+                continue
+            if self.scheme.affine is None:
                 raise SourceError(
-                    f"{info.name} says {shape}, but the values are {list(self.shape)}",
+                    f"{info.name} says {found.tolist()}, but the values are {list(self.shape)}",
                     hint="--encoding dequantize does without it, and ignores it",
                 )
+            is_zeros = info.name.endswith(self.scheme.affine.zero_points)
+            raise SourceError(
+                f"{info.name} does not hold {'zero points in the middle' if is_zeros else 'groups in order'}, as "
+                "config.json says",
+                hint="--encoding dequantize decodes it as it is",
+            )
 
 
 @dataclass(frozen=True)
@@ -103,11 +119,6 @@ class Scales(Tensor):
         """The dtype in which the scales are kept."""
         return scale_dtype(self.values.dtype, self.tensor_scale is not None)
 
-    @property
-    def stored(self) -> tuple[Any, ...]:
-        """The stored tensors of scales."""
-        return (self.values, *((self.tensor_scale,) if self.tensor_scale else ()))
-
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         """False: scales are decoded and refined."""
         return False
@@ -119,22 +130,27 @@ class Scales(Tensor):
         Raises:
             SourceError: a scale is zero or negative, unless `any_scales`; or the source cannot be read.
         """
-        inner, stored_inner = prod(self.shape[1:]), prod(self.grid[1:])
+        inner = prod(self.shape[1:])
         first = start // inner // self.refine[0]
         last = -(-(start + out.size) // (inner * self.refine[0]))
-        itemsize = DTYPES[self.values.dtype].itemsize
-        nbytes = (min(last, self.grid[0]) - first) * stored_inner * itemsize
-        raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
-        reader.read(self.values, first * stored_inner * itemsize, raw.data)
-        decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
-        if not self.any_scales:  # those that are not finite are found with all other values that are not
-            checked = np.where(np.isfinite(decoded), decoded, 1)
-            check_scales(self.values.name, checked, self.values.shape, first * stored_inner)
-        scales = decoded.reshape(-1, *self.grid[1:])
+        scales = self._rows(reader, first, min(last, self.grid[0]), raw).reshape(-1, *self.grid[1:])
         for axis, n in enumerate(self.refine):
             scales = np.repeat(scales, n, axis=axis) if n > 1 else scales
         scales = scales[:, *map(slice, self.shape[1:])]
         out[...] = scales.reshape(-1)[start - first * self.refine[0] * inner :][: out.size]
+
+    def _rows(self, reader: Reader, first: int, last: int, raw: np.ndarray) -> np.ndarray:
+        """Rows of the grid, decoded."""
+        stored_inner, itemsize = prod(self.grid[1:]), DTYPES[self.values.dtype].itemsize
+        nbytes = (last - first) * stored_inner * itemsize
+        raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
+        reader.read(self.values, first * stored_inner * itemsize, raw.data)
+        decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        # Those that are not finite are found with all other values that are not.
+        if not self.any_scales and not (self.scheme.affine and self.scheme.affine.any_sign):
+            checked = np.where(np.isfinite(decoded), decoded, 1)
+            check_scales(self.values.name, checked, self.values.shape, first * stored_inner)
+        return decoded
 
     def place(self, number: int) -> list[int]:
         """The index of scale `number` in the stored tensor of scales."""
@@ -142,11 +158,42 @@ class Scales(Tensor):
         return place_of(int(np.ravel_multi_index(index, self.grid)), self.values.shape)
 
 
+class ZeroPoints(Scales):
+    """The zero points of an encoded tensor, one for each scale. `grid` and `refine` are those of the scales."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the quantized values."""
+        return np.dtype(self.scheme.qtype)
+
+    def _rows(self, reader: Reader, first: int, last: int, raw: np.ndarray) -> np.ndarray:
+        affine = self.scheme.affine
+        assert affine is not None
+        found = affine.zero_words.read(reader, self.values, (first, last), (0, self.grid[1]), raw)
+        stored = np.concatenate([values for _, values in found])
+        return from_middle(affine, self.scheme.qtype, affine.zeros_of(stored)).view(self.dtype)
+
+
 def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
     """The dtype in which scales are kept. `stored` is safetensors' name of the stored dtype."""
-    if has_tensor_scale:
+    if has_tensor_scale or stored == "F16":  # bfloat16 would round what a TPU has no other type for
         return np.dtype(np.float32)
     return BF16 if stored in POWERS_OF_TWO else DTYPES[stored]
+
+
+QTYPE_MASKS = {"int4": 15, "int8": 255}
+
+
+def from_middle(affine: Affine, qtype: str, stored: np.ndarray) -> np.ndarray:
+    """Bytes in two's complement of the bits of `qtype`, from unsigned quantized values or zero points."""
+    centered: np.ndarray = (stored - np.uint8(affine.middle)) & np.uint8(QTYPE_MASKS[qtype])
+    return centered
+
+
+def to_middle(affine: Affine, qvalues: np.ndarray) -> np.ndarray:
+    """The inverse of `from_middle`."""
+    stored: np.ndarray = (qvalues.view(np.uint8) + np.uint8(affine.middle)) & np.uint8(affine.words.mask)
+    return stored
 
 
 def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
@@ -177,6 +224,8 @@ def exponents(scales: np.ndarray) -> np.ndarray:
 
 def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
     """The stored tensor of values, from quantized values in the shape of the tensor: the inverse of `QValues`."""
+    if scheme.affine is not None:
+        return scheme.affine.words.pack(to_middle(scheme.affine, np.ascontiguousarray(qvalues)))
     dtype = DTYPES[scheme.dtype]
     stored: np.ndarray = np.ascontiguousarray(qvalues).view(np.uint8)
     if scheme.xor_mask:
@@ -193,4 +242,37 @@ def unrefine(scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape
     stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
     if dtype in POWERS_OF_TWO:
         stored = exponents(stored).view(DTYPES[dtype])
-    return stored.reshape(shape)
+    return stored.astype(DTYPES[dtype], copy=False).reshape(shape)
+
+
+def separate_scales(products: np.ndarray, *, divided: bool) -> tuple[np.ndarray, np.ndarray] | None:
+    """The inverse of multiplying the scales of blocks, in float8_e4m3fn, by one scale of the tensor, or of dividing
+    them by it if `divided`: scales in the shape of `products`, and one in float32 of shape [1]. Their products are
+    `products`, bit for bit. None if no such scales exist.
+
+    The largest scale of a block is tried as each number of its type, from 448 down, which is what quantizers give it.
+    """
+    unique = np.unique(products)
+    top = unique[-1]
+    undone = np.multiply if divided else np.divide
+    done = np.divide if divided else np.multiply
+    for code in FLOAT8_NUMBERS[::-1]:
+        near = code / top if divided else top / code
+        for step in (0, 1, -1, 2, -2):
+            whole = (near.view(np.int32) + np.int32(step)).view(np.float32)
+            with np.errstate(all="ignore"):
+                scales = undone(unique, whole).astype(FLOAT8)
+                if np.array_equal(done(scales.astype(np.float32), whole), unique):
+                    return undone(products, whole).astype(FLOAT8), np.array([whole], np.float32)
+    return None
+
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8_NUMBERS = np.arange(1, 127, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+"""The positive numbers of the type, in their order."""
+
+
+def pack_zero_points(affine: Affine, zeros: np.ndarray, refine: Sequence[int]) -> np.ndarray:
+    """The stored tensor of zero points, from refined ones: the inverse of `ZeroPoints`."""
+    stored = np.ascontiguousarray(zeros[tuple(slice(None, None, n) for n in refine)])
+    return affine.stored_zeros(to_middle(affine, stored))

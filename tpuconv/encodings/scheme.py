@@ -12,8 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.encodings.words import Words
 from tpuconv.layout import Shape
-from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.headers import DTYPES, TensorInfo
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """[256]: the number that each byte of an 8-bit float with 4 exponent bits stands for (arXiv:2209.05433)."""
@@ -24,6 +25,60 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 Blocks = tuple[int | None, int | None]
 BY_SCALES: Blocks = (None, None)
 """One scale for the tensor, or one for each row: the shape of the scales decides."""
+
+
+HEADS = ("lm_head", "embed_out", "head")
+"""The names that releases have for the module of the head; the last ones are GPT-NeoX's and DeepSeek V4's."""
+
+
+def is_head(module: str) -> bool:
+    """Returns whether a module is the head, which is encoded only if the description says so."""
+    return module.rpartition(".")[2] in HEADS
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Quantized values q in words, with zero points z: each stands for (q - z) * scale, in float32, rounded once.
+
+    Attributes:
+        words: how the values are packed.
+        zero_points: suffix of the tensor of zero points, one for each scale.
+        zero_words: how these are packed, as a matrix of the shape of the scales.
+        zero_shift: what is added to a stored zero point, modulo the number of values.
+        symmetric: whether the description says that all zero points are in the middle.
+        group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
+        any_sign: whether scales may be zero or negative: auto-round chooses their sign, and float16 rounds small ones
+            to zero.
+        any_order: whether they may be in any order, by the description.
+    """
+
+    words: Words
+    zero_points: str
+    zero_words: Words
+    zero_shift: int = 0
+    symmetric: bool = False
+    group_index: str = ""
+    any_order: bool = False
+    any_sign: bool = False
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of the tensors of zero points, and of the groups of rows."""
+        return (self.zero_points, self.group_index) if self.group_index else (self.zero_points,)
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric values: in two's complement it is 0."""
+        return 1 << (self.words.bits - 1)
+
+    def zeros_of(self, stored: np.ndarray) -> np.ndarray:
+        """Zero points as the formula has them, from stored ones: bytes."""
+        zeros: np.ndarray = (stored + np.uint8(self.zero_shift)) & np.uint8(self.words.mask)
+        return zeros
+
+    def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
+        """The inverse of `zeros_of`, in words."""
+        return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
 
 
 @dataclass(frozen=True)
@@ -46,6 +101,8 @@ class Scheme:
         xor_mask: the bits in which a stored integer differs from its two's complement.
         tensor_scale: suffix of one more scale, of the whole tensor, which multiplies those of the blocks.
         divided: whether the tensor's scale divides them instead.
+        affine: packing and zero points, if it has them.
+        input_first: whether matrices are stored with their axes swapped: [in, out].
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
             really stored is read in any case.
     """
@@ -64,22 +121,41 @@ class Scheme:
     xor_mask: int = 0
     tensor_scale: str = ""
     divided: bool = False
+    affine: Affine | None = None
+    input_first: bool = False
     scale_dtype: str = "F32"
     by_row: bool = False
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of all stored names."""
+        own = (self.values, self.scales, self.tensor_scale, *self.extra)
+        return tuple(filter(None, own)) + (self.affine.suffixes if self.affine else ())
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """Of the tensors that hold nothing but what the scheme says; the last ones may be absent."""
+        if self.affine is None:
+            return self.extra
+        return (*self.extra, *self.affine.suffixes[0 if self.affine.symmetric else 1 :])
+
     def encodes(self, info: TensorInfo) -> bool:
         """Whether a stored tensor holds values of this scheme, by its name, dtype and rank."""
-        has_blocks = len(info.shape) > self.groups_apart
+        has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
         return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
         """The shape of the values that a tensor of the shape `stored` holds."""
+        if self.affine:
+            return self.affine.words.shape(stored)
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The inverse of `shape`."""
+        if self.affine:
+            return self.affine.words.stored_shape(shape)
         if self.groups_apart:
             assert self.blocks[1] is not None
             return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
@@ -106,13 +182,30 @@ class Scheme:
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
         """The dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this shape."""
         base = name.removesuffix(self.name)
+        shape = shape[::-1] if self.input_first else shape
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else (1,))
         return {
             base + self.values: (self.dtype, self.stored_shape(shape)),
             base + self.scales: (self.scale_dtype, scales),
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
             **{base + suffix: ("I32", (len(shape),)) for suffix in self.extra},
+            **{base + suffix: ("I32", own) for suffix, own in self.affine_shapes(shape, scales).items()},
         }
+
+    def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
+        """The stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
+        if self.affine is None:
+            return {}
+        shapes = self.affine.zero_words.stored_shape(scales), shape[:1]
+        return dict(zip(self.affine.suffixes, shapes, strict=False))
+
+    def expected(self, suffix: str, shape: Shape, scales: Shape, dtype: str) -> np.ndarray:
+        """What the other tensor `suffix` holds that belongs to values and scales of these shapes."""
+        if self.affine and suffix == self.affine.zero_points:
+            return self.affine.stored_zeros(np.full(scales, self.affine.middle, np.uint8))
+        if self.affine and suffix == self.affine.group_index:
+            return (np.arange(shape[0]) // self.block(shape, scales)[0]).astype(DTYPES[dtype])
+        return np.array(shape, DTYPES[dtype])
 
 
 def decode_scales(scales: np.ndarray) -> np.ndarray:
@@ -143,6 +236,16 @@ MXFP4 = Scheme(
     scale_dtype="U8",
     **FP4_FIELDS,
 )
+FP4_BY_32 = Scheme(
+    title="FP4, groups of 32",
+    values=".weight",
+    scales=".scale",
+    name=".weight",
+    blocks=(1, 32),
+    scale_dtype="F8_E8M0",
+    **{**FP4_FIELDS, "dtype": "I8"},
+)
+"""The experts of DeepSeek V4."""
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:

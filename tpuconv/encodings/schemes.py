@@ -1,23 +1,27 @@
 """The schemes that a checkpoint's `quantization_config` describes, by its `quant_method`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.modelopt import MODELOPT, modelopt_groups
-from tpuconv.encodings.scheme import BY_SCALES, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block
+from tpuconv.encodings.scheme import BY_SCALES, FP4_BY_32, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block, is_head
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
 
 METHOD_SCHEMAS: Mapping[Any, Any] = {
-    "fp8": {"modules_to_not_convert": NAMES},
+    "fp8": {"modules_to_not_convert": NAMES, "ignored_layers": NAMES, "expert_dtype": Optional((str, None))},
     "fbgemm_fp8": {"modules_to_not_convert": NAMES},
     "mxfp4": {"modules_to_not_convert": NAMES},
     "modelopt": MODELOPT,
     "modelopt_fp4": MODELOPT,
     "compressed-tensors": COMPRESSED,
+    "awq": AWQ,
+    "gptq": GPTQ,
 }
 """For each method, which keys of a description are read, and their types."""
 
@@ -45,7 +49,10 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     where = "hf_quant_config.json" if "quantization" in quantization else where
     check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
-        return (_unless_named(quantization, _fp8(quantization)),)
+        other = _unless_named(quantization, _fp8(quantization))
+        if quantization.get("expert_dtype") != "fp4":
+            return (other,)
+        return SchemeGroup((FP4_BY_32,), lambda module: ".experts." in module), other
     if method == "fbgemm_fp8":
         return (_unless_named(quantization, (fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
     if method in ("modelopt", "modelopt_fp4"):
@@ -54,22 +61,26 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (_unless_named(quantization, (MXFP4,)),)
     if method == "compressed-tensors":
         return compressed_groups(quantization)
+    if method == "awq":
+        return awq_groups(quantization)
+    if method == "gptq":
+        return gptq_groups(quantization)
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4 and compressed-tensors; or convert an unquantized release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq and gptq; or convert an unquantized "
+        "release",
     )
 
 
 def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
     """All weights except the head and the modules that are named, as transformers chooses: a name is a pattern for the
     beginning of a module's name, up to a dot, or the end of it."""
-    names = quantization.get("modules_to_not_convert") or ()
+    names = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ()
     patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
 
     def takes(module: str) -> bool:
-        return not module.endswith(("lm_head", *names)) and not any(
-            compiled_pattern(pattern).match(module) for pattern in patterns.values()
-        )
+        left_out = is_head(module) or module.endswith(tuple(names))
+        return not left_out and not any(compiled_pattern(pattern).match(module) for pattern in patterns.values())
 
     checked = (pattern_to_check("modules_to_not_convert", name, pattern) for name, pattern in patterns.items())
     return SchemeGroup(schemes, takes, tuple(chain.from_iterable(checked)))
@@ -83,4 +94,8 @@ def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
         return tuple(fp8_scheme(f"FP8, {name} by tensor", f".{name}", BY_SCALES) for name in FP8_SCALES)
     if not is_block(block):
         raise UnsupportedConfig(f"FP8 with weight_block_size={block!r} is not implemented, only [rows, columns]")
-    return (fp8_scheme(f"FP8, blocks of {block[0]}x{block[1]}", ".weight_scale_inv", (block[0], block[1])),)
+    title, blocks = f"FP8, blocks of {block[0]}x{block[1]}", (block[0], block[1])
+    by_inverse = fp8_scheme(title, ".weight_scale_inv", blocks)
+    if quantization.get("expert_dtype") is None:
+        return (by_inverse,)
+    return replace(fp8_scheme(f"{title}, scales in powers of two", ".scale", blocks), scale_dtype="F8_E8M0"), by_inverse

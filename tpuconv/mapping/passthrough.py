@@ -1,5 +1,5 @@
 """`--encoding keep`: rows whose tensors stay encoded. Each becomes two rows, one for quantized values and one for
-scales.
+scales, and a third one if there are zero points.
 
 Quantized values go through the row's layout, scales through the layout that follows from it
 (`tpuconv.layout.scale_layout`). If a block does not divide its axis, or lies in two places of the parameter, it is
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.passthrough import QValues, Scales, scale_dtype
+from tpuconv.encodings.passthrough import QValues, Scales, ZeroPoints, scale_dtype
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Shape, scale_layout
 from tpuconv.mapping.table import Binding, Stack
-from tpuconv.names import QVALUE, SCALE, collapse
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sources.headers import TensorInfo
 
 QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
@@ -72,7 +72,7 @@ class SplitRow:
     """A row split in two.
 
     Attributes:
-        qvalues, scales: the two rows.
+        qvalues, scales, zero_points: the rows; no zero points if the scheme has none, or all in the middle.
         grids: for each source, the shape of its scales, with the axes of the tensor.
         refine: for each source, how often each scale is repeated along every axis.
         group_shape: for each target, how many quantized values along every axis share a scale.
@@ -80,6 +80,7 @@ class SplitRow:
 
     qvalues: Binding
     scales: Binding
+    zero_points: Binding | None
     grids: tuple[Shape, ...]
     refine: tuple[Shape, ...]
     group_shape: tuple[Shape, ...]
@@ -101,13 +102,21 @@ class Passthrough:
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest says about it."""
+        bits, with_zeros = QTYPE_BITS[self.scheme.qtype], has_zero_points(self.scheme)
+        shared = 8 * self.stored[0].scale_dtype.itemsize + (bits if with_zeros else 0)
         return {
             "qtype": self.scheme.qtype,
             "kept": self.scheme.title,
             "tiles": list(self.group_shape),
-            "bits": QTYPE_BITS[self.scheme.qtype] + 8 * self.stored[0].scale_dtype.itemsize / prod(self.group_shape),
+            "bits": bits + shared / prod(self.group_shape),
             "stored": [stored.to_json() for stored in self.stored],
+            **({"zero_points": True} if with_zeros else {}),
         }
+
+
+def has_zero_points(scheme: Scheme) -> bool:
+    """Whether zero points are kept beside the scales."""
+    return scheme.affine is not None and not scheme.affine.symmetric
 
 
 def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part: PartName = own_part) -> SplitRow:
@@ -119,6 +128,8 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
         UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter; or the
             row changes values.
     """
+    if scheme.affine is not None and scheme.affine.any_order:
+        raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has: dequantize it")
     if binding.arithmetic:
         raise UnsupportedConfig(f"the values of {next(iter(binding.arithmetic))} change")
     layout, sizes = binding.layout, binding.sizes
@@ -141,7 +152,12 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
     group_shape = tuple(tuple(n // s for n, s in zip(*pair, strict=True)) for pair in zip(*shapes, strict=True))
     if any(n % s for pair in zip(*shapes, strict=True) for n, s in zip(*pair, strict=True)):
         raise UnsupportedConfig(f"no scales of whole blocks fit '{layout}'")
+    zero_points = None
+    if scheme.affine is not None and has_zero_points(scheme):
+        stored_name = scheme.affine.zero_points
+        zero_points = _renamed(binding, stored_name, ZERO_POINT, scheme, part, sizes=follow.sizes, row=row)
     return SplitRow(
+        zero_points=zero_points,
         qvalues=_renamed(binding, scheme.values, QVALUE, scheme, part),
         scales=scales,
         grids=tuple(grids),
@@ -209,7 +225,7 @@ def pass_through(
             Stored(
                 _scales_of(s[0]).dtype,
                 _scales_of(s[0]).shape,
-                tuple(info.dtype for info in s[0].extra),
+                tuple(info.dtype for info in _described(s[0])),
                 s[0].tensor_scale is not None,
             )
             for s in stacks
@@ -225,11 +241,12 @@ def pass_through(
                 assert tensor.scheme is not None
                 values, scales = tensor.values, _scales_of(tensor)
                 out_tensors[values.name] = QValues(
-                    values.name, tensor.shape, values, extra=tensor.extra, scheme=tensor.scheme
+                    values.name, tensor.shape, values, extra=_described(tensor), scheme=tensor.scheme, grid=grid
                 )
+                shape = scale_shapes[scales.name]
                 out_tensors[scales.name] = Scales(
                     scales.name,
-                    scale_shapes[scales.name],
+                    shape,
                     scales,
                     scheme=tensor.scheme,
                     tensor_scale=tensor.tensor_scale,
@@ -237,11 +254,24 @@ def pass_through(
                     grid=grid,
                     refine=refine,
                 )
-        out_bindings += [parts.qvalues, parts.scales]
+                if parts.zero_points is not None:
+                    assert tensor.zero_points is not None
+                    zeros = tensor.zero_points
+                    out_tensors[zeros.name] = ZeroPoints(
+                        zeros.name, shape, zeros, scheme=tensor.scheme, grid=grid, refine=refine
+                    )
+        out_bindings += [row for row in (parts.qvalues, parts.scales, parts.zero_points) if row is not None]
         for target, group_shape in zip(binding.dst, parts.group_shape, strict=True):
             passthrough[target.names[0]] = Passthrough(first.scheme, group_shape, stored)
     faults = [f"{p}  has other scales than the tensors it is joined with" for p in collapse(mixed)]
     return out_tensors, out_bindings, passthrough, faults + unsupported
+
+
+def _described(tensor: Tensor) -> tuple[TensorInfo, ...]:
+    """The stored tensors that hold nothing but what the scheme says, in the order of `Scheme.described`."""
+    assert tensor.scheme is not None
+    zeros = None if has_zero_points(tensor.scheme) else tensor.zero_points
+    return (*tensor.extra, *(info for info in (zeros, tensor.group_index) if info is not None))
 
 
 def _scales_of(tensor: Tensor) -> TensorInfo:
@@ -251,7 +281,7 @@ def _scales_of(tensor: Tensor) -> TensorInfo:
 
 def _scale_kind(tensor: Tensor) -> tuple[Any, ...]:
     scales = _scales_of(tensor)
-    return _title(tensor), tensor.shape, scales.dtype, scales.shape, [info.dtype for info in tensor.extra]
+    return _title(tensor), tensor.shape, scales.dtype, scales.shape, [info.dtype for info in _described(tensor)]
 
 
 def _title(tensor: Tensor) -> str:

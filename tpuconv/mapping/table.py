@@ -19,16 +19,20 @@ from tpuconv.errors import ConfigError, LayoutError
 from tpuconv.layout import Layout, Shape, format_axes
 from tpuconv.mapping.arithmetic import Arithmetic
 
-INDEX = re.compile(r"\{(#?\w)\}")
+INDEX = re.compile(r"\{(#?\w(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"
-PLACES = "YZdequ"
-"""Letters of the layers at the first, second, ... place of each period of layers."""
+PERIODS, PLACES = "Y", "Z"
+"""The letters of the first layers of all periods of layers, and of the places of a period whose layers are in one
+array."""
 REST_LAYERS = "t"
 """The letter of the layers after the last complete period."""
-LAYER_INDICES = f"LIJflsgaboij{PLACES}{REST_LAYERS}"
+LAYERS_APART = "rest"
+"""Where the layers after the last complete period are in our own tree, if the others are stacked."""
+LAYER_INDICES = f"LIJflsgaboij{PERIODS}{REST_LAYERS}"
 """Letters whose values are layer numbers."""
-MTP = "U"
-"""The letter of layers that predict further tokens (MTP). Their rows exist only on request."""
+MTP, MTP_PARAMETERS = "U", "mtp."
+"""The letter of layers that predict further tokens (MTP), and how the names of their parameters begin. Their rows exist
+only on request."""
 
 MAX_MODEL_TENSORS = 500_000
 """The largest models have 100,000. Listing one takes half a kilobyte and some microseconds."""
@@ -49,7 +53,7 @@ class Map:
 
     `{X}` in the names is an index. In the names of both sides it is a loop; in the HF names only, it is an axis X of
     the parameter, on which the named tensors are stacked, outermost on the HF side. `{#X}` in a JAX name is the place
-    of the index among the values of X, from 0.
+    of the index among the values of X, from 0. `{X+3}` is the index plus 3, `{X+Y}` the sum of two.
 
     Attributes:
         hf, jax: names of the source tensors and of the parameters.
@@ -130,6 +134,14 @@ class Binding:
         """The binding from parameters back to the tensors of the checkpoint."""
         return replace(self, layout=self.layout.inverse, src=self.dst, dst=self.src)
 
+    def swapped(self, is_swapped: Callable[[str], bool]) -> "Binding":
+        """The binding for a source that stores some matrices, by name, with their axes swapped."""
+        src = tuple(
+            (*axes[:-2], axes[-1], axes[-2]) if is_swapped(stack.names[0]) else axes
+            for axes, stack in zip(self.layout.src, self.src, strict=True)
+        )
+        return self if src == self.layout.src else replace(self, layout=Layout(src, self.layout.dst))
+
     def src_shapes(self) -> dict[str, Shape]:
         """The shape of every single source tensor, by name."""
         shapes = self.layout.src_shapes(self.sizes)
@@ -171,12 +183,16 @@ class MappingTable:
             equal.
         variant: tells the tables of a family apart if its tensors have other names in some releases; empty for the
             first.
+        returns: what the model returns, if not logits (`tpuconv.models.common.heads`).
+        axes: letters of the rows that no config has.
     """
 
     rows: tuple[Map, ...]
     ignore: Mapping[str, str]
     copies: Mapping[str, str]
     variant: str
+    returns: str
+    axes: Mapping[str, int | Sequence[int]]
 
     def __init__(
         self,
@@ -185,24 +201,35 @@ class MappingTable:
         ignore: Mapping[str, str] | None = None,
         copies: Mapping[str, str] | None = None,
         variant: str = "",
+        returns: str = "",
+        axes: Mapping[str, int | Sequence[int]] | None = None,
     ):
         object.__setattr__(self, "rows", tuple(rows))
         object.__setattr__(self, "ignore", dict(ignore or {}))
         object.__setattr__(self, "copies", dict(copies or {}))
         object.__setattr__(self, "variant", variant)
+        object.__setattr__(self, "returns", returns)
+        object.__setattr__(self, "axes", dict(axes or {}))
         for row in self.rows:
             _row_layout(row)
 
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
         """The number of source tensors that `bind` names, without listing them."""
-        sizes = {x: len(value) for x, value in _index_values(config, include_mtp).items()}
+        sizes = {x: len(value) for x, value in self._values(config, include_mtp).items()}
         return sum(
             prod(sizes[x] for letters in row_indices(row) for x in letters) * len(row.hf_names)
-            for row in self._rows_of(config)
+            for row in self._rows_of(config, include_mtp)
         )
 
-    def _rows_of(self, config: HasAxes) -> list[Map]:
-        return [row for row in self.rows if row.when is None or getattr(config, row.when)]
+    def _values(self, config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
+        """The values of every letter as an index."""
+        axes = {**config.axes, **self.axes}
+        values = {x: range(value) if isinstance(value, int) else value for x, value in axes.items()}
+        return values if include_mtp else {**values, MTP: ()}
+
+    def _rows_of(self, config: HasAxes, include_mtp: bool) -> list[Map]:
+        rows = (row for row in self.rows if include_mtp or not is_of_mtp(row))
+        return [row for row in rows if row.when is None or getattr(config, row.when)]
 
     def bind(self, config: HasAxes, include_mtp: bool = False) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices.
@@ -211,16 +238,16 @@ class MappingTable:
             ConfigError: the config needs more than `MAX_MODEL_TENSORS` source tensors.
         """
         if (count := self.count(config, include_mtp)) > MAX_MODEL_TENSORS:
-            layers, experts = (len(_index_values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
+            layers, experts = (len(self._values(config, include_mtp).get(x, ())) for x in (LAYERS, EXPERTS))
             raise ConfigError(
                 f"config.json asks for {count} tensors, with {layers} layers"
                 + (f" of {experts} experts" if experts else "")
                 + f": more than the {MAX_MODEL_TENSORS} that are listed"
             )
-        values = _index_values(config, include_mtp)
+        values = self._values(config, include_mtp)
         sizes = {x: len(value) for x, value in values.items()}
         bindings = []
-        for row in self._rows_of(config):
+        for row in self._rows_of(config, include_mtp):
             loop, stack = row_indices(row)
             layout = _row_layout(row)
             for known in _steps(loop, values):
@@ -233,28 +260,61 @@ class MappingTable:
                 bindings.append(Binding(row, layout, sizes, src, dst))
         return bindings
 
-    def stack_layers(self) -> "MappingTable":
-        """The table whose parameters hold all layers in one array with a leading axis L."""
-        rows = []
+    def modules(self, config: HasAxes) -> dict[str, None]:
+        """Returns the modules of the parameters (`layers/0/attn/q` of `layers.0.attn.q.kernel`) and their parents, as
+        the rules of a quantization name them, without building the model, which needs jax."""
+        out: dict[str, None] = {}
+        for binding in self.bind(config):
+            for name in (name for stack in binding.dst for name in stack.names):
+                parts = name.split(".")
+                out |= dict.fromkeys("/".join(parts[:n]) for n in range(len(parts)))
+        return out
+
+    def stack_layers(self, config: HasAxes) -> "MappingTable":
+        """The table of a model whose stacked layers are in one array, with a leading axis L; or, if the kinds of layers
+        repeat with a period (`config.period`), in one for each place of a period, with a leading axis Y. Layers after
+        the last period stay apart."""
+        period, layers = getattr(config, "period", 1), config.axes[LAYERS]
+        numbers = range(layers) if isinstance(layers, int) else layers
+        whole = len(numbers) // period * period
+        rows: list[Map] = []
         for row in self.rows:
-            if LAYERS in row_indices(row)[0]:
-                src, _, dst = row.layout.partition("->")
-                stacked = ", ".join(f"{LAYERS} {tensor.strip()}" for tensor in (dst or src).split(","))
-                names = tuple(name.replace(f"{{{LAYERS}}}.", "") for name in row.jax_names)
-                rows.append(replace(row, jax=names, layout=f"{src.strip()} -> {stacked}"))
-            else:
+            letter = next((x for x in row_indices(row)[0] if x in LAYER_INDICES), "")
+            if not letter:
                 rows.append(row)
-        return MappingTable(rows, ignore=self.ignore, copies=self.copies, variant=self.variant)
+            elif period == 1:
+                if config.axes.get(letter, LAYERS):  # all layers, or none
+                    rows.append(_stacked_row(row, letter, f"{{{letter}}}", letter, ""))
+            else:
+                values = config.axes[letter]
+                has = range(values) if isinstance(values, int) else values
+                rows += [
+                    _stacked_row(row, letter, f"{{{PERIODS}+{place}}}", PERIODS, f"layers.{place}.")
+                    for place, number in enumerate(numbers[:period])
+                    if number in has
+                ]
+                rows += [
+                    _row_of_layer(row, letter, number, f"{LAYERS_APART}.{place}.")
+                    for place, number in enumerate(numbers[whole:])
+                    if number in has
+                ]
+        axes = self.axes if period == 1 else {**self.axes, PERIODS: list(numbers[:whole:period])}
+        return replace_table(self, rows, axes)
+
+    def with_rows(self, rows: Sequence[Map]) -> "MappingTable":
+        """The table with other rows, of the same model."""
+        return replace_table(self, rows, self.axes)
 
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
         left_out = {MTP: ()} if include_mtp else {}
-        patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in self.ignore.items()]
+        ignored = {p: why for p, why in self.ignore.items() if not (include_mtp and p.startswith(MTP_PARAMETERS))}
+        patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in ignored.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 
     def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
         """`copies` for this config: names without indices."""
-        values = _index_values(config, include_mtp)
+        values = self._values(config, include_mtp)
         return {
             _with_indices(copy, indices): _with_indices(original, indices)
             for copy, original in self.copies.items()
@@ -280,10 +340,43 @@ class MappingTable:
         return iter(self.rows)
 
 
+def replace_table(table: MappingTable, rows: Sequence[Map], axes: Mapping[str, int | Sequence[int]]) -> MappingTable:
+    """Returns the table with other rows, and other letters that no config has."""
+    given = {"ignore": table.ignore, "copies": table.copies}
+    return MappingTable(rows, **given, variant=table.variant, returns=table.returns, axes=axes)
+
+
+def _stacked_row(row: Map, letter: str, index: str, stack: str, front: str) -> Map:
+    """The row for the layers of an index, stacked on a leading axis `stack` of each parameter."""
+    src, _, dst = row.layout.partition("->")
+    stacked = ", ".join(f"{stack} {tensor.strip()}" for tensor in (dst or src).split(","))
+    hf = tuple(name.replace(f"{{{letter}}}", index) for name in row.hf_names)
+    jax = tuple(_in_front(name, letter, front or "layers.") for name in row.jax_names)
+    return replace(row, hf=hf, jax=jax, layout=f"{src.strip()} -> {stacked}")
+
+
+def _row_of_layer(row: Map, letter: str, number: int, front: str) -> Map:
+    """The row for a single layer."""
+    hf = tuple(name.replace(f"{{{letter}}}", str(number)) for name in row.hf_names)
+    return replace(row, hf=hf, jax=tuple(_in_front(name, letter, front) for name in row.jax_names))
+
+
+def _in_front(name: str, letter: str, front: str) -> str:
+    return front + name.removeprefix(f"layers.{{{letter}}}.")
+
+
+def is_of_mtp(row: Map) -> bool:
+    """Whether a row is of layers that predict further tokens."""
+    return row.jax_names[0].startswith(MTP_PARAMETERS)
+
+
 def row_indices(row: Map) -> tuple[list[str], list[str]]:
     """The letters that a row loops over, and those on which it stacks."""
     hf, jax = (
-        {tuple(index.lstrip("#") for index in INDEX.findall(name)) for name in names}
+        {
+            tuple(x for index in INDEX.findall(name) for x in index.lstrip("#").split("+") if not x.isdigit())
+            for name in names
+        }
         for names in (row.hf_names, row.jax_names)
     )
     if len(hf) != 1 or len(jax) != 1:
@@ -292,6 +385,11 @@ def row_indices(row: Map) -> tuple[list[str], list[str]]:
     if not set(in_jax) <= set(in_hf):
         raise LayoutError(f"{row} has an index in its JAX names alone")
     return list(in_jax), [x for x in in_hf if x not in in_jax]
+
+
+def _letters(name: str) -> Iterator[str]:
+    """The letters of the indices of a name, in reading order."""
+    return (x for index in INDEX.findall(name) for x in index.lstrip("#").split("+") if not x.isdigit())
 
 
 def _row_layout(row: Map) -> Layout:
@@ -306,13 +404,7 @@ def _module(name: str) -> str:
 
 
 def _with_indices(name: str, indices: Mapping[str, Any]) -> str:
-    return INDEX.sub(lambda m: str(indices[m[1]]), name)
-
-
-def _index_values(config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
-    """The values of every letter as an index."""
-    values = {x: range(value) if isinstance(value, int) else value for x, value in config.axes.items()}
-    return values if include_mtp else {**values, MTP: ()}
+    return INDEX.sub(lambda m: str(sum(int(x) if x.isdigit() else indices[x] for x in m[1].split("+"))), name)
 
 
 def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:

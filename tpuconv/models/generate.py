@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ LEAST_TEMPERATURE = 1e-5
 
 ENDED = -1
 """The id that is yielded for a sequence that has ended."""
+
+NOTHING_TO_DO = "every prompt must have a token, and max_new_tokens must be at least 1"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ class Generator:
         free_layouts: let the compiler choose the layouts of the weights.
     """
 
+    ids_of_step: ClassVar[tuple[int, ...]] = ()
+    """The shape of the ids of each sequence that `decode` takes: one id."""
+
+    ids_ahead: ClassVar[int] = 0
+    """The ids of each sequence after its tokens that `prefill` takes."""
+
     def __init__(
         self,
         model: Decoder,
@@ -141,43 +149,46 @@ class Generator:
         self._empty_cache = functools.cache(self._empty)
 
     def _decode(self, batch: int, length: int) -> Compiled:
-        def decode(weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
-            return self._step(weights, ids_B[:, None], None, cache, key)
-
         cache = self.cache_shapes(batch, length)
         self._check_memory(cache)
         formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), self._cache_shardings(cache))
         weights = [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
         jitted = jax.jit(
-            decode,
+            self._decode_step,
             donate_argnums=2,
             in_shardings=(weights, self.replicated, formats, self.replicated),
             out_shardings=(self.replicated, formats),
         )
-        return self._compile(jitted, jax.ShapeDtypeStruct((batch,), jnp.int32), cache)  # type: ignore[no-untyped-call]
+        return self._compile(jitted, jax.ShapeDtypeStruct((batch, *self.ids_of_step), jnp.int32), cache)  # type: ignore[no-untyped-call]
 
     def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
-        def prefill(
-            weights: list[jax.Array], ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache, key: jax.Array
-        ) -> Any:
-            return self._step(weights, ids_BT, mask_BT, cache, key)
-
         weights, _, cache, _ = self.decode(batch, length).input_formats[0]
         jitted = jax.jit(
-            prefill,
+            self._prefill_step,
             donate_argnums=3,
             in_shardings=(weights, self.replicated, self.replicated, cache, self.replicated),
             out_shardings=(self.replicated, cache),
         )
-        ids, mask = (jax.ShapeDtypeStruct((batch, tokens), dtype) for dtype in (jnp.int32, bool))  # type: ignore[no-untyped-call]
+        ids = jax.ShapeDtypeStruct((batch, tokens + self.ids_ahead), jnp.int32)  # type: ignore[no-untyped-call]
+        mask = jax.ShapeDtypeStruct((batch, tokens), bool)  # type: ignore[no-untyped-call]
         return self._compile(jitted, ids, mask, self.cache_shapes(batch, length))
 
-    def _step(self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array) -> Any:
-        """The body of both programs: the next token [B] of each sequence after `ids_BT`, and the cache with these
+    def _decode_step(self, weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
+        """What `decode` compiles."""
+        return self._prefill_step(weights, ids_B[:, None], None, cache, key)
+
+    def _prefill_step(
+        self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array
+    ) -> Any:
+        """What `prefill` compiles: the next token [B] of each sequence after `ids_BT`, and the cache with these
         tokens."""
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
+        model = self._merged(weights)
         logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
         return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
+
+    def _merged(self, weights: list[jax.Array]) -> Any:
+        """The model with these weights."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
 
     def _compile(self, jitted: Any, *args: Any) -> Compiled:
         key = jax.eval_shape(jax.random.key, 0)
@@ -237,11 +248,12 @@ class Generator:
         chunk = prefill_chunk(batch, tokens)
         more = -tokens % chunk  # pads the first chunk on the left, so that all chunks have one shape
         ids_BT, mask_BT = (np.pad(array, ((0, 0), (more, 0))) for array in (ids_BT, mask_BT))
+        ids_BT = np.pad(ids_BT, ((0, 0), (0, self.ids_ahead)), constant_values=ENDED)
         length = self.slots(batch, tokens, new_tokens)
         prefill, cache = self.prefill(batch, chunk, length), self.empty_cache(batch, length)
         for start in range(0, tokens + more, chunk):
-            columns = slice(start, start + chunk)
-            ids_B, cache = prefill(self.weights, ids_BT[:, columns], mask_BT[:, columns], cache, key)
+            columns, and_ahead = slice(start, start + chunk), slice(start, start + chunk + self.ids_ahead)
+            ids_B, cache = prefill(self.weights, ids_BT[:, and_ahead], mask_BT[:, columns], cache, key)
         return ids_B, cache
 
     def slots(self, batch: int, tokens: int, new_tokens: int) -> int:
@@ -255,6 +267,7 @@ class Generator:
         *,
         eos: Collection[int] = (),
         seed: int = 0,
+        width: int = 0,
     ) -> Iterator[np.ndarray]:
         """Generates tokens. Yields the next token id [B] of each prompt; `ENDED` after a token of `eos`.
 
@@ -263,14 +276,15 @@ class Generator:
             max_new_tokens: stop after this number of tokens.
             eos: ids that end a sequence. Generation stops when all sequences have ended.
             seed: of the random key for sampling.
+            width: pad prompts to this number of tokens at least: batches of one width are compiled once.
 
         Raises:
             UsageError: a prompt has no tokens, or `max_new_tokens` is less than 1.
             ResourceError: the cache needs too much memory.
         """
         if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise UsageError("every prompt must have a token, and max_new_tokens must be at least 1")
-        ids_BT, mask_BT = left_padded(prompts)
+            raise UsageError(NOTHING_TO_DO)
+        ids_BT, mask_BT = left_padded(prompts, width)
         key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)
         batch, tokens = ids_BT.shape
@@ -287,9 +301,10 @@ class Generator:
                 return
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts as a batch of ids [B, T] that is padded on the left, and its mask [B, T], True for tokens."""
-    width = max(map(len, prompts))
+def left_padded(prompts: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts as a batch of ids [B, T] that is padded on the left, and its mask [B, T], True for tokens. T is
+    `width`, or the length of the longest prompt if that is more."""
+    width = max(width, *map(len, prompts))
     ids_BT = np.array([[0] * (width - len(ids)) + list(ids) for ids in prompts], np.int32)
     mask_BT = np.arange(width) >= np.array([[width - len(ids)] for ids in prompts])
     return ids_BT, mask_BT

@@ -1,20 +1,35 @@
 """Logits of a model on prompts, and the divergence of two models' logits."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 
 def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
-    """Returns a function that computes the model's logits [T, V] in float32 for each prompt, with the weights that the
-    model has when the function is called. Prompts are padded on the right to one length, so that it compiles once.
+    """Returns a function that computes the model's logits [T, V] in float32 for each prompt (hidden states [T, D], or
+    scores [1, O], of a model that returns these), with the weights that the model has when the function is called.
+    Prompts are padded on the right to one length, so that it compiles once.
 
     Args:
         model: a Flax NNX model.
         prompts: token ids of each prompt.
         dtype: of the model's parameters.
+    """
+    run = forward_each(model, prompts, dtype)
+    return lambda: list(run())
+
+
+def forward_each(
+    model: Any, prompts: Sequence[Sequence[int]], dtype: str, cache_dtype: str | None = None
+) -> Callable[[], Iterator[np.ndarray]]:
+    """As `forward`, for a function that yields the logits of one prompt after the other.
+
+    Args:
+        model, prompts, dtype: as of `forward`.
+        cache_dtype: that of keys and values, which are written to a cache and read from it, as in decoding; None to
+            compute without a cache.
     """
     import jax
     import jax.numpy as jnp
@@ -25,19 +40,96 @@ def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callabl
 
     @jax.jit  # nnx.jit would return the weights too, which doubles their memory
     def logits(state: Any, ids_BT: Any, mask_BT: Any) -> Any:
-        return nnx.merge(graph, state)(ids_BT, mask_BT)
+        merged = nnx.merge(graph, state)
+        if cache_dtype is None:
+            return merged(ids_BT, mask_BT)
+        return merged(ids_BT, mask_BT, cache=merged.init_cache(*ids_BT.shape, cache_dtype))[0]
 
-    def run() -> list[np.ndarray]:
-        state, out = nnx.state(model), []
-        # By default a TPU multiplies float32 as bfloat16.
-        with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
-            for ids in prompts:
-                ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
-                mask_BT = jnp.arange(length)[None] < len(ids)
-                out.append(np.asarray(logits(state, ids_BT, mask_BT))[0, : len(ids)])
-        return out
+    def run() -> Iterator[np.ndarray]:
+        state = nnx.state(model)
+        for ids in prompts:
+            ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
+            mask_BT = jnp.arange(length)[None] < len(ids)
+            # By default a TPU multiplies float32 as bfloat16.
+            with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
+                outputs = on_host(logits(state, ids_BT, mask_BT)).astype(np.float32)
+            yield outputs if outputs.ndim == 2 else outputs[0, : len(ids)]
 
     return run
+
+
+LEAST_WIDTH = 64
+"""Tokens that a text is padded to at least; longer ones to a power of two, so that few shapes are compiled."""
+TEXTS_AT_ONCE = 8
+
+
+def padded_width(tokens: int) -> int:
+    """Returns the number of tokens that a text of so many is padded to."""
+    return max(LEAST_WIDTH, 1 << (tokens - 1).bit_length())
+
+
+class TokenScorer:
+    """The log-probabilities that a model gives the tokens of texts.
+
+    Args:
+        model: a Flax NNX model.
+        dtype, cache_dtype: as of `forward_each`.
+    """
+
+    def __init__(self, model: Any, dtype: str, cache_dtype: str | None = None):
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        graph, self._state = nnx.split(model)
+        self._dtype = dtype
+
+        @jax.jit
+        def score(state: Any, ids_BT: Any, mask_BT: Any) -> tuple[Any, Any]:
+            merged, inputs_BT = nnx.merge(graph, state), ids_BT[:, :-1]
+            if cache_dtype is None:
+                logits_BTV = merged(inputs_BT, mask_BT)
+            else:
+                logits_BTV, _ = merged(inputs_BT, mask_BT, cache=merged.init_cache(*inputs_BT.shape, cache_dtype))
+            logp_BTV = jax.nn.log_softmax(logits_BTV)
+            logp_BT1 = jnp.take_along_axis(logp_BTV, ids_BT[:, 1:, None], axis=-1)
+            return logp_BT1[..., 0], logp_BTV.argmax(-1) == ids_BT[:, 1:]
+
+        self._score = score
+
+    def __call__(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns for each text the log-probabilities in nats [T - 1] of its tokens after the first, each given those
+        before it, and whether it is the most likely one [T - 1].
+
+        Args:
+            texts: token ids, two or more of each text.
+        """
+        import jax
+
+        out: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        for start in range(0, len(order), TEXTS_AT_ONCE):
+            chosen = order[start : start + TEXTS_AT_ONCE]
+            width = padded_width(len(texts[chosen[-1]]))
+            ids_BT, mask_BT = np.zeros((TEXTS_AT_ONCE, width), np.int32), np.zeros((TEXTS_AT_ONCE, width - 1), bool)
+            for row, i in enumerate(chosen):
+                ids_BT[row, : len(texts[i])], mask_BT[row, : len(texts[i]) - 1] = texts[i], True
+            exact = jax.default_matmul_precision("highest") if self._dtype == "float32" else contextlib.nullcontext()
+            with exact:
+                logp_BT, is_best_BT = map(on_host, self._score(self._state, ids_BT, mask_BT))
+            for row, i in enumerate(chosen):
+                count = len(texts[i]) - 1
+                out[i] = logp_BT[row, :count], is_best_BT[row, :count]
+        return [out[i] for i in range(len(texts))]
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Returns the values of an array, also of one that is divided over several processes, all of which call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(array, tiled=True))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

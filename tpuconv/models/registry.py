@@ -3,7 +3,7 @@ needed. Its config and table do not import jax.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -14,6 +14,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, given_keys, report_ignored, without_keys
+from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 
 FAMILIES: Mapping[str, str] = {
     "llama": "tpuconv.models.llama.family:FAMILY",
@@ -69,6 +70,41 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5": "tpuconv.models.qwen3_5.family:FAMILY",
     "qwen3_5_moe_text": "tpuconv.models.qwen3_5_moe_text.family:FAMILY",
     "qwen3_5_moe": "tpuconv.models.qwen3_5_moe.family:FAMILY",
+    "lfm2": "tpuconv.models.lfm2.family:FAMILY",
+    "lfm2_moe": "tpuconv.models.lfm2_moe.family:FAMILY",
+    "granitemoehybrid": "tpuconv.models.granitemoehybrid.family:FAMILY",
+    "bamba": "tpuconv.models.bamba.family:FAMILY",
+    "nemotron_h": "tpuconv.models.nemotron_h.family:FAMILY",
+    "falcon_h1": "tpuconv.models.falcon_h1.family:FAMILY",
+    "kimi_linear": "tpuconv.models.kimi_linear.family:FAMILY",
+    "mistral4": "tpuconv.models.mistral4.family:FAMILY",
+    "solar_open": "tpuconv.models.solar_open.family:FAMILY",
+    "dots1": "tpuconv.models.dots1.family:FAMILY",
+    "hy_v3": "tpuconv.models.hy_v3.family:FAMILY",
+    "exaone_moe": "tpuconv.models.exaone_moe.family:FAMILY",
+    "afmoe": "tpuconv.models.afmoe.family:FAMILY",
+    "cohere2_moe": "tpuconv.models.cohere2_moe.family:FAMILY",
+    "youtu": "tpuconv.models.youtu.family:FAMILY",
+    "internlm3": "tpuconv.models.internlm3.family:FAMILY",
+    "cohere": "tpuconv.models.cohere.family:FAMILY",
+    "flex_olmo": "tpuconv.models.flex_olmo.family:FAMILY",
+    "qwen2_vl": "tpuconv.models.qwen2_vl.family:FAMILY",
+    "deepseek_v32": "tpuconv.models.deepseek_v32.family:FAMILY",
+    "glm_moe_dsa": "tpuconv.models.glm_moe_dsa.family:FAMILY",
+    "mimo_v2_flash": "tpuconv.models.mimo_v2_flash.family:FAMILY",
+    "deepseek_v4": "tpuconv.models.deepseek_v4.family:FAMILY",
+    "bailing_hybrid": "tpuconv.models.bailing_hybrid.family:FAMILY",
+    "longcat_flash": "tpuconv.models.longcat_flash.family:FAMILY",
+    "gpt_neox": "tpuconv.models.gpt_neox.family:FAMILY",
+    "phi": "tpuconv.models.phi.family:FAMILY",
+    "phimoe": "tpuconv.models.phimoe.family:FAMILY",
+    "stablelm": "tpuconv.models.stablelm.family:FAMILY",
+    "olmo": "tpuconv.models.olmo.family:FAMILY",
+    "ministral": "tpuconv.models.ministral.family:FAMILY",
+    "cwm": "tpuconv.models.cwm.family:FAMILY",
+    "glm4v": "tpuconv.models.glm4v.family:FAMILY",
+    "glm4v_moe": "tpuconv.models.glm4v_moe.family:FAMILY",
+    "olmo_hybrid": "tpuconv.models.olmo_hybrid.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
@@ -86,7 +122,8 @@ class Family:
         config: the class that reads config.json.
         table: the mapping of the tensors.
         model: the class of the Flax NNX model, as "module:Class".
-        architectures: the model_type of each architecture in config.json.
+        architectures: the model_type of each architecture in config.json that returns logits. The same models without
+            a head for logits are read too (`tpuconv.models.common.heads`).
         variants: further tables, for releases in which tensors have other names.
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
     """
@@ -100,19 +137,28 @@ class Family:
     variants: tuple[MappingTable, ...] = ()
     text_types: tuple[str, ...] = ()
 
-    def table_for(self, names: Collection[str]) -> MappingTable:
-        """Returns the table that most of the names of a checkpoint's tensors are in."""
-        if not self.variants:
-            return self.table
-        return max((self.table, *self.variants), key=lambda table: table.found(names))
+    def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
+        """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
+        the names of its tensors."""
+        names = [named_head(name, self.architectures) for name in raw.get("architectures") or ()]
+        return shown_head(next(filter(None, names), LOGITS), tensors)
 
-    def table_of(self, variant: str) -> MappingTable:
+    def tables(self, returns: str = LOGITS) -> tuple[MappingTable, ...]:
+        """Returns the tables of models that return this: that of most releases first."""
+        return headed((self.table, *self.variants), returns)
+
+    def table_for(self, names: Collection[str], returns: str = LOGITS) -> MappingTable:
+        """Returns the table that most of the names of a checkpoint's tensors are in."""
+        tables = self.tables(returns)
+        return max(tables, key=lambda table: table.found(names)) if len(tables) > 1 else tables[0]
+
+    def table_of(self, variant: str, returns: str = LOGITS) -> MappingTable:
         """Returns the table of a variant.
 
         Raises:
             UsageError: the family has no such variant.
         """
-        for table in (self.table, *self.variants):
+        for table in self.tables(returns):
             if table.variant == variant:
                 return table
         raise UsageError(
@@ -125,19 +171,29 @@ class Family:
         return _resolve(self.model)
 
     def read_config(
-        self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
+        self,
+        raw: Mapping[str, Any],
+        allow: Collection[str] = (),
+        tensors: Collection[str] = (),
+        returns: str = LOGITS,
     ) -> DecoderConfig:
         """Returns the config that a parsed config.json describes without its keys `allow`. `tensors` are the names of
-        the checkpoint's tensors or parameters, which may tell what config.json does not say.
+        the checkpoint's tensors or parameters, which may tell what config.json does not say; `returns` is what the
+        model returns.
 
         Raises:
-            UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
+            UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf` and `Head.from_hf`.
         """
         raw = without_keys(raw, allow)
-        return self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
+        config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
+        return replace(config, head=Head.from_hf(returns, raw))
 
     def check_config(
-        self, raw: Mapping[str, Any], allow: Collection[str] = (), tensors: Collection[str] = ()
+        self,
+        raw: Mapping[str, Any],
+        allow: Collection[str] = (),
+        tensors: Collection[str] = (),
+        returns: str = LOGITS,
     ) -> ConfigReport:
         """Returns the config that a parsed config.json describes, and its keys that are not read.
 
@@ -145,13 +201,14 @@ class Family:
             raw: the parsed config.json.
             allow: keys that the user lets through; they are treated as absent.
             tensors: names of the checkpoint's tensors, which may show the value of an ignored or absent key.
+            returns: what the model returns.
 
         Raises:
             UsageError: a key of `allow` is not in config.json, or the conversion reads it.
-            UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf`.
+            UnsupportedConfig, ConfigError: see `read_config`.
         """
         given_keys(raw, allow)
-        return report_ignored(self.read_config(raw, allow, tensors), raw, allow, tensors)
+        return report_ignored(self.read_config(raw, allow, tensors, returns), raw, allow, tensors)
 
 
 def _resolve(path: str) -> Any:
@@ -212,7 +269,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     for family in map(get_family, family_names()):  # ours first, so that plugins are imported only if needed
         known.update(family.architectures.values())
         if model_type in family.architectures.values() and _reads_text(family, hf_config):
-            other = [name for name in architectures if family.architectures.get(name) != model_type]
+            causal = [name for name, kind in family.architectures.items() if kind == model_type]
+            other = [name for name in architectures if named_head(name, causal) is None]
             if not other:
                 return family
             raise UnsupportedConfig(

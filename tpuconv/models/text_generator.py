@@ -10,6 +10,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.generate import ENDED, Generator, Sampling
+from tpuconv.models.speculate import Speculator
 
 INCOMPLETE = "\ufffd"
 """The character that a tokenizer decodes an incomplete UTF-8 sequence to."""
@@ -50,6 +51,10 @@ class TextGenerator:
         ends: ids of the tokens that end a text, from `tpuconv.models.tokenizer.end_tokens`.
         sampling: how the next token is chosen; by default the most likely one.
         cache_dtype: of keys and values; None for the model's dtype.
+        speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
+
+    Raises:
+        UsageError: `speculate` is asked for with a temperature, or with a model without that module.
     """
 
     def __init__(
@@ -59,10 +64,17 @@ class TextGenerator:
         ends: Collection[int] = (),
         sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
         cache_dtype: DTypeLike | None = None,
+        *,
+        speculate: bool = False,
     ):
-        self.generator = Generator(model, sampling, cache_dtype)
+        self.generator = (Speculator if speculate else Generator)(model, sampling, cache_dtype)
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
         self.context = context_of(model.config)
+
+    @property
+    def accepted_share(self) -> float | None:
+        """The share of all drafts so far that were accepted; None if it does not speculate."""
+        return self.generator.drafts.share if isinstance(self.generator, Speculator) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -123,7 +135,20 @@ class TextGenerator:
             UsageError: see `encode`; or a prompt has no tokens, or prompt and new tokens exceed the model's context.
         """
         ids = self.encode(prompts, chat=chat, system=system)
-        longest = max(map(len, ids), default=0)
+        yield from self.stream_ids(prompts, ids, max_new_tokens, stop=stop, seed=seed)
+
+    def stream_ids(
+        self,
+        prompts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        stop: Collection[str] = (),
+        seed: int = 0,
+        width: int = 0,
+    ) -> Iterator[tuple[list[str], list[Completion]]]:
+        """As `stream`, for prompts whose token ids are `ids`. `width` is as of `Generator`."""
+        longest = max(width, *map(len, ids), 0)
         if longest + max_new_tokens > self.context:
             raise UsageError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones are {longest + max_new_tokens}, and the "
@@ -131,7 +156,7 @@ class TextGenerator:
                 hint="ask for fewer new tokens, or give a shorter prompt",
             )
         texts = [_Text(self.tokenizer, prompt_ids, self.ends, stop) for prompt_ids in ids]
-        for step, ids_B in enumerate(self.generator(ids, max_new_tokens, eos=self.ends, seed=seed)):
+        for step, ids_B in enumerate(self.generator(ids, max_new_tokens, eos=self.ends, seed=seed, width=width)):
             is_last = step + 1 == max_new_tokens
             new = [text.add(int(token), is_last) for text, token in zip(texts, ids_B, strict=True)]
             yield new, [text.completion(prompt) for text, prompt in zip(texts, prompts, strict=True)]

@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpuconv.convert.plan.types import Plan, Quantization
+from tpuconv.checkpoint.reader import Checkpoint
+from tpuconv.convert.plan.quantization import Quantization
+from tpuconv.convert.plan.types import Plan
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import POWERS_OF_TWO
-from tpuconv.errors import UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import Family
-from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
+from tpuconv.quantize.config import QuantConfig, check_rules
 from tpuconv.quantize.report import report_page
 
 if TYPE_CHECKING:
+    from tpuconv.quantize.calibrate.data import CalibrationData
     from tpuconv.quantize.rules import ParamQuant
 
 MX_BLOCK = 32
@@ -23,7 +27,9 @@ MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
 """Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
 
 
-def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig) -> Quantization:
+def quantization(
+    plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig, data: "CalibrationData | None" = None
+) -> Quantization:
     """How the parameters of a plan without quantization are quantized by rules.
 
     Args:
@@ -31,6 +37,7 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
         family: of the model.
         config: the family's reading of config.json.
         rules: the quantization config.
+        data: what to calibrate on; needed if the config has a calibration.
 
     Raises:
         ConfigError: a pattern of the rules is invalid or too slow, which is found before jax is imported; or see
@@ -40,14 +47,14 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave --layers out")
-    check_rules(rules, modules_of(family.table, config))
+    check_rules(rules, family.tables(plain.table.returns)[0].modules(config))
     import jax.numpy as jnp
 
     from tpuconv.quantize.encode import QwixEncoder, prepare
     from tpuconv.quantize.rules import resolve_rules
 
-    stacked = plain.options.scan_layers
-    quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacked=stacked)
+    stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
+    quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacks)
     passthrough = _passthrough(plain, quants)
     encoders = {}
     for name, quant in quants.items():
@@ -57,7 +64,20 @@ def quantization(plain: Plan, family: Family, config: DecoderConfig, rules: Quan
         scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
         encoders[name] = QwixEncoder(name, quant, dtype, np.dtype(scale_dtype))
     prepare(encoders.values())
-    return Quantization(encoders, {**rules.to_json(), "qwix": version("qwix")}, report_page, passthrough)
+    facts = {**rules.to_json(), "qwix": version("qwix")}
+    if rules.calibration is None:
+        return Quantization(encoders, facts, report_page, passthrough)
+    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
+
+    if data is None or not isinstance(plain.source, Checkpoint):
+        raise UsageError(
+            f"{rules.name} has a calibration, which runs the model of a converted checkpoint",
+            hint="convert without --quantize, then use `tpuconv quantize`",
+        )
+    heads = config.num_attention_heads
+    calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads)
+    facts["calibration_data"] = data.to_json()
+    return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
 
 
 def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:
@@ -74,6 +94,8 @@ def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, i
 
 def _is_type_of(quant: "ParamQuant", tensor: Tensor) -> bool:
     if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
+        return False
+    if tensor.scheme.affine and (not tensor.scheme.affine.symmetric or tensor.scheme.affine.any_order):
         return False
     types = [tensor.scheme.qtype]
     if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:

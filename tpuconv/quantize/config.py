@@ -5,31 +5,29 @@
       rules:
         - {module_path: 'layers/.*', weight_qtype: int8}
     gates: {top1: 0.99}
+    calibration: {method: gptq}
 
-Without `gates` a config has those of `default_gates`; `gates: none` is one without any.
+Without `gates` a config has those of `default_gates`; `gates: none` is one without any. With `calibration` the model
+is run on text, layer by layer, to round its weights with less error than to the nearest: see `Calibration`.
 
-They are read strictly. What YAML allows and surprises (duplicate keys, `None`, which is a string, `no`, which is False,
-aliases that expand to gigabytes) is an error with line and column.
+They are read strictly: see `tpuconv.quantize.strict_yaml`.
 """
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError
-from tpuconv.jsonfile import read_bytes, short
-from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.jsonfile import read_bytes
+from tpuconv.location import BucketPath, to_location
 from tpuconv.names import MANIFEST
 from tpuconv.patterns import check_patterns
-
-MAX_CONFIG_BYTES, MAX_DEPTH = 1 << 20, 20
+from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
 INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 QTYPES: Mapping[str, float] = {
@@ -50,23 +48,42 @@ LARGEST_FACTOR = 1e6
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
 """The gates that a config may have, and their largest values. The smallest is 0."""
 
+CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "gptq": ("damping", "act_order"),
+    "awq": (),
+    "smooth_quant": (),
+    "nearest": (),
+}
+"""The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
+activations alone."""
+
+ALL_TOKENS = (0, 1)
+"""The `act_batch_axes` of a static scale: a scale is the mean over texts and positions."""
+
+TILE_AXES = ("last", "all", "block")
+
 LOSS_CLASSES: tuple[Mapping[str, float], ...] = (
     {"top1": 0.98, "mean_kl": 0.003},
     {"top1": 0.96, "mean_kl": 0.01},
     {"top1": 0.90, "mean_kl": 0.08},
 )
-"""The default gates, by how much a rule may lose: int8 weights; float8 weights or 8-bit activations; fewer than 8 bits.
+"""The default gates, by how much a rule may lose: int8 weights; float8 weights or 8-bit activations; fewer than 8 bits,
+or static scales of activations.
 
 They were measured on examples/tiny-qwen3 (24 lines of examples/sample.txt, bfloat16), every layer and the head
 quantized: top-1 and KL of 0.999 and 0.0003 with int8 weights, 0.993 and 0.0015 with FP8 weights and activations, 0.974
-and 0.010 with int4 weights, one scale for each channel. A gate allows about 7 times as much KL divergence, since other
-models lose more, and is still far from what is broken: int2 in tiles of 32 gives 0.75 and 0.32."""
+and 0.010 with int4 weights, one scale for each channel; 0.962 and 0.014 with static scales of int8 activations, without
+the head. A gate allows about 7 times as much KL divergence, since other models lose more, and is still far from what is
+broken: int2 in tiles of 32 gives 0.75 and 0.32."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """One rule. The first that matches wins. For the fields see `qwix.QuantizationRule`; `line` is its line in the
-    file."""
+    file. `tile_axes` is ours: "last" tiles the last of the axes that a product sums over, as Qwix does; "all" gives
+    each element of the others scales of its own, so that a scale is for `tile_size` weights there too; "block" tiles
+    inputs and outputs, so that a scale is for `tile_size` x `tile_size` weights of a matrix.
+    With `act_static_scale` activations have one scale for each product, which calibration finds."""
 
     line: int
     module_path: str = ".*"
@@ -76,14 +93,48 @@ class Rule:
     tile_size: int | float | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
+    tile_axes: str = "last"
+    act_static_scale: bool = False
+    act_batch_axes: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from Qwix's defaults."""
         fields = {name: getattr(self, name) for name in RULE_FIELDS}
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
+    def to_qwix(self) -> dict[str, Any]:
+        """The fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
+        ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
+        return {name: value for name, value in self.to_json().items() if name not in ours}
+
+    @property
+    def group_size(self) -> int:
+        """How many weights share a scale; 0 if that depends on the parameter."""
+        if not isinstance(self.tile_size, int):
+            return 0
+        return self.tile_size**2 if self.tile_axes == "block" else self.tile_size
+
 
 RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How the inputs of products are used to round their weights. See `tpuconv.quantize.calibrate`.
+
+    Attributes:
+        method: of `CALIBRATION_FIELDS`.
+        damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
+        act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
+    """
+
+    method: str
+    damping: float = 0.01
+    act_order: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The method and its settings."""
+        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
 @dataclass(frozen=True)
@@ -94,6 +145,7 @@ class QuantConfig:
         scale_dtype: the dtype of stored scales; None for that of the weights.
         gates: the limits that the quantized model must hold, compared with the original; empty where the user wants
             none.
+        calibration: None to round each weight to the nearest value.
     """
 
     name: str
@@ -101,12 +153,17 @@ class QuantConfig:
     rules: tuple[Rule, ...]
     scale_dtype: str | None = None
     gates: Mapping[str, float] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     @property
     def bits(self) -> list[float]:
         """The bits per weight of each rule that quantizes weights, with its share of scales in bfloat16."""
         rules = [rule for rule in self.rules if rule.weight_qtype]
-        return [QTYPES[str(r.weight_qtype)] + (16 / r.tile_size if isinstance(r.tile_size, int) else 0) for r in rules]
+        return [QTYPES[str(r.weight_qtype)] + (16 / r.group_size if r.group_size else 0) for r in rules]
+
+    def rule_of(self, module: str) -> int:
+        """The number of the first rule that matches a module."""
+        return next(i for i, rule in enumerate(self.rules) if re.fullmatch(rule.module_path, module))
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest says about it. `from_json` is the inverse."""
@@ -116,6 +173,7 @@ class QuantConfig:
             "rules": [rule.to_json() for rule in self.rules],
             "scale_dtype": self.scale_dtype,
             "gates": dict(self.gates),
+            **({"calibration": self.calibration.to_json()} if self.calibration else {}),
         }
 
     @classmethod
@@ -127,8 +185,9 @@ class QuantConfig:
         """
         qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
         root = {"summary": facts["summary"], "qwix": qwix, "gates": facts.get("gates", {})}
+        root |= {"calibration": facts["calibration"]} if "calibration" in facts else {}
         try:
-            return _parse_root(_Value(_node(root), MANIFEST, "quantization"), facts["name"])
+            return _parse_root(YamlValue(yaml_node(root), MANIFEST, "quantization"), facts["name"])
         except ConfigError as e:
             raise CorruptOutput(e.message, hint=e.hint) from None
 
@@ -145,8 +204,8 @@ def find_config(name_or_path: str) -> QuantConfig:
         UsageError: there is no such config or file.
         ConfigError: the file is no valid config.
     """
-    path, name = Path(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
-    if os.path.lexists(path) and not os.path.isdir(path):
+    path, name = to_location(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
+    if isinstance(path, BucketPath) or (os.path.lexists(path) and not os.path.isdir(path)):
         data = read_bytes(path, MAX_CONFIG_BYTES, ConfigError)
     elif name in config_names() and path.parent == Path():
         data = (_folder() / f"{name}.yaml").read_bytes()
@@ -170,17 +229,6 @@ def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
     check_patterns(patterns, modules, ConfigError)
 
 
-def modules_of(table: MappingTable, config: HasAxes) -> dict[str, None]:
-    """The modules of a table's parameters (`layers.0.attn.q.kernel`) and their parents, as rules name them. Does not
-    build the model, which needs jax."""
-    out: dict[str, None] = {}
-    for binding in table.bind(config):
-        for name in (name for stack in binding.dst for name in stack.names):
-            parts = name.split(".")
-            out |= dict.fromkeys("/".join(parts[:n]) for n in range(len(parts)))
-    return out
-
-
 def _folder() -> Any:
     return files("tpuconv") / "quant_configs"
 
@@ -191,11 +239,11 @@ def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
     Raises:
         ConfigError: something in it is not valid, with line and column.
     """
-    return _parse_root(_Value(_compose(data, path), path, "the file"), name)
+    return _parse_root(YamlValue(compose(data, path), path, "the file"), name)
 
 
-def _parse_root(root: "_Value", name: str) -> QuantConfig:
-    top = root.mapping("summary", "qwix", "gates")
+def _parse_root(root: YamlValue, name: str) -> QuantConfig:
+    top = root.mapping("summary", "qwix", "gates", "calibration")
     if "qwix" not in top:
         raise root.error("has no 'qwix'", hint="a config is {qwix: {rules: [...]}}")
     qwix = top["qwix"].mapping("use_abstract_model", "scale_dtype", "rules")
@@ -206,19 +254,76 @@ def _parse_root(root: "_Value", name: str) -> QuantConfig:
     rules = tuple(_rule(value) for value in qwix["rules"].sequence())
     if not any(rule.weight_qtype for rule in rules):
         raise qwix["rules"].error("quantizes no weights", hint="give a rule with a weight_qtype")
+    if "calibration" not in top and (static := next((rule for rule in rules if rule.act_static_scale), None)):
+        raise qwix["rules"].error(
+            f"has act_static_scale in line {static.line}, and no calibration finds the scales",
+            hint="add `calibration: {method: nearest}`, or another method, beside `qwix`",
+        )
     return QuantConfig(
         name=name,
         summary=top["summary"].text() if "summary" in top else name,
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
         gates=_gates(top["gates"]) if "gates" in top else default_gates(rules),
+        calibration=_calibration(top["calibration"], rules) if "calibration" in top else None,
     )
 
 
-def _gates(value: "_Value") -> dict[str, float]:
+def _calibration(value: YamlValue, rules: Iterable[Rule]) -> Calibration:
+    every = tuple(dict.fromkeys(name for names in CALIBRATION_FIELDS.values() for name in names))
+    fields = value.mapping("method", *every)
+    if "method" not in fields:
+        raise value.error("has no 'method'", hint=f"known are {', '.join(CALIBRATION_FIELDS)}")
+    method = str(fields["method"].choice(tuple(CALIBRATION_FIELDS), null=False))
+    for name in fields.keys() - {"method", *CALIBRATION_FIELDS[method]}:
+        raise fields[name].error(f"{method} has no such setting")
+    given: dict[str, Any] = {}
+    if "damping" in fields:
+        given["damping"] = float(fields["damping"].number(1.0, least=0))
+    if given.get("damping") == 0:
+        raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
+    if "act_order" in fields:
+        given["act_order"] = fields["act_order"].boolean()
+    if method == "nearest" and not any(rule.act_static_scale for rule in rules):
+        raise value.error(
+            "nearest finds scales of activations, and no rule has act_static_scale",
+            hint="leave `calibration` out: weights are rounded to nearest without it",
+        )
+    for rule in rules:
+        if method == "gptq" and rule.tile_axes == "block":
+            raise value.error(
+                f"gptq rounds one output after the other, and the rule of line {rule.line} has blocks of outputs",
+                hint="leave out `tile_axes: block`, or calibrate with awq",
+            )
+        if method == "smooth_quant" and rule.weight_qtype and rule.act_qtype != "int8":
+            raise value.error(
+                f"smooth_quant is for int8 activations, and the rule of line {rule.line} has none",
+                hint="give the rule `act_qtype: int8`, or calibrate with gptq or awq",
+            )
+    return Calibration(method, **given)
+
+
+def _gates(value: YamlValue) -> dict[str, float]:
     if value.is_scalar("none"):
         return {}
     return {name: gate.number(GATE_LIMITS[name], least=0) for name, gate in value.mapping(*GATE_LIMITS).items()}
+
+
+def gate_from_text(text: str) -> tuple[str, float]:
+    """A gate written as `top1=0.99`: the name of the statistic and its bound.
+
+    Raises:
+        UsageError: it is none of `GATE_LIMITS`, or outside of its range.
+    """
+    name, _, number = text.partition("=")
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = -1.0
+    if name not in GATE_LIMITS or not 0 <= bound <= GATE_LIMITS[name]:
+        known = ", ".join(f"{known} from 0 to {most:g}" for known, most in GATE_LIMITS.items())
+        raise UsageError(f"'{text}' is not a gate", hint=f"write top1=0.99; known are {known}")
+    return name, bound
 
 
 def default_gates(rules: Iterable[Rule]) -> dict[str, float]:
@@ -230,17 +335,14 @@ def default_gates(rules: Iterable[Rule]) -> dict[str, float]:
 
 def _loss_class(rule: Rule) -> int:
     """The number of a rule's class in `LOSS_CLASSES`."""
-    if QTYPES[str(rule.weight_qtype)] < 8:
+    if QTYPES[str(rule.weight_qtype)] < 8 or rule.act_static_scale:
         return 2
     return int(rule.weight_qtype != "int8" or rule.act_qtype is not None)
 
 
-def _rule(value: "_Value") -> Rule:
-    fields = value.mapping(*RULE_FIELDS, "act_static_scale", "act_batch_axes")
+def _rule(value: YamlValue) -> Rule:
+    fields = value.mapping(*RULE_FIELDS)
     given: dict[str, Any] = {}
-    for name in ("act_static_scale", "act_batch_axes"):
-        if name in fields and not fields[name].is_null() and fields[name].node.value not in ("false", "False"):
-            raise fields[name].error(f"{name} is not implemented: it needs calibration", hint="leave it out")
     if "module_path" in fields:
         given["module_path"] = fields["module_path"].text()
     if "op_names" in fields:
@@ -250,11 +352,14 @@ def _rule(value: "_Value") -> Rule:
             given[name] = fields[name].choice(tuple(QTYPES), null=True)
     for name in ("weight_calibration_method", "act_calibration_method"):
         if name in fields and not fields[name].is_null():
-            given[name] = fields[name].method()
+            given[name] = _method(fields[name])
     if "tile_size" in fields and not fields["tile_size"].is_null():
         tile = given["tile_size"] = fields["tile_size"].number(1 << 31)
         if tile <= 0 or (isinstance(tile, float) and tile > 1):
             raise fields["tile_size"].error("tile_size is a number of elements, or a fraction of the axis")
+    if "tile_axes" in fields:
+        given["tile_axes"] = _tile_axes(fields["tile_axes"], given)
+    given |= _static_scale(value, fields, given)
     rule = Rule(value.line, **given)
     for qtype in (rule.weight_qtype, rule.act_qtype):
         if qtype in REQUIRED_TILE_SIZES and rule.tile_size != REQUIRED_TILE_SIZES[qtype]:
@@ -268,177 +373,69 @@ def _rule(value: "_Value") -> Rule:
     return rule
 
 
+def _tile_axes(value: YamlValue, given: Mapping[str, Any]) -> str:
+    """The value of `tile_axes` in a rule with these other fields."""
+    axes = str(value.choice(TILE_AXES, null=False))
+    if axes != "last" and not isinstance(given.get("tile_size"), int):
+        raise value.error("needs a tile_size, a number of elements")
+    if axes != "last" and given.get("act_qtype"):
+        raise value.error("works with weights only: Qwix tiles activations along the last axis")
+    if axes == "block" and given.get("weight_qtype") in REQUIRED_TILE_SIZES:
+        raise value.error(f"{given['weight_qtype']} has groups of inputs alone")
+    return axes
+
+
+def _static_scale(value: YamlValue, fields: Mapping[str, YamlValue], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`act_static_scale` and `act_batch_axes` of a rule with these fields, of which others are `given`."""
+    static, axes = fields.get("act_static_scale"), fields.get("act_batch_axes")
+    if static is None or static.is_null() or not static.boolean():
+        if axes is not None and not axes.is_null():
+            raise axes.error("is for static scales", hint="leave it out, or add `act_static_scale: true`")
+        return {}
+    for name in ("weight_qtype", "act_qtype"):
+        if not given.get(name):
+            raise static.error(f"needs a rule with {name}")
+    if axes is None or tuple(axis.number(9, least=0) for axis in axes.sequence()) != ALL_TOKENS:
+        raise (axes or static).error(
+            "a static scale is for all texts and positions", hint=f"add `act_batch_axes: {list(ALL_TOKENS)}`"
+        )
+    if "tile_size" in given:
+        raise fields["tile_size"].error(
+            "works with scales of each token: a static scale is that of complete inputs",
+            hint="leave out tile_size, or act_static_scale",
+        )
+    if _is_asymmetric(given.get("act_calibration_method", "absmax")):
+        raise fields["act_calibration_method"].error(
+            "a static scale has no zero point", hint="use absmax, rms or a range around 0"
+        )
+    return {"act_static_scale": True, "act_batch_axes": ALL_TOKENS}
+
+
 def _is_asymmetric(method: str) -> bool:
     name, *numbers = method.split(",")
     return name == "minmax" or (len(numbers) == 2 and sum(map(float, numbers)) != 0)
 
 
-_OCTAL = re.compile(r"[+-]?0\d")
-
-
-# -- YAML, strictly ---------------------------------------------------------------------------------------------------
-
-
-def _compose(data: bytes, path: str) -> yaml.Node:
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} has {len(data)} bytes, more than a config can have")
+def _method(value: YamlValue) -> str:
+    """A calibration method with its numbers: absmax, minmax, rms or fixed."""
+    name, *numbers = value.text().split(",")
     try:
-        depth = 0
-        for event in yaml.parse(data, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise _error_at(path, event, "anchors and aliases are not allowed")
-            if getattr(event, "tag", None):
-                raise _error_at(path, event, "tags are not allowed")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise _error_at(path, event, "nested too deep")
-        node = yaml.compose(data, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path} is not valid YAML{place}: {getattr(e, 'problem', None) or e}") from None
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is not text: {e}") from None
-    if node is None:
-        raise ConfigError(f"{path} is empty", hint="a config is {qwix: {rules: [...]}}")
-    return node
-
-
-def _node(value: Any, line: int = 0) -> yaml.Node:
-    """A JSON value as YAML parses it. The items of a list have lines of their own."""
-    mark = yaml.Mark("", 0, line, 0, None, 0)
-    match value:
-        case dict():
-            pairs = [(_node(key, line), _node(item, line)) for key, item in value.items()]
-            return yaml.MappingNode("tag:yaml.org,2002:map", pairs, mark, mark)
-        case list() | tuple():
-            items = [_node(item, i) for i, item in enumerate(value)]
-            return yaml.SequenceNode("tag:yaml.org,2002:seq", items, mark, mark)
-        case None | bool() | int() | float() | str():
-            text = value if isinstance(value, str) else repr(value).lower()
-            return yaml.ScalarNode(f"tag:yaml.org,2002:{TAGS[type(value)]}", text, mark, mark)
-    raise TypeError(f"{value!r} is no value of JSON")
-
-
-TAGS = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str"}
-
-
-def _error_at(path: str, where: Any, what: str, hint: str | None = None) -> ConfigError:
-    mark = where.start_mark
-    return ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: {what}", hint=hint)
-
-
-def _node_text(node: Any) -> str:
-    """A node as errors show it."""
-    if isinstance(node, yaml.ScalarNode):
-        return short(node.value)
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A node of the file. Each method returns it as one type."""
-
-    node: Any
-    path: str
-    name: str
-
-    @property
-    def line(self) -> int:
-        return int(self.node.start_mark.line) + 1
-
-    def error(self, what: str, hint: str | None = None) -> ConfigError:
-        return _error_at(self.path, self.node, f"{self.name}: {what}", hint)
-
-    def mapping(self, *known: str) -> dict[str, "_Value"]:
-        """The values by key. Raises ConfigError for an unknown or duplicate key."""
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(f"must be a mapping with {', '.join(known)}")
-        out: dict[str, _Value] = {}
-        for key, value in self.node.value:
-            if key.value not in known:
-                near = get_close_matches(str(key.value), known, 1)
-                raise _error_at(
-                    self.path, key, f"unknown key {_node_text(key)}", f"known are {', '.join(known)}"
-                    + (f"; did you mean {near[0]}?" if near else ""),
-                )  # fmt: skip
-            if key.value in out:
-                raise _error_at(self.path, key, f"{_node_text(key)} is a duplicate key")
-            out[key.value] = _Value(value, self.path, key.value)
-        return out
-
-    def sequence(self) -> Iterator["_Value"]:
-        """Yields the items."""
-        if not isinstance(self.node, yaml.SequenceNode):
-            raise self.error("must be a list")
-        for item in self.node.value:
-            yield _Value(item, self.path, f"an item of {self.name}")
-
-    def is_scalar(self, text: str) -> bool:
-        """Whether it is this word."""
-        return self._tag() == "str" and self.node.value == text
-
-    def is_null(self) -> bool:
-        """Whether it is null."""
-        return self._tag() == "null"
-
-    def text(self) -> str:
-        """A string."""
-        if self._tag() != "str":
-            raise self.error("must be a text", hint="put it in quotes")
-        return str(self.node.value)
-
-    def boolean(self) -> bool:
-        """True or false."""
-        if self._tag() != "bool" or self.node.value.lower() not in ("true", "false"):
-            raise self.error("must be true or false")
-        return bool(self.node.value.lower() == "true")
-
-    def number(self, most: float, *, least: float = -LARGEST_FACTOR) -> int | float:
-        """A number from `least` to `most`. What YAML reads differently than it looks (`010`, `1:30`) is an error."""
-        text = str(self.node.value)
-        if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
-            raise self.error(f"must be a number, not {text[:80]!r}")
-        try:
-            number = int(text) if self._tag() == "int" else float(text)
-        except ValueError:
-            raise self.error(f"must be a number, not {text!r}") from None
-        if not least <= number <= most:
-            raise self.error(f"must be a number from {least:g} to {most:g}, not {text}")
-        return number
-
-    def choice(self, known: tuple[str, ...], *, null: bool) -> str | None:
-        """One of the `known` strings, or None for null if `null`."""
-        if null and self.is_null():
-            return None
-        if self._tag() != "str" or self.node.value not in known:
-            why = "; a missing value is written null" if self.node.value in ("None", "none") else ""
-            raise self.error(f"unknown value {_node_text(self.node)}", hint=f"known are {', '.join(known)}{why}")
-        return str(self.node.value)
-
-    def method(self) -> str:
-        """A calibration method with its numbers: absmax, minmax, rms or fixed."""
-        name, *numbers = self.text().split(",")
-        try:
-            values = [float(number) for number in numbers]
-        except ValueError:
-            values = []
-        if name not in METHODS or len(numbers) != len(values) or len(values) not in METHODS[name]:
-            raise self.error(
-                f"unknown calibration method {_node_text(self.node)}",
-                hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
+        factors = [float(number) for number in numbers]
+    except ValueError:
+        factors = []
+    if name not in METHODS or len(numbers) != len(factors) or len(factors) not in METHODS[name]:
+        raise value.error(
+            f"unknown calibration method {node_text(value.node)}",
+            hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
+        )
+    if name == "fixed":
+        low, high = factors if len(factors) == 2 else (-factors[0], factors[0])
+        if not -LARGEST_FACTOR <= low <= 0 <= high <= LARGEST_FACTOR or low == high:
+            raise value.error(
+                f"{node_text(value.node)}: the range must go from 0 or less to 0 or more, and not be empty"
             )
-        if name == "fixed":
-            low, high = values if len(values) == 2 else (-values[0], values[0])
-            if not -LARGEST_FACTOR <= low <= 0 <= high <= LARGEST_FACTOR or low == high:
-                raise self.error(
-                    f"{_node_text(self.node)}: the range must go from 0 or less to 0 or more, and not be empty"
-                )
-        elif not all(1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR for factor in values):
-            raise self.error(
-                f"{_node_text(self.node)}: the factor must be from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
-            )
-        return self.text()
-
-    def _tag(self) -> str:
-        return str(self.node.tag).rpartition(":")[2] if isinstance(self.node, yaml.ScalarNode) else ""
+    elif not all(1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR for factor in factors):
+        raise value.error(
+            f"{node_text(value.node)}: the factor must be from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+        )
+    return value.text()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuconv.convert.plan.types import EncodedComponent
+from tpuconv.convert.plan.quantization import EncodedComponent
 from tpuconv.encodings.passthrough import BF16
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
@@ -92,9 +92,9 @@ class QwixEncoder:
     def parts(self) -> tuple[EncodedComponent, ...]:
         """Quantized values, scales and, if the range is not symmetric, zero points."""
         ones = (1,) * len(self.quant.shape)
-        qvalues = stored_dtype(self.quant.qtype)
+        qvalues, bits = stored_dtype(self.quant.qtype), QTYPES[self.quant.qtype]
         parts = [
-            EncodedComponent(QVALUE[1:], qvalues, ones, own=True),
+            EncodedComponent(QVALUE[1:], qvalues, ones, own=True, bits=bits),
             EncodedComponent(SCALE[1:], self.scale_dtype, self.quant.group_shape),
         ]
         if self.is_asymmetric:
@@ -137,8 +137,14 @@ class QwixEncoder:
         scales = 8 * self.scale_dtype.itemsize + (QTYPES[self.quant.qtype] if self.is_asymmetric else 0)
         return QTYPES[self.quant.qtype] + scales / prod(self.quant.group_shape)
 
-    def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
+    def __call__(
+        self, values: np.ndarray, calibrated: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Encodes a box of complete groups.
+
+        Args:
+            values: the box.
+            calibrated: the bytes of its quantized values, if they are not the nearest; in the shape of `values`.
 
         Returns:
             Quantized values, scales and, if the range is not symmetric, zero points; and statistics to add up.
@@ -163,9 +169,17 @@ class QwixEncoder:
             _compare_once(self.name, kind, values, *parts)
         else:
             parts, statistics = _by_qwix(values, kind)
+        if calibrated is not None:
+            parts[0] = calibrated
+            lost = self.decoded(parts) - values.astype(np.float32)
+            statistics["noise"] = float(np.sum(np.square(lost), dtype=np.float64))
         qvalues, scales, *zero_points = parts
         qvalues, *zero_points = (part.view(self.parts[0].dtype) for part in (qvalues, *zero_points))
         return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
+
+    def decoded(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
+        return decoded_values(self.quant.qtype, parts)
 
     def check(self) -> None:
         """Waits until what was encoded is compared with what Qwix makes of it.
@@ -175,14 +189,6 @@ class QwixEncoder:
         """
         if compared := _compared.get(self.kind.comparison_key):
             compared.result()
-
-    def rounded(self, values: np.ndarray) -> jax.Array:
-        """The parameter rounded to its quantized values, exactly, in float32. For symmetric ranges only."""
-        (qvalues, scales), _ = self(values)
-        self.check()
-        array = qarray.QArray(jnp.asarray(qvalues), jnp.asarray(scales, jnp.float32), None, self.quant.qtype)
-        decoded: jax.Array = qarray.dequantize(array)
-        return decoded
 
 
 @cache
@@ -248,6 +254,34 @@ def _value_table(qtype: str) -> np.ndarray:
     else:
         values = np.nan_to_num(qvalues.view(stored_dtype(qtype)).astype(np.float32))
     return values.astype(np.float32)
+
+
+def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes, scales,
+    and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
+    table = _value_table(qtype)
+    qvalues, scales, *zero_points = parts
+    groups = tuple(n // scale for n, scale in zip(qvalues.shape, scales.shape, strict=True))
+
+    def spread(part: np.ndarray) -> np.ndarray:
+        for axis, group in enumerate(groups):
+            part = np.repeat(part, group, axis) if group > 1 else part
+        return part
+
+    weights: np.ndarray = table[qvalues]
+    for zero_point in zero_points:
+        weights -= spread(table[zero_point])
+    weights *= spread(np.asarray(scales, np.float32))
+    return weights
+
+
+@cache
+def values_of_bytes(qtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte of
+    each."""
+    known = np.unique(_qvalue_byte_table(qtype))
+    values, first = np.unique(_value_table(qtype)[known], return_index=True)
+    return values, known[first]
 
 
 @cache

@@ -49,7 +49,8 @@ class Report:
     Attributes:
         rows: the quantized parameters, worst first.
         parameters, weight_bits: number and mean bits of all weights of the model, quantized or not.
-        bytes: of the checkpoint.
+        bytes: of the arrays on the disk.
+        notes: what a calibration left at the nearest values, and why.
     """
 
     config: str
@@ -58,10 +59,12 @@ class Report:
     parameters: int
     bytes: int
     weight_bits: float
+    notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints."""
         return {
+            **({"notes": list(self.notes)} if self.notes else {}),
             "config": self.config,
             "parameters": self.parameters,
             "bytes": self.bytes,
@@ -99,9 +102,23 @@ def report(manifest: Mapping[str, Any]) -> Report:
         summary=manifest["quantization"]["summary"],
         rows=sorted(rows, key=lambda row: row.snr_db),
         parameters=parameters,
-        bytes=sum(count * size for count, size in sizes.values()),
+        bytes=manifest.get("stored_bytes", manifest["bytes"]),
         weight_bits=bits / parameters,
+        notes=_notes(manifest["quantization"]["parameters"]),
     )
+
+
+def _notes(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each kind of parameters of which a calibration left something at the nearest values."""
+    left: dict[str, dict[str, int]] = {}
+    for name, facts in parameters.items():
+        if (calibration := facts.get("calibration")) and calibration["left"]:
+            left.setdefault(calibration["why"], {})[name] = calibration["left"]
+    return [
+        f"{pattern}: {sum(counts[name] for name in names)} matrices rounded to nearest: {why}"
+        for why, counts in left.items()
+        for pattern, names in collapse(counts).items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,7 @@ def report_page(manifest: Mapping[str, Any]) -> str:
     return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
 <h1>{escape(title)}</h1>
 <p>{escape(checkpoint_report.summary)}. {totals}.
+{"".join(f"<p>{escape(note)}." for note in checkpoint_report.notes)}
 <h2>Signal-to-noise ratio of every parameter, dB</h2>
 {_plot(groups)}
 <h2>By kind, worst first</h2>

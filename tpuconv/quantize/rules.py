@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -16,13 +17,15 @@ from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Stored
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.kernels import grouped
-from tpuconv.names import QVALUE, SCALE, collapse
+from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.private import flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
 from tpuconv.quantize.config import QuantConfig, Rule, check_rules
+from tpuconv.quantize.input_scale import InputScale, input_scales
 
 TOKENS = 1024
 """Of the call that shows Qwix every product: enough that no product takes a path for few tokens."""
@@ -37,19 +40,21 @@ LAYER = re.compile(r"layers[./](\d+)[./](.*)")
 
 class Provider(qwix.PtqProvider):  # type: ignore[misc]
     """Qwix's provider for quantized weights. It handles the experts' grouped products too, and records which modules
-    asked for a rule."""
+    asked for a rule, and which was the last one."""
 
     def __init__(self, config: QuantConfig):
-        rules = [qwix.QuantizationRule(**rule.to_json()) for rule in config.rules]
+        rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
         super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
         self.seen_modules: dict[str, None] = {}
+        self.module = ""
 
     def unused(self) -> set[int]:
         """The numbers of the config's rules that matched nothing."""
         return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
 
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
-        self.seen_modules["/".join(map(str, flax_util.get_current_module_path()))] = None
+        self.module = "/".join(map(str, flax_util.get_current_module_path()))
+        self.seen_modules[self.module] = None
         return super()._get_current_rule_and_op_id(op_name, **kwargs)
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
@@ -116,12 +121,16 @@ class ParamQuant:
         group_shape: how many elements of each axis share a scale.
         rule: the number of the rule.
         qwix_how: Qwix's `HowToQuantize`; of one layer if layers are stacked.
+        summed: the axes that the product sums over; of one layer if layers are stacked.
+        input_scale: the static scale of the product's input, if it has one.
     """
 
     shape: tuple[int, ...]
     group_shape: tuple[int, ...]
     rule: int
     qwix_how: Any
+    summed: tuple[int, ...] = ()
+    input_scale: InputScale | None = None
 
     @property
     def qtype(self) -> str:
@@ -129,16 +138,27 @@ class ParamQuant:
         return str(self.qwix_how.qtype)
 
 
-def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], *, stacked: bool = False) -> QuantConfig:
+def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: LayerStacks | None = None) -> QuantConfig:
     """A config that quantizes exactly the modules of these parameters, each to the type that it is encoded in. The
-    scales are those of the checkpoint, not Qwix's."""
-    modules: dict[str, list[str]] = {}
+    scales are those of the checkpoint, not Qwix's. `stacks` says which layers the names are those of, if some are
+    stacked."""
+    layers: dict[str, list[str]] = {}
+    for layer in range(stacks.layers if stacks else 0):
+        assert stacks is not None
+        layers.setdefault(stacks.find(layer)[0].replace(".", "/"), []).append(str(layer))
+    modules: dict[tuple[str, str], list[str]] = {}
     for name, facts in passthrough.items():
         path = re.escape("/".join(name.split(".")[:-1]))
-        if stacked:
-            path = re.sub("^layers/", r"layers/\\d+/", path)
-        modules.setdefault(facts["qtype"], []).append(path)
-    rules = [Rule(0, module_path="|".join(paths), weight_qtype=qtype) for qtype, paths in modules.items()]
+        for prefix, numbers in layers.items():
+            if path.startswith(f"{prefix}/"):
+                path = f"layers/({'|'.join(numbers)}){path.removeprefix(prefix)}"
+                break
+        method = "minmax" if facts.get("zero_points") else "absmax"
+        modules.setdefault((facts["qtype"], method), []).append(path)
+    rules = [
+        Rule(0, module_path="|".join(paths), weight_qtype=qtype, weight_calibration_method=method)
+        for (qtype, method), paths in modules.items()
+    ]
     return QuantConfig(AS_RELEASED, "", tuple(rules))
 
 
@@ -148,62 +168,66 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
 
 
 def abstract_quantized_model(
-    build: Callable[[], Any], quantization: Mapping[str, Any], *, stacked: bool = False
+    build: Callable[[], Any], quantization: Mapping[str, Any], stacks: LayerStacks | None = None
 ) -> Any:
     """The model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was released.
 
     Args:
         build: makes the model with separate layers, which rules name.
         quantization: of the manifest.
-        stacked: whether the layers are stacked then, as in the checkpoint.
+        stacks: how the layers are stacked then, as in the checkpoint; by default they are not.
 
     Raises:
         ConfigError: the pattern of a rule is invalid, or takes too long.
         CorruptOutput: the manifest has a parameter that the model lacks.
     """
     passthrough = {name: facts for name, facts in quantization.get("parameters", {}).items() if "kept" in facts}
-    config = (
-        QuantConfig.from_json(quantization)
-        if "rules" in quantization
-        else passthrough_rules(passthrough, stacked=stacked)
-    )
+    config = QuantConfig.from_json(quantization) if "rules" in quantization else passthrough_rules(passthrough, stacks)
 
     def traced() -> Any:
         model = build()
         if "rules" in quantization:  # others are names, escaped
             check_rules(config, _modules(model))
         model = quantized(model, Provider(config))
-        if stacked:
+        if stacks is not None:
             model.stack_layers()
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(traced))
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
-    for name, facts in passthrough.items():  # scales of their own, whatever Qwix would make
-        known = {name + SCALE, name + QVALUE} <= flat.keys() and facts["stored"]
+    ours = {i for i, rule in enumerate(config.rules) if rule.tile_axes != "last"} if "rules" in quantization else set()
+    tiled_by_us = {n: facts for n, facts in quantization.get("parameters", {}).items() if facts.get("rule") in ours}
+    for name, facts in (passthrough | tiled_by_us).items():  # scales of their own, whatever Qwix would make
+        known = {name + SCALE, name + QVALUE} <= flat.keys() and facts.get("stored", True)
         if not known or len(facts["tiles"]) != flat[name + QVALUE][1].ndim:
-            raise CorruptOutput(f"the manifest has {name} as released, and the model has no such parameter")
-        path, scale = flat[name + SCALE]
+            raise CorruptOutput(f"the manifest has {name} quantized, and the model has no such parameter")
         qvalues = flat[name + QVALUE][1].shape
         shape = tuple(n // tile for n, tile in zip(qvalues, facts["tiles"], strict=True))
-        dtype = jnp.promote_types(Stored.from_json(facts["stored"][0]).scale_dtype, scale.dtype)
-        flat[name + SCALE] = path, scale.replace(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[no-untyped-call]
+        for part in (SCALE, ZERO_POINT) if name + ZERO_POINT in flat else (SCALE,):
+            path, value = flat[name + part]
+            dtype = value.dtype
+            if "stored" in facts and part == SCALE:
+                dtype = jnp.promote_types(Stored.from_json(facts["stored"][0]).scale_dtype, dtype)
+            flat[name + part] = path, value.replace(jax.ShapeDtypeStruct(shape, dtype))  # type: ignore[no-untyped-call]
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 
-def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: bool = False) -> dict[str, ParamQuant]:
+def resolve_rules(
+    build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks | None = None
+) -> dict[str, ParamQuant]:
     """How every parameter that a config quantizes is quantized.
 
     Args:
         build: makes the model with separate layers.
         config: the rules.
-        stacked: whether layers are stacked: the result then is by the names of their arrays.
+        stacks: how layers are stacked; the result then is by the names of their arrays. By default they are not.
 
     Returns:
         By the name of the parameter.
 
     Raises:
-        ConfigError: a rule matches nothing, takes too long, or has a tile size that does not divide an axis.
+        ConfigError: a rule matches nothing, takes too long, has a tile size that does not divide an axis, or a static
+            scale for other products than of each token with weights.
         UnsupportedConfig: layers that are stacked are not quantized alike.
     """
     provider = Provider(config)
@@ -214,12 +238,16 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
         check_rules(config, _modules(model))
         if isinstance(model, Decoder):  # whose layers are known
             _skip_repeated(model, config)
-        for path, node in nnx.iter_graph(quantized(model, provider)):
+        model = quantized(model, provider)
+        scales = input_scales(config, model, lambda: provider.module)
+        for path, node in nnx.iter_graph(model):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
-            if isinstance(node, ptq.WithAux):
-                param_quants[name] = ParamQuant(
-                    tuple(node.shape), _group_shape(node), _first_match(config, module), node.how
-                )
+            if isinstance(node, ptq.WithAux) and isinstance(flax_util.unbox(node.array), qarray.QArray):
+                number = config.rule_of(module)
+                summed = tuple(axis for axis in range(node.ndim) if axis not in node.how.channelwise_axes)
+                scale = scales.get(module)
+                quant = ParamQuant(tuple(node.shape), _group_shape(node), number, node.how, summed, scale)
+                param_quants[name] = _with_tile_axes(name, quant, config)
             elif isinstance(node, Skipped):
                 first = f"layers.{node.like}."
                 param_quants.update(
@@ -235,7 +263,58 @@ def resolve_rules(build: Callable[[], Any], config: QuantConfig, *, stacked: boo
             ) from None
         raise
     _check_used(config, provider)
-    return _stacked(param_quants, config, provider) if stacked else param_quants
+    return _stacked(param_quants, config, provider, stacks) if stacks else param_quants
+
+
+def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQuant:
+    """The same with the tiles of its rule that Qwix does not know.
+
+    Raises:
+        ConfigError: blocks do not divide the parameter `name`.
+    """
+    rule = config.rules[quant.rule]
+    if rule.tile_axes == "all":
+        return _tiled_along_all(quant)
+    if rule.tile_axes == "block":
+        assert isinstance(rule.tile_size, int)
+        if isinstance(found := _block_shape(quant, rule.tile_size), int):
+            raise ConfigError(
+                f"blocks of {rule.tile_size} of {config.name}, line {rule.line}, do not divide axis {found}, of "
+                f"{quant.shape[found]}, of {name} {list(quant.shape)}",
+                hint="give these modules another rule before it",
+            )
+        how = replace(
+            quant.qwix_how,
+            channelwise_axes=[axis for axis, size in enumerate(found) if size == 1],
+            tiled_axes={axis: size for axis, size in enumerate(found) if 1 < size < quant.shape[axis]},
+        )
+        return replace(quant, group_shape=found, qwix_how=how)
+    return quant
+
+
+def _block_shape(quant: ParamQuant, tile: int) -> tuple[int, ...] | int:
+    """How many elements along each axis are in a block of `tile` inputs and as many outputs. Several axes of inputs, or
+    of outputs, count as one, as in a matrix; axes before them, such as experts, have scales for each element. Fewer
+    than `tile` inputs or outputs are one block. Or the axis that blocks do not divide."""
+    shape, first = quant.shape, quant.summed[0]
+    block = [1] * len(shape)
+    outputs = [axis for axis in range(first, len(shape)) if axis not in quant.summed]
+    for axes in (quant.summed, outputs):
+        left = min(tile, prod(shape[axis] for axis in axes))
+        for axis in reversed(axes):
+            block[axis] = gcd(left, shape[axis])
+            if block[axis] != min(left, shape[axis]):
+                return axis
+            left //= block[axis]
+    return tuple(block)
+
+
+def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
+    """The same with scales of its own for each element of the summed axes but the last, which Qwix tiles."""
+    first = quant.summed[:-1]
+    how = replace(quant.qwix_how, channelwise_axes=sorted([*quant.qwix_how.channelwise_axes, *first]))
+    group_shape = tuple(1 if axis in first else size for axis, size in enumerate(quant.group_shape))
+    return replace(quant, group_shape=group_shape, qwix_how=how)
 
 
 UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): (\d+)")
@@ -262,31 +341,34 @@ def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axi
     )
 
 
-def _stacked(param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider) -> dict[str, ParamQuant]:
+def _stacked(
+    param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider, stacks: LayerStacks
+) -> dict[str, ParamQuant]:
     """The result for stacked layers, from that of one layer: each layer has its own scales.
 
     Raises:
-        UnsupportedConfig: the layers are not quantized alike.
+        UnsupportedConfig: layers that are in one array are not quantized alike.
     """
     for path in provider.seen_modules:
-        if match := LAYER.fullmatch(path):
-            first = f"layers/0/{match[2]}"
+        match = LAYER.fullmatch(path)
+        if match and (place := stacks.find(int(match[1]))[1]) is not None:
+            first = f"layers/{int(match[1]) - place * stacks.period}/{match[2]}"
             if _decisions(config, path) != _decisions(config, first):
                 raise UnsupportedConfig(
                     f"{config.name} does not quantize {first} and {path} alike, so that they cannot be stacked",
-                    hint="convert without --scan-layers, or give all layers the same rules",
+                    hint="convert without --scan-layers, or give these layers the same rules",
                 )
-    matches = {name: LAYER.fullmatch(name) for name in param_quants}
-    layers = len({match[1] for match in matches.values() if match})
     out = {}
     for name, quant in param_quants.items():
-        match = matches[name]
-        if match is None:
+        if (match := LAYER.fullmatch(name)) is None:
             out[name] = quant
-        elif match[1] == "0":
-            out[f"layers.{match[2]}"] = replace(
-                quant, shape=(layers, *quant.shape), group_shape=(1, *quant.group_shape)
-            )
+            continue
+        prefix, place = stacks.find(int(match[1]))
+        own_name = f"{prefix}.{match[2]}"
+        if place is None:
+            out[own_name] = quant
+        elif place == 0:
+            out[own_name] = replace(quant, shape=(stacks.count, *quant.shape), group_shape=(1, *quant.group_shape))
     return out
 
 
@@ -332,10 +414,6 @@ def _group_shape(leaf: Any) -> tuple[int, ...]:
     return tuple(n // s for n, s in zip(leaf.shape, flax_util.unbox(leaf.array).scale.shape, strict=True))
 
 
-def _first_match(config: QuantConfig, module: str) -> int:
-    return next(i for i, rule in enumerate(config.rules) if re.fullmatch(rule.module_path, module))
-
-
 def _modules(model: Any) -> list[str]:
     """The names of all modules of a model, as rules name them."""
     return ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
@@ -352,7 +430,7 @@ def _check_used(config: QuantConfig, provider: Provider) -> None:
         rule = config.rules[i]
         matched = [path for path in provider.seen_modules if re.fullmatch(rule.module_path, path)]
         if matched:
-            earlier_line = config.rules[_first_match(config, matched[0])].line
+            earlier_line = config.rules[config.rule_of(matched[0])].line
             faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} already matches these modules")
         else:
             faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")

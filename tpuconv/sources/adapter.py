@@ -1,7 +1,9 @@
 """Reads LoRA adapters as PEFT 0.21 writes them (arXiv:2106.09685): adapter_config.json and adapter_model.safetensors.
 
 Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a factor: alpha / R, or alpha / sqrt(R)
-(rsLoRA, arXiv:2312.03732). What changes weights in another way is refused by name.
+(rsLoRA, arXiv:2312.03732). With a magnitude the rows are scaled to it (DoRA, arXiv:2402.09353). Tensors that were
+trained as a whole (`modules_to_save`, biases) replace those of the model. What changes weights in another way is
+refused by name.
 """
 
 import re
@@ -9,28 +11,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes
-from tpuconv.layout import Shape
+from tpuconv.location import BucketPath, to_location
 from tpuconv.patterns import check_patterns
+from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
+from tpuconv.sources.adapter_experts import NESTED, ExpertChange, parameters_by_wrapper
 from tpuconv.sources.headers import DTYPES, TensorInfo, read_header
-from tpuconv.storage.hashes import hash_bytes, hash_file, stamp
+from tpuconv.storage.hashes import blocks, hash_bytes, hash_file, stamp
+from tpuconv.storage.places import is_there
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 REFUSED = (
-    "use_dora",
     "fan_in_fan_out",
     "lora_bias",
     "use_qalora",
     "megatron_config",
-    "target_parameters",
-    "modules_to_save",
     "alora_invocation_tokens",
+    "trainable_token_indices",
+    "layer_replication",
+    "use_bdlora",
+    "arrow_config",
 )
 """Keys that change weights in a way that is not implemented, unless they are false or empty."""
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
@@ -40,43 +47,10 @@ _CONFIG = {
     "lora_alpha": float,
     "alpha_pattern": Optional((Each(float), None)),
     "use_rslora": Optional((bool, None)),
+    "target_parameters": Optional(([str], None)),
 }
-_PART = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
-
-
-@dataclass(frozen=True)
-class AdapterFile:
-    """The file of an adapter's matrices, with the stamp that it had when it was read."""
-
-    path: Path
-    stamp: tuple[int, ...]
-
-    def check_unchanged(self) -> None:
-        """Raises SourceError if the file was changed or replaced."""
-        try:
-            same = stamp(self.path.stat()) == self.stamp
-        except OSError:
-            same = False
-        if not same:
-            raise SourceError(f"{self.path} was changed while it was read", hint="run the command again")
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are stored, perhaps
-    with their axes swapped, and are read when they are needed. PEFT computes changes in float32; those of embeddings it
-    rounds to the dtype of the weight before it adds them (`rounded`)."""
-
-    left: np.ndarray
-    right: np.ndarray
-    scaling: float
-    file: AdapterFile
-    rounded: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the weight."""
-        return self.left.shape[0], self.right.shape[1]
+_PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")
+MAGNITUDE = "magnitude"
 
 
 @dataclass(frozen=True)
@@ -88,12 +62,14 @@ class Adapter:
         weight: by which its changes are multiplied.
         digest: hash of its two files.
         changes: by the name of the tensor.
+        experts: changes of parameters that hold all experts of a layer.
     """
 
     name: str
     weight: float
     digest: str
-    changes: Mapping[str, LowRank]
+    changes: Mapping[str, Change]
+    experts: tuple[ExpertChange, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest says about it."""
@@ -121,48 +97,66 @@ def read_adapter(given: str) -> Adapter:
     _, _, infos = read_header(weights)
     pairs: dict[str, dict[str, TensorInfo]] = {}
     embeddings: set[str] = set()
+    whole: dict[str, TensorInfo] = {}
     unknown = []
     for info in infos:
         name = info.name.removeprefix(PEFT_PREFIX)
         found = _PART.fullmatch(name)
-        if found is None or name == info.name or len(info.shape) != 2:
+        if name == info.name or (found is None and ".lora_" in name):
             unknown.append(info.name)
-            continue
-        pairs.setdefault(found[1], {})[found[3]] = info
-        embeddings |= {found[1]} if found[2] else set()
+        elif found is None:
+            whole[name] = info
+        elif len(info.shape) != (1 if found[4] else 2):
+            unknown.append(info.name)
+        else:
+            pairs.setdefault(found[1], {})[found[3] or MAGNITUDE] = info
+            embeddings |= {found[1]} if found[2] else set()
     # With an adapted embedding PEFT saves the unchanged matrix too.
-    copies = {f"{PEFT_PREFIX}{module}.base_layer.weight" for module in embeddings}
-    unknown = [name for name in unknown if name not in copies]
-    unknown += [part.name for pair in pairs.values() if len(pair) != 2 for part in pair.values()]
+    whole = {name.replace(NESTED, ""): x for name, x in whole.items() if not name.endswith(f"{NESTED}.weight")}
+    unknown += [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
+    unknown += [pairs[name][MAGNITUDE].name for name in embeddings if MAGNITUDE in pairs[name]]
+    targets = config.get("target_parameters") or ()
+    experts = parameters_by_wrapper([name for name in pairs if name not in embeddings], targets) if targets else {}
     if unknown:
         raise UnsupportedConfig(
-            f"{weights} has tensors that are not matrices of LoRA",
+            f"{weights} has tensors that are no part of LoRA as it is implemented",
             details=shorten(unknown),
-            hint="modules_to_save, biases, DoRA and experts are not implemented: merge them with peft first",
+            hint="merge the adapter with peft first",
         )
     patterns = {pattern: rf"(.*\.)?({pattern})$" for pattern in config.get("alpha_pattern") or {}}
     named = [(f"{path}, alpha_pattern", pattern) for pattern in patterns.values()]
-    check_patterns(named, pairs, ConfigError, method="match")
-    changes = {}
+    check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
+    changes: dict[str, Change] = {name: Replacement(_mapped(weights, info), file) for name, info in whole.items()}
+    of_experts = []
     for module, pair in pairs.items():
         a, b = (_mapped(weights, pair[part]) for part in "AB")
         if a.shape[0] != b.shape[1] or not a.shape[0]:
             raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
-        left, right = (a.T, b.T) if module in embeddings else (b, a)
         # As PEFT chooses: the first pattern that the end of the module's name matches.
-        alpha = next((config["alpha_pattern"][key] for key, p in patterns.items() if re.match(p, module)), None)
-        alpha = config["lora_alpha"] if alpha is None else alpha
-        rank = a.shape[0]
-        scaling = weight * (alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
-        changes[f"{module}.weight"] = LowRank(left, right, scaling, file, rounded=module in embeddings)
+        full = ".".join(experts.get(module, (module,)))
+        alpha = next((config["alpha_pattern"][key] for key, p in patterns.items() if re.match(p, full)), None)
+        alpha = weight * (config["lora_alpha"] if alpha is None else alpha)
+        if module in experts:
+            of_experts.append(ExpertChange(*experts[module], a, b, alpha, bool(config.get("use_rslora")), file))
+            continue
+        left, right = (a.T, b.T) if module in embeddings else (b, a)
+        scaling = alpha / (sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
+        magnitude = _mapped(weights, pair[MAGNITUDE]) if MAGNITUDE in pair else None
+        if magnitude is not None and weight != 1:
+            raise UnsupportedConfig(
+                f"{place} scales rows to their magnitudes (DoRA), which have no weight", hint="leave out the weight"
+            )
+        if magnitude is not None and magnitude.shape != left.shape[:1]:
+            raise SourceError(f"{weights}: {module} has a magnitude of the shape {magnitude.shape}")
+        changes[f"{module}.weight"] = LowRank(left, right, scaling, file, module in embeddings, magnitude)
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
-    return Adapter(place, weight, hash_bytes(contents.encode())["xxh3_128"], changes)
+    return Adapter(place, weight, hash_bytes(contents.encode())["xxh3_128"], changes, tuple(of_experts))
 
 
 def _parsed(given: str) -> tuple[str, float]:
     place, colon, number = given.rpartition(":")
-    if not colon or Path(given).is_dir():
+    if not colon or number.startswith("//") or Path(given).is_dir():
         return given, 1.0
     try:
         if isfinite(weight := float(number)):
@@ -175,7 +169,8 @@ def _parsed(given: str) -> tuple[str, float]:
 
 
 def _folder(place: str) -> Path:
-    folder = Path(place)
+    location = to_location(place)
+    folder = _fetched(location) if isinstance(location, BucketPath) else location
     if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
         from huggingface_hub import snapshot_download
 
@@ -189,12 +184,25 @@ def _folder(place: str) -> Path:
     return folder
 
 
+_FETCHED: "list[TemporaryDirectory[str]]" = []
+"""Copies of adapters in buckets, which are small; they are removed when the process ends."""
+
+
+def _fetched(place: BucketPath) -> Path:
+    """A local copy of an adapter in a bucket."""
+    _FETCHED.append(TemporaryDirectory())
+    folder = Path(_FETCHED[-1].name)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if is_there(place / name):
+            with (folder / name).open("wb") as file:
+                file.writelines(blocks(place / name))
+    return folder
+
+
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
     faults = [f"{key}={config[key]!r}" for key in REFUSED if config.get(key)]
-    if config.get("bias", "none") != "none":
-        faults.append(f"bias={config['bias']!r}")
     if faults:
         raise UnsupportedConfig(
             f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"

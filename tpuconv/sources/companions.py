@@ -9,7 +9,9 @@ from typing import Any
 
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import opened, placeholder
-from tpuconv.storage.hashes import hash_file
+from tpuconv.location import BucketPath, Location
+from tpuconv.storage.hashes import blocks, hash_file
+from tpuconv.storage.places import is_there, names_in
 
 PATTERNS = (
     "config.json",
@@ -64,7 +66,7 @@ def is_companion(name: str) -> bool:
     )
 
 
-def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) -> dict[str, dict[str, Any]]:
+def find_companions(folder: Location, card: str = CARD, *, trusted: bool = False) -> dict[str, dict[str, Any]]:
     """The companions in a folder and its model card.
 
     Args:
@@ -79,9 +81,12 @@ def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) ->
         SourceError: a file cannot be read, is a Git LFS pointer, or a link that leads out of the folder.
     """
     try:
-        names = sorted(name for name in os.listdir(folder) if is_companion(name) or name == card)
+        names = sorted(name for name in names_in(folder) if is_companion(name) or name == card)
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
+    if isinstance(folder, BucketPath):
+        names = [name for name in names if is_there(folder / name)]
+        return {name: _facts(folder / name) for name in names}
     if not trusted:
         check_inside(folder, names)
     return {
@@ -91,10 +96,13 @@ def find_companions(folder: Path, card: str = CARD, *, trusted: bool = False) ->
     }
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    with opened(path, SourceError) as (fd, _):
-        start = os.pread(fd, 1024, 0)
-        facts = hash_file(path)
+def _facts(path: Location) -> dict[str, Any]:
+    if isinstance(path, BucketPath):
+        start, facts = bytes(next(blocks(path), b"")[:1024]), hash_file(path)
+    else:
+        with opened(path, SourceError) as (fd, _):
+            start = os.pread(fd, 1024, 0)
+            facts = hash_file(path)
     # A template or a vocabulary may begin with a tag, and a licence or a card be a page.
     is_page = path.suffix == ".json" or (path.suffix in COMPANION_SUFFIXES and _PAGE.match(start))
     if (what := placeholder(start)) and (is_page or start.startswith(b"version https://git-lfs")):
@@ -105,7 +113,7 @@ def _facts(path: Path) -> dict[str, Any]:
 _PAGE = re.compile(rb"\s*<(!doctype html|html)", re.I)
 
 
-def check_inside(folder: Path, names: "list[str] | Mapping[str, object]") -> None:
+def check_inside(folder: Location, names: "list[str] | Mapping[str, object]") -> None:
     """Checks that no file is a link that leads out of the folder: a checkpoint from elsewhere could name any file of
     this machine. A snapshot in the Hub's cache, `models--*/snapshots/*`, may link to blobs of that cache. What is no
     regular file raises its error when it is read.
@@ -113,6 +121,8 @@ def check_inside(folder: Path, names: "list[str] | Mapping[str, object]") -> Non
     Raises:
         SourceError: a file is such a link.
     """
+    if isinstance(folder, BucketPath):
+        return  # buckets have no links
     inside = Path(os.path.realpath(folder))
     roots = [inside]
     if inside.parent.name == "snapshots" and inside.parents[1].name.startswith("models--"):

@@ -1,24 +1,31 @@
 """config.json, and what it says about how the weights are encoded."""
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.jsonfile import MAX_BYTES, parse, read_bytes
+from tpuconv.location import Location
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE
+from tpuconv.storage.places import is_there
 
 ENCODING_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json; older versions of compressed-tensors wrote the second one."""
+EXPERT_KEY = "expert_dtype"
+"""The key of the encoding of experts, where it is not that of other weights."""
+
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Of config.json, the second in files of transformers before 5."""
 
 
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The description, in a parsed config.json, of how the weights are encoded; None if there is none. Some multimodal
-    models have it in `text_config`."""
+    models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
-    return next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
+    found = next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
+    beside = config.get(EXPERT_KEY)
+    return found if beside is None or not isinstance(found, Mapping) else {EXPERT_KEY: beside, **found}
 
 
 def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,14 +36,22 @@ def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: int = MAX_BYTES) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
+    """A parsed config.json with another dtype of the weights, such as that which they were cast to."""
+    out = {key: dtype if key in DTYPE_KEYS else value for key, value in config.items()}
+    if isinstance(text := config.get("text_config"), Mapping):
+        out["text_config"] = {key: dtype if key in DTYPE_KEYS else value for key, value in text.items()}
+    return out if set(DTYPE_KEYS) & set(config) else out | {DTYPE_KEYS[0]: dtype}
+
+
+def read_json(path: Location, error: type[ConfigError] | type[SourceError], limit: int = MAX_BYTES) -> dict[str, Any]:
     """A JSON file that must hold an object without duplicate keys.
 
     Raises:
         error: it is missing, or holds no such object.
         SourceError: it cannot be read, is larger than `limit` bytes, or is not a regular file.
     """
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise error(f"{path} is missing", hint="give a folder that holds all files of the model, or its Hub id")
     value = parse(read_bytes(path, limit, SourceError), str(path), error)
     if not isinstance(value, dict):
@@ -44,7 +59,7 @@ def read_json(path: Path, error: type[ConfigError] | type[SourceError], limit: i
     return value
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Location) -> dict[str, Any]:
     """A parsed config.json. If it does not say how the weights are encoded, ModelOpt's file beside it is added.
 
     Raises:
@@ -52,10 +67,10 @@ def read_config(path: Path) -> dict[str, Any]:
         SourceError: one of them cannot be read, or is not a regular file.
     """
     raw, beside = read_json(path, ConfigError), path.with_name(ENCODING_FILE)
-    return with_encoding(raw, beside) if path.name == CONFIG_FILE and os.path.lexists(beside) else raw
+    return with_encoding(raw, beside) if path.name == CONFIG_FILE and is_there(beside) else raw
 
 
-def with_encoding(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+def with_encoding(raw: dict[str, Any], path: Location) -> dict[str, Any]:
     """A parsed config.json; if it does not say how the weights are encoded, with ModelOpt's file `path` added.
 
     Raises:

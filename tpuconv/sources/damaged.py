@@ -1,6 +1,5 @@
 """Files in the Hub's cache that do not match what the Hub promises."""
 
-import hashlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -8,6 +7,8 @@ from pathlib import Path
 
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import opened
+from tpuconv.location import BucketPath, Location
+from tpuconv.storage.hashes import BLOCK, HASHES, blocks
 
 
 class DamagedDownload(SourceError):
@@ -39,9 +40,9 @@ class DamagedDownload(SourceError):
             raise self from None
 
 
-def wrong_hash(path: Path, expected: str, actual: str) -> DamagedDownload:
+def wrong_hash(path: Location, expected: str, actual: str) -> DamagedDownload:
     """The error for a file with a wrong sha256. It names what to delete from the cache."""
-    return damaged(path, f"sha256 promised  {expected}", f"sha256 found     {actual}")
+    return damaged(Path(str(path)), f"sha256 promised  {expected}", f"sha256 found     {actual}")
 
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
@@ -59,21 +60,29 @@ def link_targets(path: Path) -> list[Path]:
     return targets or [path]
 
 
-def check_promise(path: Path, sha256: str | None) -> None:
+def check_download(path: Location, sha256: str | None) -> None:
     """Checks the sha256 of a file, unless None is promised.
 
     Raises:
         DamagedDownload: it is another one.
     """
-    if sha256 is not None and (found := sha256_of(path)) != sha256:
+    if sha256 is not None and isinstance(path, Path) and (found := hash_of(path, "sha256")) != sha256:
         raise wrong_hash(path, sha256, found)
 
 
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hex.
+def hash_of(path: Location, name: str) -> str:
+    """The hash of a file, in hex, by its name in `HASHES`.
 
     Raises:
         SourceError: it cannot be read.
     """
-    with opened(path, SourceError) as (fd, _), open(fd, "rb", closefd=False) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = HASHES[name]()
+    if isinstance(path, BucketPath):
+        for block in blocks(path):
+            digest.update(block)
+        return str(digest.hexdigest())
+    with opened(path, SourceError) as (fd, _), open(fd, "rb", closefd=False, buffering=0) as file:
+        buffer = memoryview(bytearray(BLOCK))
+        while n := file.readinto(buffer):
+            digest.update(buffer[:n])
+    return str(digest.hexdigest())

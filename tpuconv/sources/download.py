@@ -3,8 +3,11 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from tpuconv.sources.hub_errors import is_offline, is_unreachable
 
@@ -12,28 +15,76 @@ RETRIES = 5  # failures in a row that bring nothing
 BACKOFF_SECONDS = 1.0  # before the first retry, then twice that and so on
 TICK_SECONDS = 0.1  # between two reports of progress
 
+Work = TypeVar("Work")
 DownloadProgress = Callable[[int, int], None]
 
 
-def chunks_of(url: str, position: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
+class Link:
+    """The address that serves a file of the Hub: the signed one that the Hub redirects to. It is asked for once, and
+    again when it expired or a request to it failed."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self._address: str | None = None
+        self._lock = threading.Lock()
+
+    def address(self) -> tuple[str, bool]:
+        """The address, and whether it was asked for before this call. Raises the client's errors."""
+        from huggingface_hub import get_hf_file_metadata
+
+        with self._lock:
+            is_known = self._address is not None
+            if self._address is None:
+                self._address = get_hf_file_metadata(self.url).location
+            return self._address, is_known
+
+    def forget(self, address: str) -> None:
+        """Asks for another address the next time."""
+        with self._lock:
+            if self._address == address:
+                self._address = None
+
+    def has_token(self, address: str) -> bool:
+        """Whether an address is of the Hub itself: others never see the token."""
+        return urlsplit(address)[:2] == urlsplit(self.url)[:2]
+
+
+TOO_MANY_REQUESTS = 429
+MOST_WAIT_SECONDS = 300.0  # the Hub's windows of rates have 5 minutes
+EXPIRED = (401, 403, 404, 410)
+"""How servers answer to a signed address that has expired."""
+
+
+def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
     """Yields the bytes of a file from `position` to `end`. If the connection breaks, it is resumed there.
+
+    Args:
+        source: the file's address at the Hub, which redirects each request, or its link.
+        position, end: of the bytes.
+        stopped: set to end the wait before a retry.
 
     Raises:
         Stopped: `stopped` was set.
         Exception: the client's, if the Hub refuses or cannot be reached after RETRIES attempts.
     """
     from huggingface_hub import constants, hf_raise_for_status
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     from tpuconv.private import http_stream_backoff
 
     failures = 0
+    link = source if isinstance(source, Link) else None
     while position < end:
-        headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={position}-{end - 1}"}
+        address, is_old = (source, False) if isinstance(source, str) else ("", False)
         try:
+            if link is not None:
+                address, is_old = link.address()
+            own = build_hf_headers() if link is None or link.has_token(address) else build_hf_headers(token=False)
+            headers = own | {"Accept-Encoding": "identity", "Range": f"bytes={position}-{end - 1}"}
             with http_stream_backoff(
                 "GET",
-                url,
+                address,
                 headers=headers,
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
                 retry_on_exceptions=(),
@@ -49,15 +100,29 @@ def chunks_of(url: str, position: int, end: int, stopped: threading.Event) -> It
                         yield chunk
                     if position == end:
                         return
-            raise TimeoutError(f"{url} ended {end - position} bytes early")
+            raise TimeoutError(f"{link.url if link else address} ended {end - position} bytes early")
         except Exception as error:
-            if not is_unreachable(error) or is_offline(error):
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+            if link is not None:
+                link.forget(address)
+                if is_old and status in EXPIRED:
+                    continue
+            is_limited = status == TOO_MANY_REQUESTS and not address  # of the question for the address
+            if not (is_limited or is_unreachable(error)) or is_offline(error):
                 raise
             failures += 1
             if failures > RETRIES:
                 raise
-            if stopped.wait(BACKOFF_SECONDS * 2 ** (failures - 1)):
+            if stopped.wait(max(BACKOFF_SECONDS * 2 ** (failures - 1), retry_after(error))):
                 raise Stopped from None
+
+
+def retry_after(error: BaseException) -> float:
+    """The seconds that a server asks to wait before the next request; 0 if it does not say."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    said = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return min(float(said), MOST_WAIT_SECONDS) if said.isdecimal() else 0.0
 
 
 def lock(fd: int) -> bool:
@@ -73,6 +138,55 @@ def lock(fd: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
     return True
+
+
+END_SECONDS = 1.0
+"""How long work that ends early waits for its threads. One that waits for a silent server is left behind, and ends with
+the process."""
+
+
+def end_threads(threads: Sequence[threading.Thread]) -> None:
+    """Waits until threads that were told to stop have ended, but not for those in a silent connection."""
+    deadline = time.monotonic() + END_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def in_threads(
+    work: Callable[[Work], None], items: Iterable[Work], count: int, stopped: threading.Event
+) -> Generator[Work, None, None]:
+    """Calls `work` for each item, in `count` threads, and yields the items as they are done. After the first error, or
+    if the caller ends, `stopped` is set and no other item is begun."""
+    todo, done = deque(items), SimpleQueue[tuple[Work, BaseException | None]]()
+
+    def run() -> None:
+        while not stopped.is_set():
+            try:
+                item = todo.popleft()
+            except IndexError:
+                return
+            error: BaseException | None = None
+            try:
+                work(item)
+            except BaseException as e:
+                error = e
+            done.put((item, error))
+
+    left = len(todo)
+    # Not of a pool, whose threads the interpreter waits for when it ends.
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, left))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(left):
+            item, error = done.get()
+            if error is not None:
+                raise error
+            yield item
+    except BaseException:
+        stopped.set()
+        end_threads(threads)
+        raise
 
 
 class Stopped(Exception):

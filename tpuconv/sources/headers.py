@@ -1,17 +1,20 @@
 """Safetensors headers, read strictly: the dtype, shape and place of every tensor of a file."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from tpuconv import buckets
 from tpuconv.errors import SourceError, shorten
 from tpuconv.jsonfile import Each, check, opened, parse, placeholder
 from tpuconv.layout import Shape
+from tpuconv.location import BucketPath, Location
 from tpuconv.sources.files import MAX_HEADER_BYTES
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -58,7 +61,7 @@ class TensorInfo:
         return prod(self.shape)
 
 
-def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
+def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
     """Reads the header of a safetensors file.
 
     Returns:
@@ -67,16 +70,16 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
     Raises:
         SourceError: the file cannot be read, or its header is not exactly what the format allows.
     """
-    with opened(path, SourceError) as (fd, status):
-        start = os.pread(fd, 64, 0)
+    with _random_access(path) as (file_bytes, modified, pread):
+        start = pread(64, 0)
         length = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or 8 + length > status.st_size:
+        if len(start) < 8 or 8 + length > file_bytes:
             if other := placeholder(start):
                 raise SourceError(f"{path} is {other}")
-            raise SourceError(f"{path} is truncated: {status.st_size} bytes do not hold its header")
+            raise SourceError(f"{path} is truncated: {file_bytes} bytes do not hold its header")
         if length > MAX_HEADER_BYTES:
             raise SourceError(f"{path} has a header of {length} bytes, more than any real checkpoint")
-        raw = os.pread(fd, length, 8)
+        raw = pread(length, 8)
     where = f"the header of {path}"
     if any(raw.count(sign) > most for sign, most in MAX_SIGNS.items()):  # before a parser makes objects of them
         raise SourceError(f"{where} describes more than {MAX_SHARD_TENSORS} tensors, more than any real checkpoint")
@@ -99,12 +102,27 @@ def read_header(path: Path) -> tuple[int, int, list[TensorInfo]]:
                 f"{path.name}: {info.name} {'overlaps the one before' if info.offset < end else 'follows a gap'}"
             )
         end = info.offset + info.nbytes
-    if not faults and end != status.st_size:
-        fault = "is truncated" if end > status.st_size else "has bytes that no tensor owns"
-        faults.append(f"{path.name} {fault}: its header describes {end} bytes, the file has {status.st_size}")
+    if not faults and end != file_bytes:
+        fault = "is truncated" if end > file_bytes else "has bytes that no tensor owns"
+        faults.append(f"{path.name} {fault}: its header describes {end} bytes, the file has {file_bytes}")
     if faults:
         raise SourceError(faults[0], details=shorten(faults[1:]))
-    return status.st_size, status.st_mtime_ns, infos
+    return file_bytes, modified, infos
+
+
+@contextmanager
+def _random_access(path: Location) -> Iterator[tuple[int, int, Callable[[int, int], bytes]]]:
+    """The size of a file, its modification time in ns, and a function that reads bytes of it: how many, from where."""
+    if isinstance(path, BucketPath):
+        found = buckets.facts(path)
+        if found is None:
+            raise SourceError(f"{path} is missing")
+        file_bytes = found.size
+        modified = int(found.modified.timestamp() * 1e9)
+        yield file_bytes, modified, lambda n, start: bytes(buckets.read(path, start, min(start + n, file_bytes)))
+        return
+    with opened(path, SourceError) as (fd, status):
+        yield status.st_size, status.st_mtime_ns, lambda n, start: os.pread(fd, n, start)
 
 
 def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorInfo:

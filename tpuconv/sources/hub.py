@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import UsageError
+from tpuconv.location import BucketPath, Location, to_location
 from tpuconv.sources.config import read_config
 from tpuconv.sources.download import DownloadProgress
 from tpuconv.sources.files import CONFIG_FILE
@@ -15,15 +16,22 @@ from tpuconv.text import plain
 
 
 def resolve(
-    src: str, *, revision: str | None = None, weights: bool = True, progress: DownloadProgress | None = None
+    src: str,
+    *,
+    revision: str | None = None,
+    weights: bool = True,
+    streams: bool = False,
+    progress: DownloadProgress | None = None,
 ) -> Resolved:
     """The folder of a checkpoint, downloaded first if `src` is a Hub id.
 
     Args:
-        src: a folder, or a Hub id as `name` or `org/name`. An existing folder has precedence.
+        src: a folder, the URL of one in a bucket, or a Hub id as `name` or `org/name`. An existing folder has
+            precedence.
         revision: a branch, tag or commit of the Hub repository.
         weights: if false, only the headers of shards that are not in the cache are fetched. The folder then is a
             temporary one, whose shards have their full size but hold no weights.
+        streams: with `weights` false, whether weights will be read from `remote`: what cannot be, is downloaded.
         progress: called with the bytes present and the total, from any thread, one call at a time.
 
     Raises:
@@ -33,6 +41,10 @@ def resolve(
         ResourceError: the disk is too small, or the cache cannot be written.
     """
     folder = _local_path(src)
+    if isinstance(folder, BucketPath):
+        if revision is not None:
+            raise UsageError(f"--revision {revision} needs a Hub id, and {src} is in a bucket", hint="leave it out")
+        return Resolved(folder)
     if src and folder.is_dir():
         if revision is not None:
             raise UsageError(
@@ -44,7 +56,7 @@ def resolve(
     if revision is not None and (".." in revision or not re.fullmatch(r"[^\s/\\-][^\s\\]*", revision)):
         raise UsageError(f"{revision!r} is not a branch, tag or commit")
     with client_errors(src, revision or "main"):
-        return Repository(src, revision or "main").resolve(weights, progress)
+        return Repository(src, revision or "main").resolve(weights, progress, streams=streams)
 
 
 def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
@@ -56,6 +68,8 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
         HubError: the Hub refuses, does not know the id, or cannot be reached.
     """
     path = _local_path(src)
+    if isinstance(path, BucketPath):
+        return read_config(path if path.suffix == ".json" else path / CONFIG_FILE)
     if src and (path.is_dir() or path.suffix == ".json"):
         return read_config(path / CONFIG_FILE if path.is_dir() else path)
     _check_id(src, path)
@@ -63,16 +77,21 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
         return read_config(Repository(src, revision or "main").config())
 
 
-def _local_path(src: str) -> Path:
-    """`src` as a path, which need not exist.
+def _local_path(src: str) -> Location:
+    """`src` as a path, which need not exist, or as the URL of a bucket.
 
     Raises:
         UsageError: the system refuses to look there (a name too long, a NUL, a folder that may not be searched), or
             does
             not know the user of `~user`.
     """
+    if match := re.match(r"(?:https?://[^/]+/|hf://(?:models/)?)([^/]+/[^/@]+)", src):
+        raise UsageError(f"{src} is an address", hint=f"give the id alone: {match[1]}")
     try:
-        path = Path(src).expanduser()
+        location = to_location(src)
+        if isinstance(location, BucketPath):
+            return location
+        path = location.expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
     except (OSError, ValueError, RuntimeError) as e:
@@ -84,8 +103,6 @@ def _local_path(src: str) -> Path:
 
 def _check_id(src: str, path: Path) -> None:
     """Raises UsageError if `src` cannot be a Hub id."""
-    if match := re.match(r"(?:https?://[^/]+/|hf://(?:models/)?)([^/]+/[^/@]+)", src):
-        raise UsageError(f"{src} is an address", hint=f"give the id alone: {match[1]}")
     if path.is_file():
         raise UsageError(f"{src} is a file", hint=f"give the folder of the checkpoint: {plain(str(path.parent))}")
     if not src or src.startswith((".", "/", "~")) or src.endswith("/") or src.count("/") > 1 or "\\" in src:

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -137,7 +138,7 @@ def _unreachable(repo: str, cause: BaseException, *details: str, to_write: bool 
             details=details,
             hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE) and run again, or give a folder",
         )
-    reason = (str(cause) or type(cause).__name__).splitlines()[0]
+    reason = re.sub(r"\?[^\s']*", "", (str(cause) or type(cause).__name__).splitlines()[0])  # signatures of addresses
     return HubError(
         f"the Hub at {constants.ENDPOINT} cannot be reached",
         details=[reason, *details],

@@ -1,21 +1,21 @@
 """The index of a checkpoint: which files are its shards, and which tensors each one holds."""
 
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 
 from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from tpuconv.storage.places import is_there, names_in
 
 MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
-def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
     """The names of the shards and, if there is an index, the shard of every tensor.
 
     Raises:
@@ -23,7 +23,7 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are missing.
     """
     try:
-        names = set(os.listdir(folder))  # once: an index may name very many files
+        names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
     if INDEX_FILE not in names:
@@ -85,7 +85,7 @@ def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> l
     return [*shorten(missing), "the index has these tensors in them:", *shorten(patterns), *more]
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Location) -> dict[str, str]:
     """The shard of every tensor, from an index file: names of safetensors files in its folder.
 
     Raises:
@@ -106,8 +106,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def shard_names(folder: Path) -> set[str]:
+def shard_names(folder: Location) -> set[str]:
     """The names of the shards in a folder, by its index if there is one."""
-    if (folder / INDEX_FILE).exists():
+    if is_there(folder / INDEX_FILE):
         return set(read_weight_map(folder / INDEX_FILE).values())
     return {SINGLE_FILE}

@@ -11,20 +11,21 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tpuconv.errors import HubError, ResourceError, SourceError
+from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, is_companion
 from tpuconv.sources.damaged import damaged, link_targets
-from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, lock
+from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, read_weight_map
+from tpuconv.sources.remote import HubShard
 
 WORKERS = 8  # files at a time
 HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request is enough
@@ -38,10 +39,12 @@ class Resolved:
     Close it, or use it in a `with`: the temporary folder of `resolve(weights=False)` is removed then.
     """
 
-    folder: Path
+    folder: Location
     repo: str | None = None
     commit: str | None = None
     sha256: dict[str, str] = field(default_factory=dict)
+    remote: dict[str, HubShard] = field(default_factory=dict, compare=False)
+    """The shards of `headers_only` that are not here, by name."""
     _temporary: "TemporaryDirectory[str] | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -106,8 +109,10 @@ class Repository:
             hf_hub_download(self.repo, ENCODING_FILE, revision=commit)
         return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))
 
-    def resolve(self, weights: bool, progress: DownloadProgress | None) -> Resolved:
+    def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
         """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
+        from huggingface_hub import constants
+
         try:
             commit, files = self._listing()
         except Exception as error:
@@ -129,23 +134,32 @@ class Repository:
         promised = {f.name: f.sha256 for f in [*companions, *shards] if f.sha256}
 
         self._in_parallel(lambda f: self._by_client(commit, f), companions)
+        if streams:  # git's own files have no sha256, and beyond this size the Hub serves none by ranges
+            limit = constants.MAX_HTTP_DOWNLOAD_SIZE
+            downloaded = [f for f in missing if not f.sha256 or f.size > limit]
+            self._check_disk(downloaded)
+            self._in_parallel(lambda f: self._fetch(commit, f), downloaded)
+            missing = [f for f in missing if f not in downloaded]
         if weights or not missing:
             self._check_disk(missing)
             self._in_parallel(lambda f: self._fetch(commit, f), shards)
             self.meter.finish()
             return Resolved(snapshot, self.repo, commit, promised)
 
-        temporary = TemporaryDirectory(prefix="tpuconv-headers-")
+        temporary = TemporaryDirectory(prefix="tpuconv-headers-", ignore_cleanup_errors=True)
         try:
             folder = Path(temporary.name)
             for f in companions:
                 (folder / f.name).symlink_to(snapshot / f.name)
             self._in_parallel(lambda f: self._lay_out(commit, f, folder), shards)
+            remote = {
+                f.name: HubShard(self.repo, self.revision, self._url(commit, f), folder / f.name) for f in missing
+            }
         except BaseException:
             temporary.cleanup()
             raise
         self.meter.finish()
-        return Resolved(folder, self.repo, commit, promised, temporary)
+        return Resolved(folder, self.repo, commit, promised, remote, temporary)
 
     def _listing(self) -> tuple[str, dict[str, HubFile]]:
         from huggingface_hub import HfApi, constants
@@ -230,16 +244,9 @@ class Repository:
 
     def _in_parallel(self, work: Callable[[HubFile], None], files: Iterable[HubFile]) -> None:
         """Calls `work` for each file, a few at a time. The first error, or Ctrl-C, stops all others."""
-        with ThreadPoolExecutor(WORKERS, thread_name_prefix="hub") as pool:
-            futures = {pool.submit(work, file): file for file in files}
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    self.meter.complete(futures[future].name)
-            except BaseException:
-                self.meter.stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        with closing(in_threads(work, files, WORKERS, self.meter.stopped)) as done:
+            for file in done:
+                self.meter.complete(file.name)
 
     def _by_client(self, commit: str, file: HubFile) -> None:
         """Fetches a file with the client, or links it into the snapshot if its blob is there."""
@@ -278,10 +285,10 @@ class Repository:
             self.meter.set(file.name, position)
             for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped):
                 out.write(chunk)
+                out.flush()  # what has come stays, however this process ends
                 position += len(chunk)
                 self.meter.set(file.name, position)
             out.truncate(file.size)
-            out.flush()
             partial.replace(target)
 
     def _lay_out(self, commit: str, file: HubFile, folder: Path) -> None:

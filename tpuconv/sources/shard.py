@@ -3,16 +3,17 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from tpuconv import buckets
 from tpuconv.errors import SourceError
-from tpuconv.sources.damaged import sha256_of
+from tpuconv.location import BucketPath, Location
+from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.files import MAX_HEADER_BYTES
 from tpuconv.sources.index import shard_names
-from tpuconv.storage.hashes import stamp
+from tpuconv.storage.hashes import known_hash, stamp
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class SourceShard:
     stamp: str = ""
     sha256: str | None = None
 
+    @property
+    def hash_name(self) -> str:
+        """Which of `HASHES` is made of it: the one that is promised, else the fast one."""
+        return "xxh3_128" if self.sha256 is None else "sha256"
+
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Samples of a shard's values: with the header they distinguish checkpoints of the same architecture."""
@@ -41,12 +47,34 @@ def hash_stamp(status: os.stat_result) -> str:
     return xxhash.xxh3_64_hexdigest(repr(stamp(status)).encode())
 
 
-def read_digest(path: Path) -> tuple[str, str]:
+def object_stamp(found: buckets.ObjectFacts) -> str:
+    """The stamp of a shard in a bucket, in hex: the hash of its size and version."""
+    return xxhash.xxh3_64_hexdigest(repr((found.size, *sorted(found.version.items()))).encode())
+
+
+def _object_digest(path: BucketPath) -> tuple[str, str]:
+    found = buckets.facts(path)
+    if found is None:
+        raise SourceError(f"{path} is missing", hint="check the bucket")
+    start = 8 + int.from_bytes(buckets.read(path, 0, 8), "little")
+    digest = xxhash.xxh3_128(buckets.read(path, 0, min(start, 8 + MAX_HEADER_BYTES, found.size)))
+    span = max(0, found.size - start - SAMPLE_BYTES)
+    starts = [start + span * i // (SAMPLES - 1) for i in range(SAMPLES)]
+    for sample in (
+        buckets.read_ranges(path, starts, min(SAMPLE_BYTES, found.size - start)) if start < found.size else ()
+    ):
+        digest.update(sample)
+    return digest.hexdigest(), object_stamp(found)
+
+
+def read_digest(path: Location) -> tuple[str, str]:
     """The digest and the stamp of a shard.
 
     Raises:
         SourceError: it cannot be read.
     """
+    if isinstance(path, BucketPath):
+        return _object_digest(path)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -63,12 +91,12 @@ def read_digest(path: Path) -> tuple[str, str]:
         ) from None
 
 
-def changed_shards(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
-    """The shards of a source that are missing, or differ from what a manifest knows: `bytes`, `stamp` and `sha256` by
+def changed_shards(folder: Location, known: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
+    """The shards of a source that are missing, or differ from what a manifest knows: `bytes`, `stamp` and a hash by
     name. A shard with another stamp is read completely.
 
     Returns:
-        The names; None if it cannot be told, because a file was replaced and its sha256 is not known.
+        The names; None if it cannot be told, because a file was replaced and its hash is not known.
 
     Raises:
         UsageError: the folder holds no safetensors.
@@ -76,17 +104,25 @@ def changed_shards(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> list
     """
     changed, is_known = [name for name in shard_names(folder) if name not in known], True
     for name, facts in known.items():
-        try:
-            status = os.stat(folder / name)
-        except OSError:
+        found = _size_and_stamp(folder / name)
+        if found is None or found[0] != facts["bytes"]:
             changed.append(name)
+        elif found[1] == facts.get("stamp"):
             continue
-        if status.st_size != facts["bytes"]:
-            changed.append(name)
-        elif hash_stamp(status) == facts.get("stamp"):
-            continue
-        elif facts["sha256"] is None:
+        elif (promise := known_hash(facts)) is None:
             is_known = False
-        elif sha256_of(folder / name) != facts["sha256"]:
+        elif hash_of(folder / name, promise[0]) != promise[1]:
             changed.append(name)
     return sorted(changed) if changed or is_known else None
+
+
+def _size_and_stamp(path: Location) -> tuple[int, str] | None:
+    """Of a shard; None if it is missing."""
+    if isinstance(path, BucketPath):
+        found = buckets.facts(path)
+        return None if found is None else (found.size, object_stamp(found))
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, hash_stamp(status)

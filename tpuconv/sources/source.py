@@ -4,28 +4,33 @@ What the safetensors library lets pass and a converter must not (a tensor twice,
 that climb out of the folder) is refused here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.location import BucketPath, Location
 from tpuconv.sources.companions import check_inside, find_companions
 from tpuconv.sources.config import encoding_of, read_config
-from tpuconv.sources.damaged import check_promise
+from tpuconv.sources.damaged import check_download
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
 from tpuconv.sources.headers import TensorInfo, read_header
 from tpuconv.sources.index import read_index
 from tpuconv.sources.reader import Reader, SafetensorsReader
+from tpuconv.sources.remote import ObjectShard, RemoteFile
 from tpuconv.sources.shard import SourceShard, read_digest
+from tpuconv.sources.stream import StreamReader
 from tpuconv.storage.sealed import copy_file
+from tpuconv.storage.sinks import Sink
 from tpuconv.text import has_surrogates, plain
 
 VERIFIED = "by the sha256 that the Hub promises"
-"""VERIFIED, UNVERIFIED and UNREAD: what a manifest says about whether the source's bytes are the published ones."""
+"""This and the next three: what a manifest says about whether the source's bytes are the published ones."""
 UNVERIFIED = "unverified: no hash was published"
 UNREAD = "unverified: only a part of it was read"
+CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Source:
         companions: size and hash of the files that go with the weights, as a manifest has them.
     """
 
-    folder: Path
+    folder: Location
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     shards: tuple[SourceShard, ...]
@@ -45,6 +50,10 @@ class Source:
     commit: str | None = None
     companions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The files that go with the weights, with size and hash as a manifest has them."""
+    remote: Mapping[str, RemoteFile] = field(default_factory=dict, compare=False)
+    """The shards that are fetched while they are read, by name; see `fetched_meanwhile`."""
+    workspace: Path | None = None
+    """The folder for what was fetched; None to choose it."""
 
     hashed = True
     """Whether its shards are hashed while they are read."""
@@ -54,29 +63,44 @@ class Source:
         """What config.json says about how the weights are encoded; None if nothing."""
         return encoding_of(self.config)
 
-    def origin(self, sha256: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the manifest says about the source. `sha256` has the hash of each shard, None if it was not hashed."""
+    @property
+    def stamps(self) -> dict[str, str]:
+        """The stamp of each shard, by its name."""
+        return {shard.name: shard.stamp for shard in self.shards}
+
+    def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
+        """What the manifest says about the source. `hashes` has the hash of each shard, that of `hash_name`; None if it
+        was not hashed."""
         folder = self.folder.resolve()  # a name that is no text has no place in JSON
         return {
             "name": plain(self.name),
             "repo": self.repo,
             "commit": self.commit,
             "folder": None if self.repo or has_surrogates(str(folder)) else str(folder),
-            "shards": {s.name: {"bytes": s.size, "sha256": sha256[s.name], "stamp": s.stamp} for s in self.shards},
-            "verified": self._verified(sha256),
+            "shards": {
+                s.name: {"bytes": s.size, "sha256": None, s.hash_name: hashes[s.name], "stamp": s.stamp}
+                for s in self.shards
+            },
+            "verified": self._verified(hashes),
             "tensors": len(self.tensors),
             "bytes": self.nbytes,
         }
 
-    def _verified(self, sha256: Mapping[str, str | None]) -> str:
+    def _verified(self, hashes: Mapping[str, str | None]) -> str:
         if not all(s.sha256 for s in self.shards):
             return UNVERIFIED
-        return VERIFIED if all(sha256[s.name] == s.sha256 for s in self.shards) else UNREAD
+        return VERIFIED if all(hashes[s.name] == s.sha256 for s in self.shards) else UNREAD
 
-    def open(self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: bool = True) -> Reader:
-        """A reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` says whether shards are
-        hashed while they are read."""
-        return SafetensorsReader(self.folder, self.shards, check_cancelled, hashes=hashes)
+    def open(
+        self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
+    ) -> Reader:
+        """A reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` are the shards to be
+        hashed while they are read, all if None."""
+        here = SafetensorsReader(self.folder, self.shards, check_cancelled, hashes=hashes)
+        if not self.remote:
+            return here
+        identity = f"{self.repo} {self.commit} {[(s.name, s.size, s.stamp) for s in self.shards]}"
+        return StreamReader(self.remote, self.shards, here, identity, self.workspace, check_cancelled, hashes=hashes)
 
     def start_checks(self) -> Sequence[Future[None]]:
         """Begins to check what can be checked beside other work; the results raise what is wrong. Empty if there is
@@ -84,12 +108,15 @@ class Source:
         return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """Where the bytes of a tensor are: file, first byte and number of bytes."""
+        """Where the bytes of a tensor are on a disk: file, first byte and number of bytes. None if they are not."""
+        if isinstance(self.folder, BucketPath) or info.shard in self.remote:
+            return []
         return [(self.folder / info.shard, info.offset, info.nbytes)]
 
-    def copy_companion(self, name: str, target: Path) -> None:
-        """Copies a file that goes with the weights. Raises SourceError if it was changed."""
-        copy_file(self.folder / name, target, self.companions[name])
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """Copies a file that goes with the weights into an output, as `target`. Raises SourceError if it was
+        changed."""
+        copy_file(self.folder / name, sink, target, self.companions[name])
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +129,21 @@ class Source:
         return self.repo.split("/")[-1] if self.repo else self.folder.resolve().name
 
 
+def fetched_meanwhile(source: Source, files: Mapping[str, RemoteFile] | None, workspace: Path | None) -> Source:
+    """The source with shards that are fetched while they are read: those of the Hub by name, or all in a bucket.
+
+    What the Hub promises identifies its shards: here they have only headers.
+    """
+    if isinstance(source.folder, BucketPath):
+        objects = {shard.name: ObjectShard(source.folder / shard.name, shard.stamp) for shard in source.shards}
+        return replace(source, remote=objects, workspace=workspace)
+    remote = dict(files or {})
+    shards = [replace(s, digest="", stamp=f"{s.sha256}") if s.name in remote else s for s in source.shards]
+    return replace(source, shards=tuple(shards), remote=remote, workspace=workspace)
+
+
 def open_source(
-    folder: Path, *, repo: str | None = None, commit: str | None = None, sha256: Mapping[str, str] | None = None
+    folder: Location, *, repo: str | None = None, commit: str | None = None, sha256: Mapping[str, str] | None = None
 ) -> Source:
     """Reads config.json, the index and all headers of a checkpoint.
 
@@ -118,7 +158,7 @@ def open_source(
         SourceError: the index or a header is broken, incomplete or unsafe. All faults are listed.
         DamagedDownload: a broken file does not match its `sha256`.
     """
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
     if repo is None:
         check_inside(folder, [CONFIG_FILE, INDEX_FILE])
@@ -134,7 +174,7 @@ def open_source(
             size, _, infos = read_header(folder / name)
             digest, own_stamp = read_digest(folder / name)
         except SourceError as error:
-            check_promise(folder / name, (sha256 or {}).get(name))  # a download that is damaged is downloaded again
+            check_download(folder / name, (sha256 or {}).get(name))  # a download that is damaged is downloaded again
             faults += [error.message, *error.details]
             continue
         shards.append(SourceShard(name, size, digest, own_stamp, (sha256 or {}).get(name)))

@@ -7,6 +7,7 @@ UsageError.
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError
 from tpuconv.sizes import format_size
+from tpuconv.storage.hashes import FileHash
 
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache."""
@@ -130,37 +131,73 @@ PARTIAL = ".partial"
 """Suffix of a file that `replace_file` writes, until it is complete."""
 
 
-class Writer:
-    """Writes a file from start to end and hashes it. It is flushed when the `with` ends without an error."""
+STAGED_BYTES = 8 << 20
+"""Of a file that is written from start to end, what is written at a time: it stays in a cache."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._size, self._digest = 0, xxhash.xxh3_128()
+
+class Writer:
+    """Writes a file from start to end and hashes it. It is flushed when the `with` ends without an error.
+
+    A file of more than STAGED_BYTES is written around the page cache if the file system can, unless it is
+    `read_soon`: the cache costs as much processor time as all else that the system does for a file.
+    """
+
+    def __init__(self, path: Path, *, read_soon: bool = False):
+        self.path, self.read_soon = path, read_soon
+        self._hash = FileHash()
+        self._used = self._written = 0
 
     def facts(self) -> dict[str, Any]:
         """The size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
-        return {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
+        return self._hash.facts()
 
     def __enter__(self) -> "Writer":
         with writing(self.path):
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._pages = page_buffer(STAGED_BYTES)
         return self
 
     def write(self, data: Any) -> None:
         """Writes all bytes of a buffer."""
         view = memoryview(data).cast("B")
-        self._size += len(view)
-        self._digest.update(view)
+        self._hash.update(view)
+        while view:
+            count = min(len(view), STAGED_BYTES - self._used)
+            self._pages[self._used : self._used + count] = np.frombuffer(view[:count], np.uint8)
+            self._used, view = self._used + count, view[count:]
+            if self._used == STAGED_BYTES:
+                self._write_staged(STAGED_BYTES)
+
+    def _write_staged(self, count: int) -> None:
         with writing(self.path):
-            _write_all(self._fd, view)
+            if self._written == 0 and count == STAGED_BYTES and not self.read_soon and hasattr(os, "O_DIRECT"):
+                with suppress(OSError):
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+            try:
+                _write_all(self._fd, self._pages[:count].data)
+            except OSError as e:
+                if e.errno != errno.EINVAL:  # the file system has no O_DIRECT, or none for pages
+                    raise
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+                os.lseek(self._fd, self._written, os.SEEK_SET)
+                _write_all(self._fd, self._pages[:count].data)
+        self._written, self._used = self._written + self._used, 0
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
+                size = self._written + self._used
+                if self._written and self._used:  # complete pages, of which the last is cut
+                    self._write_staged(-(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE)
+                    with writing(self.path):
+                        os.ftruncate(self._fd, size)
+                elif self._used:
+                    self._write_staged(self._used)
                 with writing(self.path):
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
+            del self._pages
 
 
 @_translated

@@ -6,6 +6,7 @@ The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a na
     tpuconv.work      the lock, and the mark that the folder is ours; nothing is removed from a folder without it
     plan.done         the work has begun; holds the fingerprint and the facts of its plan
     UNIT.done         a part of the work is done, and flushed to the disk
+    calibrated/       what the calibration of a quantization found, before the first byte of out/ is written
     out/              what becomes OUT; it holds the file STAGED, which no finished output has
     complete.done     out/ is complete and flushed; holds the identity of its manifest
     old/              the output that is replaced, if the system cannot swap two folders
@@ -27,18 +28,25 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.jsonfile import check, parse, read_bytes
+from tpuconv.location import Location
 from tpuconv.storage import disk, sealed
 from tpuconv.storage.sealed import STAGED
+from tpuconv.storage.sinks import FolderSink, Sink
 
 WORK = "tpuconv.work"
 MARK = b"work folder of tpuconv\n"
+
+CALIBRATED = "calibrated"
+"""The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
 MAX_ENTRY_BYTES = 1 << 30
 ENTRY_KEY = "entry"
@@ -51,15 +59,137 @@ ENTRY_SCHEMAS: Mapping[str, Any] = {
 
 
 class State(Enum):
-    """What a run finds: nothing, a part of its work, a complete but unpublished output, or its published output."""
+    """What a run finds: nothing, a part of its work, a complete but unpublished output, its published output, or other
+    processes of the same plan at work."""
 
     NEW = "new"
     BEGUN = "begun"
     COMPLETE = "complete"
     PUBLISHED = "published"
+    JOINED = "joined"
 
 
-class Journal:
+class JournalEntries(ABC):
+    """The entries of a journal, wherever they are kept."""
+
+    @property
+    @abstractmethod
+    def work(self) -> Location:
+        """The folder of the entries, beside the output."""
+
+    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
+        """The recorded results of a part of the work.
+
+        Args:
+            part: the name of the part.
+            schema: what the results must look like; see `tpuconv.jsonfile.check`.
+
+        Returns:
+            The results, or None if the part is not done.
+
+        Raises:
+            OutputError: the entry cannot be read, or was changed.
+        """
+        path = self.work / f"{part}.done"
+        if not self._is_recorded(part):
+            return None
+        try:
+            data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
+            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
+            if facts[ENTRY_KEY] != part or sealed.seal_of(data) is None:
+                raise OutputError(f"{path} was changed, or is of another version of tpuconv")
+            return dict(check(facts, ENTRY_SCHEMAS.get(part, schema), str(path), OutputError))
+        except OutputError as e:
+            raise OutputError(e.message, hint=f"move {self.work} away, and run again to begin anew") from None
+
+    def record(self, part: str, facts: Mapping[str, Any]) -> None:
+        """Marks a part as done, with its results. What it wrote must be durable already."""
+        self._write_entry(f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
+
+    @abstractmethod
+    def _is_recorded(self, part: str) -> bool:
+        """Whether there is an entry for a part."""
+
+    @abstractmethod
+    def _write_entry(self, name: str, data: bytes) -> None:
+        """Writes or replaces an entry."""
+
+    @abstractmethod
+    def forget(self, parts: list[str]) -> None:
+        """Marks parts as not done."""
+
+
+class RunJournal(Protocol):
+    """What a run needs of a journal: `Journal` on a local disk, `BucketJournal` in a bucket."""
+
+    @property
+    def out(self) -> Location:
+        """The output."""
+
+    @property
+    def work(self) -> Location:
+        """The folder of the entries, beside the output."""
+
+    @property
+    def sink(self) -> Sink:
+        """What takes the files of the output, once `begin` was called."""
+
+    def __enter__(self) -> Any:
+        """Makes this process the writer of the output."""
+
+    def __exit__(self, *_: object) -> None:
+        """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
+
+    def begin(self) -> State:
+        """What exists already. Raises OutputError if `out` must not be replaced, or belongs to another plan."""
+
+    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
+        """The recorded results of a part; None if it is not done."""
+
+    def record(self, part: str, facts: Mapping[str, Any]) -> None:
+        """Marks a part as done."""
+
+    def forget(self, parts: list[str]) -> None:
+        """Marks parts as not done."""
+
+    def share(self) -> None:
+        """Lets other processes of the same plan do their parts, if this is one of several."""
+
+    def gather(self, parts: Collection[str]) -> bool:
+        """Whether this process is to publish the output: all parts are recorded, and other processes have stopped. Of a
+        process that works alone."""
+
+    def is_published(self) -> bool:
+        """Whether `out` is a published output of this plan."""
+
+    def publish(self) -> None:
+        """Makes what was written the output. It must be complete and hold its manifest."""
+
+
+def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
+    """The error for unfinished work of another plan, whose entry is `began`."""
+    return OutputError(
+        f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
+        details=differences(began["facts"], facts),
+        hint="run it with what it began with to finish it, or give --overwrite to begin anew",
+    )
+
+
+def exists_already(out: Location, why_foreign: list[str], *, overwrite: bool) -> OutputError | None:
+    """The error for an output that exists, whose reasons not to be replaced are `why_foreign`; None if it may be
+    replaced."""
+    if not overwrite:
+        return OutputError(f"{out} exists already", hint="choose another OUT, or give --overwrite to replace it")
+    if why_foreign:
+        return OutputError(
+            f"{out} exists and holds files that tpuconv did not write, so --overwrite does not replace it",
+            details=why_foreign,
+            hint="choose another OUT, or move away what is not tpuconv's",
+        )
+    return None
+
+
+class Journal(JournalEntries):
     """The work folder of one output. It is locked within a `with`: one writer per output.
 
     Args:
@@ -81,8 +211,10 @@ class Journal:
         self.overwrite = overwrite
         self.folder = self.out.parent / f".{self.out.name}.tpuconv"
         self.staging = self.folder / "out"
+        self.sink = FolderSink(self.staging)
         self._old = self.folder / "old"
         self._lock = -1
+        self._writing = threading.Lock()
 
     def __enter__(self) -> "Journal":
         while self._lock < 0:
@@ -119,7 +251,7 @@ class Journal:
         except OSError as e:
             raise disk.write_error(self.folder, e) from None
         # Whoever held it may have finished and removed the folder: then this is the lock of nothing.
-        if not _same_file(lock, self.folder / WORK):
+        if not same_file(lock, self.folder / WORK):
             return
         with disk.writing(self.folder):
             mark = os.pread(lock, len(MARK) + 1, 0)
@@ -166,18 +298,13 @@ class Journal:
         if complete is not None and complete["fingerprint"] == self.fingerprint:
             self._check_out()
             return State.COMPLETE
-        if not self.overwrite and self._is_published():
+        if not self.overwrite and self.is_published():
             return State.PUBLISHED
         self._check_out()
         began = self.done("plan")
         if began is not None and began["fingerprint"] != self.fingerprint:
             if not self.overwrite:
-                raise OutputError(
-                    f"there is an unfinished conversion to {self.out.name} in {self.folder}, of another source or with "
-                    "other options",
-                    details=differences(began["facts"], self.facts),
-                    hint="run it with what it began with to finish it, or give --overwrite to begin anew",
-                )
+                raise unfinished(self.out, self.work, began, self.facts)
             began = None
         if began is not None and self._is_staged():
             return State.BEGUN
@@ -188,37 +315,18 @@ class Journal:
         self.record("plan", {"fingerprint": self.fingerprint, "facts": self.facts})
         return State.NEW
 
-    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part of the work.
+    @property
+    def work(self) -> Path:
+        return self.folder
 
-        Args:
-            part: the name of the part.
-            schema: what the results must look like; see `tpuconv.jsonfile.check`.
+    def _is_recorded(self, part: str) -> bool:
+        return os.path.lexists(self.folder / f"{part}.done")
 
-        Returns:
-            The results, or None if the part is not done.
-
-        Raises:
-            OutputError: the entry cannot be read, or was changed.
-        """
-        path = self.folder / f"{part}.done"
-        if not os.path.lexists(path):
-            return None
-        try:
-            data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
-            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
-            if facts[ENTRY_KEY] != part or sealed.seal_of(data) is None:
-                raise OutputError(f"{path} was changed, or is of another version of tpuconv")
-            return dict(check(facts, ENTRY_SCHEMAS.get(part, schema), str(path), OutputError))
-        except OutputError as e:
-            raise OutputError(e.message, hint=f"move {self.folder} away, and run again to begin anew") from None
-
-    def record(self, part: str, facts: Mapping[str, Any]) -> None:
-        """Marks a part as done, with its results. What it wrote must be flushed already."""
-        disk.replace_file(self.folder / f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
+    def _write_entry(self, name: str, data: bytes) -> None:
+        with self._writing:  # two threads may record the hash of one file
+            disk.replace_file(self.folder / name, data)
 
     def forget(self, parts: list[str]) -> None:
-        """Marks parts as not done."""
         for part in parts:
             disk.remove(self.folder / f"{part}.done")
         disk.sync(self.folder)
@@ -258,16 +366,26 @@ class Journal:
 
     def _is_idle(self) -> bool:
         """Whether nothing here can be resumed, as after an error before the work began."""
-        if not _same_file(self._lock, self.folder / WORK):
+        if not same_file(self._lock, self.folder / WORK):
             return False
         names = disk.entries(self.folder)
         if "complete.done" in names:
             return False
         if "plan.done" not in names or not self._is_staged():
             return True
+        if any(name.startswith(f"{CALIBRATED}-") for name in names):
+            return False
         return disk.entries(self.staging) == [STAGED]
 
-    def _is_published(self) -> bool:
+    def share(self) -> None:
+        """See `RunJournal`."""
+
+    def gather(self, parts: Collection[str]) -> bool:
+        """See `RunJournal`."""
+        return True
+
+    def is_published(self) -> bool:
+        """See `RunJournal`."""
         try:
             return bool(sealed.read_sealed(self.out).raw.get("fingerprint") == self.fingerprint)
         except TpuconvError:
@@ -277,16 +395,9 @@ class Journal:
         with disk.writing(self.out):
             if not os.path.lexists(self.out):
                 return
-            if not self.overwrite:
-                raise OutputError(
-                    f"{self.out} exists already", hint="choose another OUT, or give --overwrite to replace it"
-                )
-            if why := sealed.why_not_ours(self.out):
-                raise OutputError(
-                    f"{self.out} exists and holds files that tpuconv did not write, so --overwrite does not replace it",
-                    details=why,
-                    hint="choose another OUT, or move away what is not tpuconv's",
-                )
+            why = sealed.why_not_ours(self.out) if self.overwrite else []
+            if error := exists_already(self.out, why, overwrite=self.overwrite):
+                raise error
 
     def _clear(self) -> None:
         """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
@@ -327,7 +438,8 @@ def _value_text(value: Any) -> str:
     return "nothing" if value is None else repr(value)
 
 
-def _same_file(fd: int, path: Path) -> bool:
+def same_file(fd: int, path: Path) -> bool:
+    """Whether a path is still the file that was opened."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except OSError:

@@ -8,8 +8,7 @@ folders with the same seal hold the same.
 import json
 import os
 import re
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,15 @@ from typing import Any
 
 import xxhash
 
-from tpuconv.errors import CorruptOutput, SourceError, TpuconvError, UsageError, shorten
+from tpuconv import buckets
+from tpuconv.errors import BucketError, CorruptOutput, SourceError, TpuconvError, UsageError, shorten
 from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_bytes
+from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
-from tpuconv.storage.disk import PARTIAL, Writer, replace_file
-from tpuconv.storage.hashes import blocks, hash_file, stamp
+from tpuconv.storage.disk import PARTIAL, replace_file
+from tpuconv.storage.hashes import blocks, hash_file
+from tpuconv.storage.places import is_there, names_in, stamp_of
+from tpuconv.storage.sinks import Sink
 
 MANIFEST_FORMAT = 2
 """Version of the manifest. It changes when conversions of the same source and table begin to write something else."""
@@ -54,7 +57,7 @@ class Sealed:
 
     raw: Mapping[str, Any]
     identity: str
-    stamp: tuple[int, ...] | None
+    stamp: tuple[object, ...] | None
 
     @property
     def files(self) -> Mapping[str, Any]:
@@ -75,7 +78,7 @@ def seal(facts: Mapping[str, Any]) -> bytes:
     return body + b',\n "seal": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def read_sealed(folder: Path) -> Sealed:
+def read_sealed(folder: Location) -> Sealed:
     """Reads the manifest of a folder, and checks its seal.
 
     Raises:
@@ -103,12 +106,12 @@ def seal_of(data: bytes) -> str | None:
     return found[1].decode()
 
 
-def _read_manifest(path: Path) -> bytes:
+def _read_manifest(path: Location) -> bytes:
     with suppress(OSError, ValueError):
-        if not os.path.lexists(path.parent):
+        if isinstance(path, Path) and not os.path.lexists(path.parent):
             raise UsageError(f"{path.parent} does not exist", hint="make a checkpoint with `tpuconv convert SRC`")
-        if not os.path.lexists(path):
-            if os.path.lexists(path.parent.parent / MANIFEST):
+        if not is_there(path):
+            if is_there(path.parent.parent / MANIFEST):
                 raise UsageError(
                     f"{path.parent} is a part of a checkpoint of tpuconv", hint=f"give {path.parent.parent}"
                 )
@@ -119,15 +122,17 @@ def _read_manifest(path: Path) -> bytes:
     return read_bytes(path, MAX_MANIFEST_BYTES, CorruptOutput)
 
 
-def kind_of(folder: Path) -> str | None:
+def kind_of(folder: Location) -> str | None:
     """The kind of an output of ours. None if its manifest cannot be read."""
     try:
         return str(read_sealed(folder).raw.get("kind", CHECKPOINT))
+    except BucketError:
+        raise
     except TpuconvError:
         return None
 
 
-def check_current(folder: Path, sealed: Sealed) -> None:
+def check_current(folder: Location, sealed: Sealed) -> None:
     """Checks that a folder still holds the output whose manifest was read.
 
     Raises:
@@ -139,31 +144,25 @@ def check_current(folder: Path, sealed: Sealed) -> None:
         raise SourceError(f"{folder} was replaced or changed while it was read", hint="run again")
 
 
-def stamp_of(path: Path) -> tuple[int, ...] | None:
-    """The stamp of a file; None if it does not exist."""
-    try:
-        return stamp(os.stat(path))
-    except (OSError, ValueError):
-        return None
-
-
-def identity(folder: Path) -> str | None:
+def identity(folder: Location) -> str | None:
     """The identity of a folder's contents. None if it has no valid manifest."""
     try:
         return read_sealed(folder).identity
+    except BucketError:
+        raise
     except TpuconvError:
         return None
 
 
-def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
-    """Copies a file that must have the expected size and hash.
+def copy_file(path: Location, sink: Sink, name: str, expected: Mapping[str, Any]) -> None:
+    """Copies a file, that must have the expected size and hash, as `name` into an output.
 
     Raises:
         SourceError: the file cannot be read, or was changed.
         ResourceError: the copy cannot be written.
     """
     try:
-        with Writer(target) as out:
+        with sink.writer(name) as out:
             for block in blocks(path):
                 out.write(block)
     except OSError as e:
@@ -176,7 +175,7 @@ def copy_file(path: Path, target: Path, expected: Mapping[str, Any]) -> None:
         )
 
 
-def take_in(folder: Path, name: str) -> None:
+def take_in(folder: Location, name: str) -> None:
     """Updates the manifest of a published output after the file `name` was written into it.
 
     Raises:
@@ -188,26 +187,20 @@ def take_in(folder: Path, name: str) -> None:
         reseal(folder, sealed, {**sealed.files, name: hash_file(folder / name)})
 
 
-def reseal(folder: Path, sealed: Sealed, files: Mapping[str, Any]) -> None:
+def reseal(folder: Location, sealed: Sealed, files: Mapping[str, Any]) -> None:
     """Writes the manifest with other facts of the files."""
-    replace_file(folder / MANIFEST, seal({**sealed.raw, "files": dict(files)}))
+    write_whole(folder / MANIFEST, seal({**sealed.raw, "files": dict(files)}))
 
 
-def size_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong with it."""
-    for name, size in sizes.items():
-        try:
-            status = os.stat(folder / name)
-        except OSError as e:
-            yield name, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            yield name, "is not a regular file"
-        elif status.st_size != size:
-            yield name, f"has {status.st_size} bytes instead of {size}"
+def write_whole(location: Location, data: bytes) -> None:
+    """Writes or replaces a file of a published output: after a crash it is the old one or the new one."""
+    if isinstance(location, BucketPath):
+        buckets.put_object(location, data)
+    else:
+        replace_file(location, data)
 
 
-def raise_damage(folder: Path, faults: Iterable[tuple[str, str]]) -> None:
+def raise_damage(folder: Location, faults: Iterable[tuple[str, str]]) -> None:
     """Checks that an existing output has no faults: pairs of a file and what is wrong with it.
 
     Raises:
@@ -221,26 +214,28 @@ def raise_damage(folder: Path, faults: Iterable[tuple[str, str]]) -> None:
         )
 
 
-def extra_entries(folder: Path, expected: Iterable[str]) -> list[str]:
+def unexpected(names: Iterable[str], expected: Iterable[str]) -> list[str]:
     """The names at the top of a folder that are neither expected nor files of ours that are being written."""
     known = {STAGED, *expected}
-    return sorted(e.name for e in folder.iterdir() if e.name not in known and e.name.removesuffix(PARTIAL) not in known)
+    return [name for name in names if name not in known and name.removesuffix(PARTIAL) not in known]
 
 
-def why_not_ours(folder: Path) -> list[str]:
+def why_not_ours(folder: Location) -> list[str]:
     """The reasons why a folder must not be replaced: only outputs of ours may be. Empty if it may."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         return ["it is not a folder"]
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = names_in(folder)
     if not names or STAGED in names:
         return []
     try:
         raw = parse(_read_manifest(folder / MANIFEST), MANIFEST, CorruptOutput)
         check(raw, SEALED_SCHEMA, MANIFEST, CorruptOutput)
+    except BucketError:
+        raise
     except TpuconvError:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return [f"it holds {', '.join(names[:5])}{more}, and no manifest of tpuconv"]
     if raw["format"] < SEALED_SINCE:
         return []
-    foreign = extra_entries(folder, [MANIFEST, *(name.partition("/")[0] for name in raw.get("files", {}))])
+    foreign = unexpected(names, [MANIFEST, *(name.partition("/")[0] for name in raw.get("files", {}))])
     return [f"it holds {name}, which tpuconv did not write" for name in foreign]

@@ -9,8 +9,9 @@ from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.layout import Axes, Axis, Layout, format_axes
 from tpuconv.mapping.table import (
+    LAYER_INDICES,
     LAYERS,
-    MTP,
+    PERIODS,
     PLACES,
     REST_LAYERS,
     Binding,
@@ -18,6 +19,7 @@ from tpuconv.mapping.table import (
     Map,
     MappingTable,
     WithAxes,
+    is_of_mtp,
     row_indices,
 )
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
@@ -54,9 +56,17 @@ def target_table(
     if target.trees is None:
         if scan_layers and target.name != OWN_TARGET and (why := getattr(config, "unscannable", "")):
             raise UnsupportedConfig(f"--scan-layers cannot stack the layers of this model: {why}", hint="leave it out")
-        table = table.stack_layers() if scan_layers else table
+        stacks = scan_layers and not getattr(config, "unscannable", "")
+        table = table.stack_layers(config) if stacks else table
         return (table, config) if target.name == OWN_TARGET else (_renamed(table, target), config)
+    if table.returns:
+        raise UnsupportedConfig(
+            f"the target {target.name} has language models only, and this model returns {table.returns}",
+            hint="convert without --target",
+        )
     tree = find_tree(target, family, model_type, config)
+    if scan_layers and not all(layers.stacked for layers in tree.layers):
+        raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out --scan-layers")
     config = WithAxes(config, {**config.axes, **_own_letters(config, tree, scan_layers)})
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
@@ -66,13 +76,13 @@ def target_table(
     for row in _merged(own, tree):
         placed = list(composer.rows(row))
         if not placed:
-            what = "layers for multi-token prediction" if MTP in row_indices(row)[0] else ", ".join(row.jax_names)
+            what = "layers for multi-token prediction" if is_of_mtp(row) else ", ".join(row.jax_names)
             raise UnsupportedConfig(
                 f"{target.name} has no place for {what} of {family}",
                 hint="convert without --target" + (" or without --include-mtp" if include_mtp else ""),
             )
         rows += placed
-    return MappingTable(rows, ignore=table.ignore, copies=table.copies, variant=table.variant), config
+    return table.with_rows(rows), config
 
 
 def same_parameters(
@@ -110,9 +120,14 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
 
 
 def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
-    """Half of the head dimension, the layers at each place of a period, and those after the last period."""
+    """Half of the head dimension; the first layers of all periods, the places of a period that share an array, and the
+    layers after the last period.
+
+    Raises:
+        UnsupportedConfig: the layers of the model do not repeat with the tree's period.
+    """
     period = tree.period
-    axes = config.axes
+    axes: Mapping[str, Any] = config.axes
     head = axes.get("H")
     half = {"X": head // 2} if isinstance(head, int) else {}
     if period == 1:
@@ -120,25 +135,45 @@ def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
     layers = axes[LAYERS]
     numbers = range(layers) if isinstance(layers, int) else layers
     whole = len(numbers) // period * period
+    firsts, rest = list(numbers[:whole:period]), list(numbers[whole:])
+    in_one = [place for places in _stacks(tree).values() if len(places) > 1 for place in places]
     has_rest = any(layers.rest for layers in tree.layers)
-    if len(numbers) > whole and (scan or _by_place(tree)) and not has_rest:
+    if rest and (scan or _by_place(tree)) and not has_rest:
         raise UnsupportedConfig(
-            f"{len(numbers)} layers are not a whole number of periods of {period}",
+            f"{len(numbers)} layers are not a complete number of periods of {period}",
             hint="leave out --scan-layers" if scan else "convert without --target",
         )
-    return (
-        half | {PLACES[i]: list(numbers[i:whole:period]) for i in range(period)} | {REST_LAYERS: list(numbers[whole:])}
-    )
+    if scan:
+        kinds = [[i in axes[x] for x in _layer_letters(axes)] for i in numbers[:whole]]
+        if any(kind != kinds[i % period] for i, kind in enumerate(kinds)):
+            raise UnsupportedConfig(
+                f"the layers of this model do not repeat with a period of {period}", hint="leave out --scan-layers"
+            )
+    return half | {PERIODS: firsts, PLACES: in_one, REST_LAYERS: rest}
+
+
+def _layer_letters(axes: Mapping[str, Any]) -> list[str]:
+    """The letters of some of the layers."""
+    return [letter for letter in LAYER_INDICES if letter in axes and not isinstance(axes[letter], int)]
+
+
+def _stacks(tree: Tree) -> dict[str, list[int]]:
+    """The places of a period, by the names of the arrays that hold their layers if they are scanned."""
+    stacks: dict[str, list[int]] = {}
+    for place in range(tree.period):
+        for name in {layers.stack(place) for layers in tree.layers}:
+            stacks.setdefault(name, []).append(place)
+    return stacks
 
 
 def _by_place(tree: Tree) -> bool:
     """Whether layers have names by their place in a period even where they are not scanned."""
-    return any(layers.letter in PLACES for layers in tree.layers)
+    return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
 def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
     letters = row_indices(row)[0]
-    if MTP in letters and not include_mtp:
+    if is_of_mtp(row) and not include_mtp:
         return False
     sizes = (config.axes.get(letter, 0) for letter in letters)
     return all(size if isinstance(size, int) else len(size) for size in sizes)
@@ -147,17 +182,19 @@ def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
     """The table with our own names between the target's root and leaf."""
     rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
-    return MappingTable(rows, ignore=table.ignore, copies=table.copies, variant=table.variant)
+    return table.with_rows(rows)
 
 
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
     """The rows, those merged into one whose parameters a place joins."""
     out = list(rows)
-    for places in (tree.places, *(layers.places for layers in tree.layers)):
+    for letter, places in (("", tree.places), *((layers.letter, layers.places) for layers in tree.layers)):
         for joined in places:
             if isinstance(joined, str):
                 continue
-            parts = [row for name in joined for row in out if any(_in_layer(own) == name for own in row.jax_names)]
+            parts = [
+                row for name in joined for row in out if any(_is_named(own, name, letter) for own in row.jax_names)
+            ]
             parts = list(dict.fromkeys(parts))
             if len(parts) > 1:
                 sides = zip(*(_sides(row.layout) for row in parts), strict=True)
@@ -171,8 +208,12 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
     return out
 
 
-def _in_layer(name: str) -> str:
-    return _LAYER.sub("", name, count=1)
+def _is_named(parameter: str, name: str, letter: str) -> bool:
+    """Whether a parameter has this name in the layers of a letter, or outside of layers for the letter ""."""
+    layer = _LAYER.match(parameter)
+    if layer is None:
+        return parameter == name
+    return parameter.removeprefix(layer[0]) == name and (letter == LAYERS or layer[1] in (LAYERS, letter))
 
 
 def _sides(layout: str) -> tuple[str, str]:
@@ -185,9 +226,8 @@ class _Composer:
 
     def __init__(self, target: Target, tree: Tree, config: HasAxes, scan: bool):
         self.target, self.tree, self.scan = target, tree, scan
-        self.period = tree.period if scan else 1
-        # Of a model with fewer layers than a period no place has any.
-        self.places = [letter for letter in PLACES[: self.period] if config.axes.get(letter)]
+        self.axes: Mapping[str, Any] = config.axes
+        self.stacks = _stacks(tree)
 
     def rows(self, row: Map) -> Iterator[Map]:
         """Yields the rows that a row of the family's table becomes; none if the tree has no place for it."""
@@ -197,30 +237,49 @@ class _Composer:
                 yield self._row(row, placed)
             return
         own = layer[1]
+        names = tuple(name.removeprefix(layer[0]) for name in row.jax_names)
         for layers in self.tree.layers:
-            letter = layers.letter if own == LAYERS else own
-            if layers.letter not in (LAYERS, letter):
+            index = self._index(own, layers)
+            placed = _find(layers.places, names) if self.axes.get(index[:1]) else None
+            if placed is None:
                 continue
-            names = tuple(name.removeprefix(layer[0]) for name in row.jax_names)
-            if (placed := _find(layers.places, names)) is None:
-                continue
-            if self.period == 1 or layers.letter in PLACES:
-                yield self._layer_row(row, placed, layers, own, letter)
+            if not self.scan:
+                front = layers.apart.replace(f"{{{layers.letter}}}", f"{{{index}}}")
+                yield self._row(_with_index(row, own, index), placed, f"{front}.")
+            elif self.tree.period == 1 or index.startswith(PERIODS):
+                letter = index[0]
+                yield self._row(_with_index(row, own, index), placed, f"{layers.stack(0)}.", letter)
             else:
-                for place, letter_of_place in enumerate(self.places):
-                    yield self._layer_row(row, placed, layers, own, letter_of_place, str(place))
-                if layers.rest:
-                    row = _with_letter(row, own, REST_LAYERS)
-                    yield self._row(row, placed, layers.rest.replace("{#L}", f"{{#{REST_LAYERS}}}") + ".")
+                yield from self._periodic(row, placed, layers, own, index)
 
-    def _layer_row(
-        self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, letter: str, place: str = ""
-    ) -> Map:
-        """The row for the layers of one letter."""
-        row = _with_letter(row, own, letter)
-        if self.scan:
-            return self._row(row, placed, f"{layers.stacked.replace('{#}', place)}.", letter)
-        return self._row(row, placed, layers.apart.replace(f"{{{layers.letter}}}", f"{{{letter}}}") + ".")
+    def _index(self, own: str, layers: LayerPlaces) -> str:
+        """The layers of both a row and a part of the tree, as an index in names; empty if there are none."""
+        if layers.letter in (LAYERS, own):
+            return own
+        if own == LAYERS or set(self.axes.get(layers.letter, (None,))) <= set(self.axes[own]):
+            return layers.letter
+        return ""
+
+    def _periodic(self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, index: str) -> Iterator[Map]:
+        """The rows of scanned layers: one for each array that holds some places of a period, and those of the layers
+        after the last period."""
+        numbers = self.axes[index]
+        has = range(numbers) if isinstance(numbers, int) else numbers
+        for first in self.axes[PERIODS][:1]:
+            for name, places in self.stacks.items():
+                mine = [place for place in places if first + place in has]
+                if not mine or layers.stack(mine[0]) != name:
+                    continue
+                if mine != places:
+                    raise UnsupportedConfig(
+                        f"{self.target.name} has {', '.join(row.jax_names)} of all layers of a period in one array",
+                        hint="leave out --scan-layers",
+                    )
+                at, letters = (f"{PERIODS}+{places[0]}", PERIODS) if len(places) == 1 else _SHARED_PLACES
+                yield self._row(_with_index(row, own, at), placed, f"{name}.", letters)
+        for place, number in enumerate(self.axes[REST_LAYERS]):
+            if number in has and layers.rest:
+                yield self._row(_with_index(row, own, number), placed, f"{layers.rest.replace('{#L}', str(place))}.")
 
     def _row(self, row: Map, placed: "_Placed", front: str = "", stack: str = "") -> Map:
         sources, targets = _joined(row, placed)
@@ -243,9 +302,14 @@ class _Composer:
         return axis
 
 
-def _with_letter(row: Map, letter: str, other: str) -> Map:
-    """The row for other layers."""
-    names = [tuple(name.replace(f"{{{letter}}}", f"{{{other}}}") for name in x) for x in (row.hf_names, row.jax_names)]
+_SHARED_PLACES = (f"{PERIODS}+{PLACES}", PERIODS + PLACES)
+"""The layers at several places of all periods: as an index, and the letters of its axes."""
+
+
+def _with_index(row: Map, letter: str, index: str | int) -> Map:
+    """The row for other layers: those of an index, or a single one."""
+    new = f"{{{index}}}" if isinstance(index, str) else str(index)
+    names = [tuple(name.replace(f"{{{letter}}}", new) for name in x) for x in (row.hf_names, row.jax_names)]
     return replace(row, hf=names[0], jax=names[1])
 
 
@@ -300,6 +364,6 @@ def _taken_apart(axes: Axes, apart: Mapping[str, Axis]) -> Axes:
     return tuple(map(change, axes))
 
 
-def _stacked(axes: Axes, letter: str, at: int) -> Axes:
+def _stacked(axes: Axes, letters: str, at: int) -> Axes:
     at = min(at, len(axes))
-    return (*axes[:at], Axis(letter), *axes[at:])
+    return (*axes[:at], *map(Axis, letters), *axes[at:])

@@ -43,7 +43,7 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
     for name, trees in target.trees.items():
         if family is None or name == family or name in types:
             several = trees if isinstance(trees, tuple) else (trees,)
-            scanned = target.layer_axis is not None and all(
+            scanned = target.layer_axis is not None and any(
                 layers.stacked for tree in several for layers in tree.layers
             )
             found.append(Support(name, _models(name), scanned, tuple(tree.note for tree in several if tree.note)))

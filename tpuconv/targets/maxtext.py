@@ -27,15 +27,15 @@ MLP_PLACES: Places = {
     "mlp.up.kernel": "mlp.wi_1.kernel",
     "mlp.down.kernel": "mlp.wo.kernel",
 }
+ATTENTION_PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
 def _attention(name: str = "self_attention") -> Places:
     """The places of attention with grouped queries."""
-    parts = {"q": "query", "k": "key", "v": "value", "o": "out"}
     return {
         **{
             f"attn.{ours}.{kind}": f"{name}.{theirs}.{kind}"
-            for ours, theirs in parts.items()
+            for ours, theirs in ATTENTION_PARTS.items()
             for kind in ("kernel", "bias")
         },
         "attn.q_norm.scale": f"{name}.query_norm.scale",
@@ -50,6 +50,15 @@ def _experts(name: str) -> Places:
         "moe.gate.kernel": f"{name}.wi_0",
         "moe.up.kernel": f"{name}.wi_1",
         "moe.down.kernel": f"{name}.wo",
+    }
+
+
+def _shared_expert(name: str) -> Places:
+    """The places of the expert that takes every token."""
+    return {
+        "moe.shared.gate.kernel": f"{name}.wi_0.kernel",
+        "moe.shared.up.kernel": f"{name}.wi_1.kernel",
+        "moe.shared.down.kernel": f"{name}.wo.kernel",
     }
 
 
@@ -100,6 +109,20 @@ GPT_OSS_TREE = _periodic(
     },
 )
 
+LLAMA4 = replace(
+    _periodic(
+        4,
+        {
+            **NORM_PLACES,
+            **{f"attn.{ours}.kernel": f"self_attention.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
+            **MLP_PLACES,
+            **_experts("Llama4MoEBlock_0.MoeBlock_0"),
+            **_shared_expert("Llama4MoEBlock_0.shared_experts"),
+        },
+    ),
+    note="Maverick: give rope_use_scale=false, as the model llama4-17b-128e does; MaxText lacks Scout's rope scaling",
+)
+
 OLMO3 = _periodic(
     4,
     {
@@ -148,7 +171,7 @@ GEMMA2 = _gemma(
         {},
         (
             LayerPlaces(_gemma2_layer("local"), "decoder.layers_{#Y}", "decoder.layers", "Y"),
-            LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#Z}", "decoder.layers", "Z"),
+            LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#Y}", "decoder.layers", "Y+1"),
         ),
         period=2,
         when=lambda config: config.head_dim == config.query_pre_attn_scalar,
@@ -171,6 +194,105 @@ GEMMA3 = _gemma(
     Times("D", 0.5, in_their_dtype=True),
 )
 
+LOCAL_AND_GLOBAL = (*["decoder.scanned_blocks.local_layers"] * 5, "decoder.scanned_blocks.global_layer")
+"""Where the layers of a period of Gemma 4 are."""
+
+
+def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:
+    """The tree of a Gemma 4, whose norms are those of the release."""
+    places: Places = {
+        **_attention(),
+        **mlp,
+        **{f"{x}.scale": f"{name}.scale" for x, name in GEMMA_NORMS.items()},
+        "layer_scalar": "layer_scalar",
+    }
+    rest = "decoder.layers_remainder.layers_{#L}"
+    model: Places = {
+        "embed.embedding": Place("token_embedder.embedding", arithmetic=Times("D", 0.5)),
+        "norm.scale": "decoder.decoder_norm.scale",
+        "per_layer.embed.embedding": Place("decoder.per_layer_embedder.embed_tokens_per_layer", "v z p -> v (z p)"),
+        "per_layer.projection.kernel": Place(
+            "decoder.per_layer_embedder.per_layer_model_projection.kernel", "D z p -> D (z p)"
+        ),
+        "per_layer.norm.scale": "decoder.per_layer_embedder.per_layer_projection_norm.scale",
+    }
+    layers = LayerPlaces(places, "decoder.layers_{L}", stacked or "", rest=rest if stacked else "")
+    return Tree(model, (layers,), len(stacked) or 1, **changes)
+
+
+GEMMA4_MOE = "mlp.moe_block.MoeBlock_0"
+GEMMA4 = (
+    _gemma4(
+        {
+            **{ours: str(name).replace("mlp.", "mlp.moe_block.shared_experts.") for ours, name in MLP_PLACES.items()},
+            **_experts(GEMMA4_MOE),
+            "moe.router_scale": "mlp.pre_forward_scale_2",
+            "moe.expert_scale": f"{GEMMA4_MOE}.per_expert_scale",
+            "moe_norm.scale": "mlp.pre_feedforward_layernorm_2.scale",
+            "post_mlp_norm_1.scale": "mlp.post_feedforward_layernorm_1.scale",
+            "post_moe_norm.scale": "mlp.post_feedforward_layernorm_2.scale",
+        },
+        LOCAL_AND_GLOBAL,
+        when=lambda config: config.enable_moe_block,
+    ),
+    _gemma4(
+        MLP_PLACES,
+        LOCAL_AND_GLOBAL,
+        when=lambda config: not config.has_layer_inputs and not config.num_kv_shared_layers,
+    ),
+    _gemma4(
+        {
+            **MLP_PLACES,
+            "per_layer_gate.kernel": "per_layer_input_gate.kernel",
+            "per_layer_projection.kernel": "per_layer_projection.kernel",
+            "post_per_layer_norm.scale": "post_per_layer_input_norm.scale",
+        },
+        (),
+        note="models with embeddings of their own in each layer (E2B, E4B) have no scanned layers",
+    ),
+)
+
+
+def _delta(stacked: tuple[str, ...]) -> Tree:
+    """The tree of a Qwen with linear attention in three of four layers, and experts in all."""
+    inputs = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel", "attn.z.kernel")
+    convolutions = ("attn.q_conv.kernel", "attn.k_conv.kernel", "attn.v_conv.kernel")
+    both: Places = {
+        "attn_norm.scale": "input_layernorm.scale",
+        "mlp_norm.scale": "post_attention_layernorm.scale",
+        **_experts("mlp.routed_experts"),
+        **_shared_expert("mlp.shared_expert"),
+        "moe.router_shared.kernel": Place("mlp.shared_expert_gate.kernel", "D -> D 1"),
+    }
+    linear: Places = {
+        inputs: Place(
+            "attention.in_proj_qkvz.kernel", "D n k, D n k, D n r w, D n r w -> D (n (k + k + (r w) + (r w)))"
+        ),
+        ("attn.b.kernel", "attn.a.kernel"): Place("attention.in_proj_ba.kernel", "D n r, D n r -> D (n (r + r))"),
+        convolutions: Place("attention.conv1d.kernel", "n k c, n k c, n r w c -> c 1 ((n k) + (n k) + (n r w))"),
+        "attn.a_log": Place("attention.A_log", "n r -> (n r)"),
+        "attn.dt_bias": Place("attention.dt_bias", "n r -> (n r)"),
+        "attn.norm.scale": "attention.norm.rms_norm.scale",
+        "attn.o.kernel": Place("attention.out_proj.kernel", "n r w D -> (n r w) D"),
+    }
+    full: Places = {
+        **{ours: name for ours, name in _attention("attention.attention").items() if ours != "attn.q.kernel"},
+        ("attn.q.kernel", "attn.gate.kernel"): Place("attention.attention.query.kernel", "D N H, D N H -> D N (H + H)"),
+        "attn.o.kernel": Place("attention.attention.out.kernel", "N H D -> (N H) D"),
+    }
+    return Tree(
+        MODEL_PLACES,
+        (
+            LayerPlaces({**both, **linear}, "decoder.layers_{l}", stacked, "l"),
+            LayerPlaces({**both, **full}, "decoder.layers_{f}", stacked, "f"),
+        ),
+        4,
+    )
+
+
+QWEN3_NEXT = _delta((*["decoder.layers.local_layers"] * 3, "decoder.layers.global_layer"))
+QWEN3_5 = _delta(tuple(f"decoder.layers.layer_{place}" for place in range(4)))
+
 LATENT_ATTENTION: Places = {
     **NORM_PLACES,
     "attn.q_a.kernel": "self_attention.wq_a.kernel",
@@ -179,6 +301,11 @@ LATENT_ATTENTION: Places = {
     "attn.kv_a_norm.scale": "self_attention.kv_norm.scale",
     ("attn.k_b.kernel", "attn.v_b.kernel"): Place("self_attention.wkv_b.kernel", "C N P, C N H -> C N (P + H)"),
     "attn.o.kernel": "self_attention.out.kernel",
+    "attn.indexer.q.kernel": "self_attention.indexer.wq_b.kernel",
+    "attn.indexer.k.kernel": "self_attention.indexer.wk.kernel",
+    "attn.indexer.k_norm.scale": "self_attention.indexer.k_norm.scale",
+    "attn.indexer.k_norm.bias": "self_attention.indexer.k_norm.bias",
+    "attn.indexer.router.kernel": "self_attention.indexer.weights_proj.kernel",
 }
 QUERY_PARTS = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 MOE_BLOCK = "DeepSeekMoeBlock_0"
@@ -187,9 +314,7 @@ SHARED_EXPERTS: Places = {
     # In MaxText a collection of its own (MoEBiasVar), of which `from_pretrained` reads nothing. Both of its loaders
     # find the bias among the parameters.
     "moe.router.correction": Place(f"{MOE_BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
-    "moe.shared.gate.kernel": f"{MOE_BLOCK}.shared_experts.wi_0.kernel",
-    "moe.shared.up.kernel": f"{MOE_BLOCK}.shared_experts.wi_1.kernel",
-    "moe.shared.down.kernel": f"{MOE_BLOCK}.shared_experts.wo.kernel",
+    **_shared_expert(f"{MOE_BLOCK}.shared_experts"),
 }
 
 
@@ -220,12 +345,20 @@ MAXTEXT = Target(
         "qwen3_moe": _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}),
         "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
         "gpt_oss": GPT_OSS_TREE,
+        "llama4_text": LLAMA4,
+        "llama4": LLAMA4,
         "olmo3": OLMO3,
         "gemma2": GEMMA2,
         "gemma3_text": GEMMA3,
         "gemma3": GEMMA3,
+        "gemma4_text": GEMMA4,
+        "gemma4": GEMMA4,
+        "qwen3_next": QWEN3_NEXT,
+        "qwen3_5_moe_text": QWEN3_5,
+        "qwen3_5_moe": QWEN3_5,
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
+        "deepseek_v32": DEEPSEEK,
         "kimi_k2": DEEPSEEK,
     },
     folder="0/items",
@@ -233,4 +366,6 @@ MAXTEXT = Target(
     layer_axis=1,
     custom_metadata=lambda scanned: {"scan_layers": scanned},
     step_item="items",
+    quantized={"array.qvalue": "", "array.scale": "_scale"},
+    fp8_block=128,
 )

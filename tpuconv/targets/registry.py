@@ -16,6 +16,7 @@ TARGETS = {
     "maxtext": "tpuconv.targets.maxtext:MAXTEXT",
     "tunix": "tpuconv.targets.tunix:TUNIX",
     "nnx": "tpuconv.targets.nnx:NNX",
+    "huggingface": "tpuconv.targets.huggingface:HUGGINGFACE",
     "jax-llm-examples": "tpuconv.targets.jax_llm_examples:JAX_LLM_EXAMPLES",
 }
 """The targets of this package besides the default, by name."""

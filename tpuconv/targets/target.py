@@ -45,18 +45,23 @@ class LayerPlaces:
         places: by our names after `layers.{L}.`.
         apart: what stands before the names of one layer. `{L}` is the number of the layer, `{#J}` its place among the
             layers of the letter J.
-        stacked: what stands before the names of scanned layers; `{#}` is the place in a period.
+        stacked: what stands before the names of scanned layers; `{#}` is the place in a period. Or that of each place
+            of a period: places with the same one are stacked on an axis of their own, after that of the periods.
         letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, Y
-            for the first of each period.
+            for the first of each period, Y+1 for the second.
         rest: what stands before the names of a layer after the last complete period, if the others are scanned. If
             empty, there must be none.
     """
 
     places: Places
     apart: str
-    stacked: str = ""
+    stacked: str | tuple[str, ...] = ""
     letter: str = "L"
     rest: str = ""
+
+    def stack(self, place: int) -> str:
+        """Returns what stands before the names of scanned layers at a place of a period."""
+        return self.stacked.replace("{#}", str(place)) if isinstance(self.stacked, str) else self.stacked[place]
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,13 @@ class Target:
         step_item: the name of the arrays in a step of a `CheckpointManager`, whose folder is the parent of `folder`.
         quantized: what is appended to a parameter's name for the arrays that hold it quantized, by our suffix. None if
             the target has no quantized parameters.
+        fp8_block: the number of values along each axis that share a scale, if parameters can only be quantized as FP8
+            with such scales, as the release has them. An axis that is shorter has a scale for each of its values. 0 if
+            every form is possible.
         squeezes_scales: whether scales lack the axes that are contracted.
         empty: names that must be in the tree without an array, if the config has the property.
         has_lists: whether numbers in names are places in lists; else they are keys of dicts.
+        is_safetensors: whether the output has the tensors of the release again, and no arrays.
     """
 
     name: str
@@ -111,9 +120,11 @@ class Target:
     custom_metadata: Callable[[bool], dict[str, Any]] = lambda scanned: {}
     step_item: str = ""
     quantized: Mapping[str, str] | None = None
+    fp8_block: int = 0
     squeezes_scales: bool = False
     empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     has_lists: bool = False
+    is_safetensors: bool = False
 
     def part(self, parameter: str, suffix: str) -> str:
         """Returns the name of an array that holds a part of a quantized parameter, such as its scales.

@@ -1,4 +1,4 @@
-"""Times prefill and decoding on the devices of this process, and compares the times with the hardware limits.
+"""Times prefill and decoding on all devices, and compares the times with the hardware limits.
 
 A decode step reads every weight that it uses, and the cache, at least once: its limit is the memory bandwidth. A
 prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are those of the chip
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,10 @@ class Timing:
         step_bytes: bytes that a decode step must read.
         prefill_flops: FLOPs that a prefill must compute.
         memory_bytes: memory of a decode step on one device, weights included.
-        peak_memory_bytes: peak memory of the first device so far; None if the device does not report it.
+        peak_memory_bytes: peak memory of the first device of this process so far; None if that does not report it.
         new_ids: token ids that the warm-up generated.
         limits: limits of the hardware.
+        tokens_per_step: tokens that a sequence takes in a decode step: with drafts 1 and the share that is accepted.
     """
 
     workload: Workload
@@ -86,16 +88,17 @@ class Timing:
     peak_memory_bytes: int | None
     new_ids: tuple[int, ...]
     limits: HardwareLimits
+    tokens_per_step: float = 1.0
 
     @property
     def tokens_per_second_per_sequence(self) -> float:
         """Decoding speed of one sequence."""
-        return 1 / self.step_seconds
+        return self.tokens_per_step / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Decoding speed of all sequences together."""
-        return self.workload.batch / self.step_seconds
+        return self.workload.batch * self.tokens_per_second_per_sequence
 
     @property
     def bandwidth_share(self) -> float:
@@ -133,7 +136,7 @@ def workloads(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens:
 
 
 def machine() -> Machine:
-    """Returns the devices of this process with their limits. Takes some seconds if the limits must be measured."""
+    """Returns the devices, of all processes, with their limits. Takes some seconds if the limits must be measured."""
     import jax
 
     devices = jax.devices()
@@ -156,7 +159,7 @@ def _measure_limits(devices: int) -> HardwareLimits:
     import jax
     import jax.numpy as jnp
 
-    on_gpu = jax.devices()[0].platform == "gpu"
+    on_gpu = jax.local_devices()[0].platform == "gpu"
     multiply = jax.jit(jnp.matmul)
     rows = jnp.ones((1 << (17 if on_gpu else 15), 1 << 13), jnp.float32)
     bandwidth = rows.nbytes / _best(multiply, rows, jnp.ones(rows.shape[1]))
@@ -225,8 +228,11 @@ def measure(
     limits: HardwareLimits,
     warmup_ids: Sequence[int] = (),
     cache_dtype: str | None = None,
+    *,
+    speculate: bool = False,
 ) -> Iterator[Timing]:
-    """Times each workload with random prompts, and yields its timing.
+    """Times each workload with random prompts, and yields its timing. With drafts the prompt of the warm-up is timed:
+    how many are accepted depends on the text.
 
     Args:
         model: a model from `tpuconv.load`.
@@ -235,15 +241,18 @@ def measure(
         limits: limits of the hardware.
         warmup_ids: prompt of the warm-up run; random ids if empty.
         cache_dtype: dtype of the cache; None for the model's.
+        speculate: draft with the model's module for multi-token prediction.
 
     Raises:
         ResourceError: a workload needs more memory than the device has.
+        UsageError: `speculate` is asked for, and the model was loaded without that module.
     """
     import jax
 
     from tpuconv.models.generate import Generator
+    from tpuconv.models.speculate import Speculator
 
-    generator = Generator(model, cache_dtype=cache_dtype)
+    generator = (Speculator if speculate else Generator)(model, cache_dtype=cache_dtype)
     roofline = Roofline(model)
     for workload in wanted:
         try:
@@ -268,6 +277,7 @@ def _measure_workload(
     import jax
 
     from tpuconv.models.generate import prefill_chunk
+    from tpuconv.models.speculate import Speculator
 
     B, T, new = workload.batch, workload.prompt_length, workload.new_tokens
     length = generator.slots(B, T, new)
@@ -280,26 +290,38 @@ def _measure_workload(
     compile_seconds = time.perf_counter() - began
 
     prompt = list(warmup_ids)[-T:] or list(map(int, ids_BT[0]))
-    ids_B, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
-    new_ids = [int(ids_B[0])]
-    for _ in range(new - 1):
-        ids_B, cache = decode(weights, ids_B, cache, key)
-        new_ids.append(int(ids_B[0]))
-
-    firsts, steps = [], []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        ids_B, cache = generator.read(ids_BT, mask_BT, new, key)
-        np.asarray(ids_B)
-        first = time.perf_counter()
+    firsts, steps, tokens_per_step = [], [], 1.0
+    if isinstance(generator, Speculator):
+        ids_BT, mask_BT = _batched(prompt, ids_BT.shape)
+        new_ids = [int(ids_B[0]) for ids_B in generator([prompt], new)]
+        for _ in range(repeats):
+            began, times, taken = time.perf_counter(), [], []
+            for _, taken_B in generator.steps(ids_BT, mask_BT, new):
+                times.append(time.perf_counter())
+                taken.append(taken_B.mean())
+            firsts.append(times[0] - began)
+            steps.append((times[-1] - times[0]) / (len(times) - 1))
+        tokens_per_step = statistics.mean(taken[1:])
+    else:
+        ids_B, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
+        new_ids = [int(ids_B[0])]
         for _ in range(new - 1):
             ids_B, cache = decode(weights, ids_B, cache, key)
-        np.asarray(ids_B)
-        firsts.append(first - began)
-        steps.append((time.perf_counter() - first) / (new - 1))
+            new_ids.append(int(ids_B[0]))
+        for _ in range(repeats):
+            began = time.perf_counter()
+            ids_B, cache = generator.read(ids_BT, mask_BT, new, key)
+            np.asarray(ids_B)
+            first = time.perf_counter()
+            for _ in range(new - 1):
+                ids_B, cache = decode(weights, ids_B, cache, key)
+            np.asarray(ids_B)
+            firsts.append(first - began)
+            steps.append((time.perf_counter() - first) / (new - 1))
 
     used_share = (T + new / 2) / length  # of the cache's slots, on average over the steps
-    cache_bytes = used_share * sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    cache = generator.cache_shapes(B, length)
+    cache_bytes = used_share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.layers, cache.mtp)))
     memory = decode.memory_analysis()
     parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     return Timing(
@@ -307,12 +329,13 @@ def _measure_workload(
         compile_seconds=compile_seconds,
         first_token_seconds=statistics.median(firsts),
         step_seconds=statistics.median(steps),
-        step_bytes=roofline.step_bytes(B, cache_bytes),
+        step_bytes=roofline.step_bytes(B * prod(generator.ids_of_step), cache_bytes),
         prefill_flops=roofline.prefill_flops(B, T),
         memory_bytes=sum(parts) - memory.alias_size_in_bytes,
-        peak_memory_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        peak_memory_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         new_ids=tuple(new_ids),
         limits=limits,
+        tokens_per_step=tokens_per_step,
     )
 
 

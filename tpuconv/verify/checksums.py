@@ -6,7 +6,7 @@ Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +14,19 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tpuconv import buckets
 from tpuconv.checkpoint.device_layouts import LAYOUTS
 from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, StoredArray, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
-from tpuconv.convert.plan.types import REPORT
+from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
-from tpuconv.storage.sealed import Sealed, check_current, extra_entries, reseal
+from tpuconv.storage.places import is_file, names_in
+from tpuconv.storage.sealed import Sealed, check_current, reseal, unexpected
 
 MEANINGS = {
     CONFIG_FILE: "it may describe a different model",
@@ -59,7 +62,7 @@ def check_checkpoint(manifest: Manifest) -> Iterator[Checked]:
         SourceError: the checkpoint was replaced during the check.
     """
     faulty = False
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
+    with ThreadPoolExecutor(_threads(manifest.folder) + 1) as pool:
         for found in (
             _extra(manifest),
             pool.map(partial(_check_file, manifest), _files(manifest)),
@@ -73,17 +76,22 @@ def check_checkpoint(manifest: Manifest) -> Iterator[Checked]:
     manifest.check_current()
 
 
-def check_export(folder: Path, sealed: Sealed) -> Iterator[Checked]:
+def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
     """Checks every file of an export against its manifest. Yields unexpected files, then the listed ones.
 
     Raises:
         SourceError: the folder was replaced during the check.
     """
-    for name in _entries(folder, {*sealed.files, MANIFEST}):
+    for name in unexpected(_names_or_none(folder), {*sealed.files, MANIFEST}):
         yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
     check_current(folder, sealed)
+
+
+def _threads(folder: Location) -> int:
+    """One for each processor, or as many requests as are good at a time."""
+    return buckets.REQUESTS if isinstance(folder, BucketPath) else len(os.sched_getaffinity(0))
 
 
 def _files(manifest: Manifest) -> list[str]:
@@ -95,7 +103,7 @@ def _check_file(manifest: Manifest, name: str) -> Checked:
     return _compare_file(manifest.folder, name, manifest.sealed.files.get(name))
 
 
-def _compare_file(folder: Path, name: str, known: Mapping[str, Any] | None) -> Checked:
+def _compare_file(folder: Location, name: str, known: Mapping[str, Any] | None) -> Checked:
     try:
         found = hash_file(folder / name)
     except OSError as e:
@@ -119,7 +127,7 @@ def _meaning(name: str) -> str:
 def _extra(manifest: Manifest) -> Iterator[Checked]:
     """Files and folders that the manifest does not list, those at the top first."""
     if not manifest.sealed.is_sealed:
-        for name in _entries(manifest.params, {*manifest.arrays, *ORBAX_FILES}):
+        for name in unexpected(_names_or_none(manifest.params), {*manifest.arrays, *ORBAX_FILES}):
             yield Checked(manifest.path_of(name), 0, "is not in the manifest: Orbax may read it as an array")
         return
     expected: dict[str, set[str]] = {"": {MANIFEST}}
@@ -128,20 +136,34 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
             expected.setdefault(str(entry.parent).removeprefix("."), set()).add(entry.name)
     arrays = {manifest.path_of(array.name): array for array in manifest.arrays.values()}
     for folder, array in arrays.items():
-        expected.setdefault(folder, set()).update(array.spec.shard_sizes())
+        expected.setdefault(folder, set()).update(array.spec.shard_names())
+    names_of = _names_by_folder(manifest.folder)
     for folder in sorted(expected):
         why = "not part of the array" if folder in arrays else "Orbax may read it as an array"
         if not folder:
             why = "tpuconv did not write it"
-        for name in _entries(manifest.folder / folder, expected[folder]):
+        for name in unexpected(names_of(folder), expected[folder]):
             yield Checked(f"{folder}/{name}".removeprefix("/"), 0, f"is not in the manifest: {why}")
 
 
-def _entries(folder: Path, known: set[str]) -> list[str]:
+def _names_by_folder(root: Location) -> Callable[[str], list[str]]:
+    """A function that returns the names in a folder of an output, sorted; none if it is missing, which `_check_file` or
+    `_check_array` reports. A bucket is listed once."""
+    if isinstance(root, Path):
+        return lambda folder: _names_or_none(root / folder)
+    inside: dict[str, set[str]] = {}
+    for path in buckets.listing(root):
+        parts = path.split("/")
+        for i, name in enumerate(parts):
+            inside.setdefault("/".join(parts[:i]), set()).add(name)
+    return lambda folder: sorted(inside.get(folder, ()))
+
+
+def _names_or_none(folder: Location) -> list[str]:
     try:
-        return extra_entries(folder, known)
+        return names_in(folder)
     except OSError:
-        return []  # `_check_file` or `_check_array` reports the folder as missing
+        return []
 
 
 def _check_array(manifest: Manifest, array: StoredArray) -> Checked:
@@ -173,7 +195,8 @@ def update(manifest: Manifest) -> list[str]:
             manifest.check_current()
             raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
     before = {name: facts for name, facts in manifest.sealed.files.items() if name not in params}
-    names = sorted(entry.name for entry in manifest.folder.iterdir() if entry.is_file() and _may_change(entry.name))
+    folder = manifest.folder
+    names = [name for name in names_in(folder) if _may_change(name) and is_file(folder / name)]
     now = {name: hash_file(manifest.folder / name) for name in names}
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     manifest.check_current()

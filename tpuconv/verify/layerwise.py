@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import read_box, read_checkpoint_config
+from tpuconv.checkpoint.reader import read_array
 from tpuconv.encodings.decode import Tensor, decode_names
 from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.registry import get_family
+from tpuconv.models.stored import model_config
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import empty_weights, reference_class, reference_config
 
@@ -88,9 +89,7 @@ def compare_layers(
     manifest.check_complete()
     if manifest.quantization is not None:
         raise UsageError(f"{manifest.folder} is quantized: every layer diverges", hint="leave --layerwise out")
-    config = get_family(manifest.family).read_config(
-        read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays
-    )
+    config = model_config(manifest)
     if config.inseparable:
         raise UsageError(
             f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave --layerwise out"
@@ -128,6 +127,15 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
     return float(np.sqrt(difference / max(size, 1e-300)))
 
 
+NORM_NAMES = ("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f")
+"""The names that transformers' models have for the norm after the last layer."""
+
+
+RETURNED = {"bamba": 2, "falcon_h1": 1}
+"""Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
+them and that the model does not unpack."""
+
+
 class _Reference:
     """Transformers' model. `hidden` are the hidden states [1, T, D] of each prompt after the last layer that ran."""
 
@@ -140,7 +148,7 @@ class _Reference:
         logging.disable_progress_bar()
         self.torch, self.dtype = torch, getattr(torch, dtype)
         opened = open_source(source)
-        self.folder, self.reader = source, opened.open(hashes=False)
+        self.folder, self.reader = source, opened.open(hashes=())
         self.tensors, _ = decode_names(opened.tensors, opened.encoding)
         known = get_family(manifest.family)
         config = known.read_config(opened.config, manifest.allow_config, opened.tensors)
@@ -150,16 +158,23 @@ class _Reference:
             auto = reference_class(config)
             self.model = auto.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
         self.conversions = get_model_conversion_mapping(self.model)
-        self.decoder = getattr(self.model.model, "language_model", self.model.model)
+        base = getattr(self.model, "model", self.model.base_model)
+        self.decoder = getattr(base, "language_model", base)
         self.layers = list(self.decoder.layers)
+        self.norm = next(getattr(self.decoder, name) for name in NORM_NAMES if hasattr(self.decoder, name))
         # Its buffers are computed, not stored: create them outside the meta device.
-        self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=self.decoder.config)
+        for name, module in list(self.decoder.named_children()):
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                setattr(self.decoder, name, type(module)(config=self.decoder.config))
+        computing = []
         for module in self.decoder.modules():
             buffers = dict(module.named_buffers(recurse=False))
             if computed := [name for name in buffers if buffers[name].is_meta and name not in module.state_dict()]:
                 for name in computed:
                     module._buffers[name] = torch.empty_like(buffers[name], device="cpu")
-                self.model._init_weights(module)
+                computing.append(module)
+        for module in (*computing, self.decoder) if computing else ():
+            self.model._init_weights(module)
         self.prompts = [torch.tensor([list(ids)]) for ids in prompts]
         self.hidden: list[Any] = []
         self.given: list[list[tuple[Any, Any]]] = []
@@ -170,7 +185,7 @@ class _Reference:
         torch = self.torch
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(embedding, "embed.")
-        self._fill(self.decoder.norm, "norm.")
+        self._fill(self.norm, "norm.")
 
         with ExitStack() as stack:
             for layer in self.layers:
@@ -186,7 +201,12 @@ class _Reference:
 
     def _record(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         self.given[-1].append(((x, *args), kwargs))
-        return x
+        return self._returned(x)
+
+    def _returned(self, x: Any) -> Any:
+        """What a layer returns, with the hidden states x."""
+        length = RETURNED.get(self.decoder.config.model_type, 0)
+        return (x, *[None] * (length - 1)) if length else x
 
     def layer(self, number: int) -> list[np.ndarray]:
         """Runs the next layer. Returns the hidden states [T, D] of each prompt."""
@@ -209,7 +229,7 @@ class _Reference:
             with ExitStack() as stack:
                 stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
                 for layer in self.layers:
-                    stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: x))
+                    stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: self._returned(x)))
                 with self.torch.no_grad():
                     out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
         self._empty(head)
@@ -332,10 +352,7 @@ class _Ours:
     def layer(self, number: int, reference: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Runs the next layer on the reference's hidden states and on our own. Returns both outputs, [T, D] for each
         prompt."""
-        if self.model.scan_layers:
-            block = self._filled(self.model.layers, "layers", number)
-        else:
-            block = self._filled(self.model.layers[number], f"layers.{number}")
+        block = self._filled(*self.model.block_of(number))
         padded = [self._padded(x_TD) for x_TD in reference]
         both = []
         for inputs in (padded, self.hidden):
@@ -375,11 +392,3 @@ class _Ours:
             array = read_array(self.manifest, ".".join(map(str, (prefix, *path))), layer)
             flat.append((path, value.replace(self.jax.numpy.asarray(array, value.dtype))))
         return self.nnx.merge(graph, self.nnx.from_flat_state(flat))
-
-
-def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:
-    """Returns an array of a checkpoint, or the slice of one layer if its first axis is L."""
-    stored = manifest.arrays[name]
-    out = np.empty(stored.shape if layer is None else stored.shape[1:], stored.dtype)
-    read_box(manifest, name, () if layer is None else (layer,), out)
-    return out

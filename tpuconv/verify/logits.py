@@ -7,17 +7,19 @@ nats per predicted token.
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from tpuconv.errors import ConfigError, UsageError
-from tpuconv.models.logits import divergences, forward, log_softmax
+from tpuconv.location import Location
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
+from tpuconv.models.logits import divergences, forward_each, log_softmax
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 from tpuconv.sharding import format_mesh
 from tpuconv.sources.config import read_config, read_json
@@ -69,7 +71,7 @@ class LogitStatistics:
         top1: share of tokens with the same most likely next token.
         decided: number of tokens for which the reference has no tie (see `TIE`).
         top1_decided: the share `top1` of those tokens; the gate "top1" applies to it.
-        perplexity_hf, perplexity_jax: perplexity of the prompts, by the reference and by ours.
+        perplexity_reference, perplexity: of the prompts, by the reference and by the model compared with it.
         worst_prompt: number of the prompt with the largest mean divergence, from 1.
         worst_prompt_kl: its mean divergence in nats.
         gates: bounds by the name of a statistic.
@@ -86,8 +88,8 @@ class LogitStatistics:
     top1: float
     decided: int
     top1_decided: float
-    perplexity_hf: float
-    perplexity_jax: float
+    perplexity_reference: float
+    perplexity: float
     worst_prompt: int
     worst_prompt_kl: float
     gates: Gates
@@ -114,7 +116,7 @@ class LogitStatistics:
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         facts = asdict(self)
-        facts["perplexity"] = {"hf": facts.pop("perplexity_hf"), "jax": facts.pop("perplexity_jax")}
+        facts["perplexity"] = {"hf": facts.pop("perplexity_reference"), "jax": self.perplexity}
         return {"passed": self.passed, **facts, "failures": self.failures()}
 
 
@@ -155,11 +157,20 @@ def reference_config(source: Path) -> Any:
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
-def reference_class(config: Any) -> Any:
-    """Returns transformers' class of automatic models that has a causal model for a config: of multimodal models, of
-    which the text is computed, it is mostly another one."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+def reference_class(config: Any, returns: str = LOGITS) -> Any:
+    """Returns transformers' class of automatic models that has a model for a config that returns this
+    (`tpuconv.models.common.heads`). For logits it is that of causal models; of multimodal models, of which the text is
+    computed, it is mostly another one."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
+    if returns:
+        return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
@@ -171,8 +182,11 @@ def empty_weights() -> Iterator[None]:
         yield
 
 
-def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-    """Returns transformers' logits [T, V] in float32 for each prompt.
+def reference_logits(
+    source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS
+) -> list[np.ndarray]:
+    """Returns transformers' logits [T, V] in float32 for each prompt; hidden states [T, D], or scores [1, O], of a
+    model that `returns` these.
 
     Raises:
         UsageError: transformers would read quantized values as weights.
@@ -193,7 +207,7 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
     config = reference_config(source)
     with empty_weights():
         model = (
-            reference_class(config)
+            reference_class(config, returns)
             .from_pretrained(
                 source,
                 config=config,
@@ -205,14 +219,16 @@ def reference_logits(source: Path, prompts: Sequence[Sequence[int]], dtype: str)
             .eval()
         )
     with torch.no_grad():
-        out = [model(torch.tensor([list(ids)])).logits[0].float().numpy() for ids in prompts]
+        outputs = (model(torch.tensor([list(ids)])) for ids in prompts)
+        found = [out.last_hidden_state[0] if returns == HIDDEN else out.logits for out in outputs]
+        out = [(x[0] if x.ndim == 3 else x).float().numpy() for x in found]
     del model
     gc.collect()
     return out
 
 
 def device_mesh(sizes: Mapping[str, int]) -> Any:
-    """Returns a mesh of the first devices of this process, with axes of these sizes.
+    """Returns a mesh of the first devices, of all processes, with axes of these sizes.
 
     Raises:
         UsageError: there are too few devices.
@@ -226,53 +242,102 @@ def device_mesh(sizes: Mapping[str, int]) -> Any:
     return jax.sharding.Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
 
 
-def model_logits(ckpt: Path, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None) -> list[np.ndarray]:
-    """Returns our model's logits [T, V] in float32 for each prompt, computed on one device or on a mesh. Raises as
-    `tpuconv.load`."""
+def model_logits(
+    ckpt: Location, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None, cache_dtype: str | None = None
+) -> list[np.ndarray]:
+    """Returns our model's logits [T, V] in float32 for each prompt (or what else it returns: see `forward`), computed
+    on one device or on a mesh; with several processes all of them call this, and the mesh is of all devices if None.
+    Raises as `tpuconv.load`."""
+    return list(each_logits(ckpt, prompts, dtype, mesh, cache_dtype))
+
+
+def each_logits(
+    ckpt: Location, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None, cache_dtype: str | None = None
+) -> Iterator[np.ndarray]:
+    """Yields what `model_logits` returns, one prompt at a time."""
     import jax
 
-    from tpuconv.restore import load
+    from tpuconv.restore import default_mesh, load
 
-    with jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        return forward(load(ckpt, dtype, mesh), prompts, dtype)()
+    if mesh is None and jax.process_count() > 1:
+        mesh = default_mesh(ckpt)
+
+    def on_mesh() -> Any:
+        return jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+    with on_mesh():
+        run = forward_each(load(ckpt, dtype, mesh), prompts, dtype, cache_dtype)()
+    for _ in prompts:
+        with on_mesh():  # not while this generator is suspended
+            logits = next(run)
+        yield logits
 
 
 def compare_logits(
-    prompts: Sequence[Sequence[int]], hf: Sequence[np.ndarray], ours: Sequence[np.ndarray], dtype: str, gates: Gates
+    prompts: Sequence[Sequence[int]], hf: Iterable[np.ndarray], ours: Iterable[np.ndarray], dtype: str, gates: Gates
 ) -> LogitStatistics:
-    """Returns the statistics of two models' logits.
+    """Returns the statistics of two models' logits. Those of one prompt are held at a time.
 
     Args:
-        prompts: token ids of each prompt, T of them.
+        prompts: token ids of each prompt; with logits of T of its tokens, the last T or T + 1 ids.
         hf: the reference's logits [T, V] in float32 for each prompt.
         ours: our logits, of the same shapes.
         dtype: that both models computed in; it says which logits are tied.
         gates: bounds by the name of a statistic.
     """
-    difference = np.concatenate([np.abs(a - b).max(-1) for a, b in zip(hf, ours, strict=True)])
-    mean = float(np.mean([np.abs(a - b).mean() for a, b in zip(hf, ours, strict=True)]))
-    logp, logq = ([log_softmax(x) for x in side] for side in (hf, ours))
-    kl = divergences(logp, logq)
-    means = [divergences([p], [q]).mean() for p, q in zip(logp, logq, strict=True)]
-    agree = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in zip(logp, logq, strict=True)])
-    decided = np.concatenate([~are_tied(x, dtype) for x in hf])
+    each = [_compared(ids, a, b, dtype) for ids, a, b in zip(prompts, hf, ours, strict=True)]
+    kl, agree, decided, nll_hf, nll_ours = (
+        np.concatenate([getattr(found, name) for found in each])
+        for name in ("kl_T", "agree_T", "decided_T", "nll_hf", "nll_ours")
+    )
+    means = [found.kl_T.mean() for found in each]
     return LogitStatistics(
         dtype=dtype,
         prompts=len(prompts),
         tokens=len(kl),
-        max_abs_difference=float(difference.max()),
-        mean_abs_difference=mean,
-        max_abs_logit=float(max(np.abs(x).max() for x in hf)),
+        max_abs_difference=float(np.max([found.largest_difference for found in each])),
+        mean_abs_difference=float(np.mean([found.mean_difference for found in each])),
+        max_abs_logit=float(max(found.largest_logit for found in each)),
         mean_kl=float(kl.mean()),
         p999_kl=float(np.quantile(kl, 0.999)),
         top1=float(agree.mean()),
         decided=int(decided.sum()),
         top1_decided=float(agree[decided].mean()) if decided.any() else 1.0,
-        perplexity_hf=_perplexity(prompts, logp),
-        perplexity_jax=_perplexity(prompts, logq),
+        perplexity_reference=float(np.exp(nll_hf.mean())),
+        perplexity=float(np.exp(nll_ours.mean())),
         worst_prompt=1 + int(np.argmax(means)),
         worst_prompt_kl=float(np.max(means)),
         gates=gates,
+    )
+
+
+class _Compared(NamedTuple):
+    """What `compare_logits` keeps of a prompt: of each token, and of the negative log-likelihoods of the tokens that
+    are predicted."""
+
+    largest_difference: float
+    mean_difference: float
+    largest_logit: float
+    kl_T: np.ndarray
+    agree_T: np.ndarray
+    decided_T: np.ndarray
+    nll_hf: np.ndarray
+    nll_ours: np.ndarray
+
+
+def _compared(ids: Sequence[int], hf_TV: np.ndarray, ours_TV: np.ndarray, dtype: str) -> _Compared:
+    difference_TV = np.abs(hf_TV - ours_TV)
+    p, q = log_softmax(hf_TV), log_softmax(ours_TV)
+    predicted = np.arange(len(ids) - 1), list(ids)[1:]
+    return _Compared(
+        float(difference_TV.max()),
+        float(difference_TV.mean()),
+        float(np.abs(hf_TV).max()),
+        divergences([p], [q]),
+        p.argmax(-1) == q.argmax(-1),
+        ~are_tied(hf_TV, dtype),
+        -p[predicted],
+        -q[predicted],
     )
 
 
@@ -283,9 +348,3 @@ def are_tied(logits: np.ndarray, dtype: str) -> np.ndarray:
     exponent = np.frexp(np.abs(first))[1] - 1
     spacing = float(ml_dtypes.finfo(dtype).eps) * np.exp2(exponent)  # type: ignore[no-untyped-call]
     return np.asarray(first - second <= TIE * spacing)
-
-
-def _perplexity(prompts: Sequence[Sequence[int]], logp: Sequence[np.ndarray]) -> float:
-    """exp of the mean negative log-likelihood of all tokens except each prompt's first."""
-    nll = [-p[np.arange(len(ids) - 1), list(ids)[1:]] for ids, p in zip(prompts, logp, strict=True)]
-    return float(np.exp(np.concatenate(nll).mean()))

@@ -1,6 +1,8 @@
 """Tiny sources and every kind of output of them, made as the commands make them."""
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
+from tpuconv import api
 from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert import export as exporter
+from tpuconv.convert.array_source import released_config
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options, Plan
 from tpuconv.convert.run import run
@@ -85,6 +89,10 @@ def convert(folder: Path, out: Path, options: Options | None = None, *, overwrit
     drain(run(plan_of(folder, options, **origin), out, LIMITS, overwrite=overwrite))
 
 
+def convert_for(target: str, folder: Path, out: Path, **options: Any) -> None:
+    api.convert(folder, out, target=target, jobs=1, **options)
+
+
 def quantization_plan(ckpt: Path) -> Plan:
     from tpuconv.quantize.apply import quantization
     from tpuconv.quantize.config import find_config
@@ -103,8 +111,30 @@ def quantize(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:
 def export(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
-    config = family.config.from_hf(exporter.released_config(manifest))
-    drain(exporter.export(manifest, family.table, config, out, overwrite=overwrite))
+    config = family.config.from_hf(released_config(manifest))
+    drain(exporter.export_checkpoint(manifest, family.table, config, out, overwrite=overwrite))
+
+
+def adapter(folder: Path, ckpt: Path, rank: int = 2) -> Path:
+    """A LoRA adapter of some matrices of a source, with the files that PEFT writes."""
+    names = [name for name in read_tensors(ckpt) if re.search(r"(q|down)_proj\.weight$", name)]
+    rng, tensors = np.random.default_rng(0), {}
+    for name in names:
+        rows, columns = read_tensors(ckpt)[name].shape
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, columns)).astype(np.float32)
+        tensors[f"{module}.lora_B.weight"] = rng.normal(size=(rows, rank)).astype(np.float32)
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG | {"r": rank}))
+    return folder
+
+
+ADAPTER_CONFIG = {
+    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/model", "bias": "none"},
+    **{"lora_alpha": 4, "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None},
+    **{"target_modules": ["q_proj", "down_proj"], "rank_pattern": {}, "alpha_pattern": {"layers.0.*q_proj": 8}},
+}
 
 
 def with_layouts(ckpt: Path) -> Path:

@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -346,15 +346,17 @@ def end_tokens(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     return make
 
 
-FORMS = ("checkpoint", "quantized", "kept")
+FORMS = ("checkpoint", "quantized", "kept", "maxtext", "export", "serving")
+LOADED = FORMS[:3]
+EXPORTED = FORMS[4:]
 
 
 def read_all(folder: Path) -> None:
     """What the commands do with a checkpoint before they trace its model or read its weights."""
-    from tpuconv.api import inspect
+    from tpuconv.api import export, inspect, verify
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import open_checkpoint
-    from tpuconv.convert import export
+    from tpuconv.convert.array_source import released_config
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
@@ -362,6 +364,9 @@ def read_all(folder: Path) -> None:
     from tpuconv.quantize.report import report, report_page
     from tpuconv.verify.checksums import check_checkpoint
 
+    if folder.name.startswith(EXPORTED):
+        verify(folder)
+        return
     manifest = read_manifest(folder)
     family = get_family(manifest.family)
     inspect(folder, mesh={"tensor": 2})
@@ -371,25 +376,27 @@ def read_all(folder: Path) -> None:
         QuantConfig.from_json(manifest.quantization)
         report(manifest.raw)
         report_page(manifest.raw)
-    config = family.config.from_hf(export.released_config(manifest))
-    if manifest.quantization is None:
+    config = family.config.from_hf(released_config(manifest))
+    if manifest.quantization is None and manifest.target == "tpuconv":
         source = open_checkpoint(folder)
         options = Options(scan_layers=manifest.scan_layers, layers=manifest.layer_range)
         make_plan(source, family.name, source.table(), config, options).check()
-    out = folder.parent / f"export-{os.getpid()}"
+    out = folder.parent / f"released-{os.getpid()}"
     try:
-        drain(export.export(manifest, family.table, config, out))
+        export(folder, out)
     finally:
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.parent / f".{out.name}.tpuconv", ignore_errors=True)
 
 
-def manifests(base: Path, use: Callable[[Path], None] = read_all) -> Callable[[random.Random], tuple[Any, Try]]:
-    folders = {form: scratch(base, form, form) for form in FORMS}
+def manifests(
+    base: Path, use: Callable[[Path], None] = read_all, forms: Sequence[str] = FORMS
+) -> Callable[[random.Random], tuple[Any, Try]]:
+    folders = {form: scratch(base, form, form) for form in forms}
     originals = {form: json.loads((folder / "tpuconv.json").read_bytes()) for form, folder in folders.items()}
 
     def make(rng: random.Random) -> tuple[Any, Try]:
-        form = rng.choice(FORMS)
+        form = rng.choice(forms)
         whole = {key: value for key, value in originals[form].items() if key != "seal"}
         how = rng.choice(("bytes", "sealed", "sealed", "format 1"))
         if how == "bytes":
@@ -423,9 +430,9 @@ def loaded_manifests(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """The same, of which the model is made and the weights are restored."""
     import tpuconv.restore  # noqa: F401  (before the memory is limited)
 
-    for form in FORMS:
+    for form in LOADED:
         load(base / form)
-    return manifests(base, load)
+    return manifests(base, load, LOADED)
 
 
 def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
@@ -478,6 +485,7 @@ YAML = {
         ],
     },
     "gates": {"top1": 0.9, "mean_kl": 0.00001},
+    "calibration": {"method": "gptq", "damping": 0.01, "act_order": True},
 }
 SIGNS = [
     b"&a ",
@@ -499,11 +507,11 @@ def yaml_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     import yaml
 
     from tpuconv.models.registry import find_family
-    from tpuconv.quantize.config import QuantConfig, check_rules, modules_of, parse_config
+    from tpuconv.quantize.config import QuantConfig, check_rules, parse_config
 
     raw_config = json.loads((base / "source/config.json").read_bytes())
     family = find_family(raw_config)
-    modules = list(modules_of(family.table, family.config.from_hf(raw_config)))
+    modules = list(family.table.modules(family.config.from_hf(raw_config)))
 
     def make(rng: random.Random) -> tuple[Any, Try]:
         value = structured(rng, YAML) if rng.random() < 0.7 else YAML
@@ -576,11 +584,105 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     return make
 
 
-def run_plan_there(plan: Any, out: Path, overwrite: bool) -> None:
+def run_plan_there(plan: Any, out: Any, overwrite: bool) -> None:
     from tpuconv.convert.run import run
     from tpuconv.convert.sizing import Limits
 
     drain(run(plan, out, Limits(jobs=1, max_memory=2**30), overwrite=overwrite))
+
+
+def adapter(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
+    """adapter_config.json, and the header of an adapter's weights."""
+    from tpuconv.api import plan
+    from tpuconv.sources.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
+
+    folder = scratch(base, "adapter", "an-adapter")
+    config, weights = (folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    files = {path: path.read_bytes() for path in (config, weights)}
+    settings = json.loads(files[config])
+    (length,) = struct.unpack("<Q", files[weights][:8])
+    names, values = json.loads(files[weights][8 : 8 + length]), files[weights][8 + length :]
+
+    def make(rng: random.Random) -> tuple[Any, Try]:
+        path, is_planned = rng.choice((config, config, weights)), rng.random() < 0.2
+        data = mutated(rng, settings if path == config else names)
+        whole = data if path == config else struct.pack("<Q", len(data)) + data + values
+
+        def go() -> None:
+            for each, bytes_ in files.items():
+                each.write_bytes(whole if each == path else bytes_)
+            read_adapter(str(folder))
+            if is_planned:
+                plan(base / "source", adapter=[str(folder)])
+
+        return (path.name, data), go
+
+    return make
+
+
+def bucket_journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
+    """A work object in a bucket, or its claim, as `journal` does it on a disk: an output that is not the right one is
+    none, or that of a forged entry."""
+    from helpers.buckets import ROOT, Killed, MemoryBucket, objects
+    from tpuconv import buckets
+    from tpuconv.location import to_location
+    from tpuconv.storage import bucket_journal as journals
+
+    plan, out = plan_of(base / "two-shards"), to_location(f"{ROOT}/out")
+
+    def begin(at: int | None) -> MemoryBucket:
+        buckets.OPEN[ROOT] = bucket = MemoryBucket()
+        bucket.at = at
+        with suppress(Killed):
+            run_plan_there(plan, out, False)
+        bucket.at = None
+        return bucket
+
+    log, right = begin(None).log, objects(f"{ROOT}/out")
+    stops = {"begun": len(log) // 2, "ready": next(i for i, what in enumerate(log) if "commit_success" in what)}
+    states = {}
+    for state, at in stops.items():
+        begin(at)
+        states[state] = objects(ROOT)
+    journals.HEARTBEAT_SECONDS = 3600
+
+    def make(rng: random.Random) -> tuple[Any, Try]:
+        state, overwrite = rng.choice(list(states)), rng.random() < 0.2
+        there = states[state]
+        entries = sorted(name for name in there if name.startswith("out.tpuconv/") and "/new/" not in name)
+        entry, how = rng.choice(entries), rng.choice(("bytes", "sealed", "another's", "gone"))
+        whole = json.loads(there[entry])
+        if how == "bytes":
+            data: bytes | None = raw(rng, there[entry])
+        elif how == "sealed":
+            value = structured(rng, {key: own for key, own in whole.items() if key != "seal"})
+            data = seal(value) if isinstance(value, dict) and value else text_of(rng, value)
+        else:
+            data = there[rng.choice(entries)] if how == "another's" else None
+        is_forged = how == "sealed" and (strict(data or b"") or {}) != whole
+
+        def go() -> None:
+            buckets.OPEN[ROOT] = bucket = MemoryBucket()
+            for name, held in there.items():
+                bucket.put(name, held)
+            if data is None:
+                bucket.delete([entry])
+            else:
+                bucket.put(entry, data)
+            code = 0
+            try:
+                run_plan_there(plan, out, overwrite)
+            except TpuconvError as error:
+                code = error.exit_code
+                raise
+            finally:
+                assert code in (0, 9, 10), code
+            found = objects(f"{ROOT}/out")
+            assert is_forged or found == right, sorted(k for k in right.keys() | found if right.get(k) != found.get(k))
+
+        return (state, entry, how, overwrite, data), go
+
+    return make
 
 
 KINDS: dict[str, Kind] = {
@@ -594,6 +696,8 @@ KINDS: dict[str, Kind] = {
     "zarr.json and layouts.json": array_files,
     "YAML": yaml_config,
     "journal": journal,
+    "journal in a bucket": bucket_journal,
+    "adapter": adapter,
 }
 
 

@@ -48,6 +48,45 @@ def tpuconv(
     return done
 
 
+@contextmanager
+def started(*args: object, patch: str = "", **options: Any) -> "Iterator[subprocess.Popen[str]]":
+    """The command, which goes on while the test does, in a new interpreter after the code `patch`; if it still runs at
+    the end it is killed. Options as of `subprocess.Popen`."""
+    begin = ["-c", f"{patch}\nfrom tpuconv.cli import main\nmain()"]
+    with subprocess.Popen([sys.executable, *begin, *map(str, args)], text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+UNHURRIED = """
+import time
+from tpuconv.storage.journal import Journal
+record = Journal.record
+def unhurried(self, part, facts):
+    record(self, part, facts)
+    time.sleep(0.2)
+Journal.record = unhurried
+"""
+"""Code with which a command waits after each entry of its journal, so that a test meets it at work on any machine."""
+
+
+def halted_after(part: str, until: Path | None = None) -> str:
+    """Code with which a command does nothing more once its journal has the entry of a part, so that it is met there and
+    nowhere else; until a file exists."""
+    return f"""
+import os, time
+from tpuconv.storage.journal import Journal
+record = Journal.record
+def halted(self, part, facts):
+    record(self, part, facts)
+    while part == {part!r} and not os.path.exists({str(until or "")!r}):
+        time.sleep(0.02)
+Journal.record = halted
+"""
+
+
 MEASURED = """
 import atexit, sys, time
 def tell():

@@ -2,20 +2,37 @@
 and shapes and dtypes fit. Faults are collected and raised together, before a byte of the weights is read."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
 
 from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
-from tpuconv.convert.plan.types import FLOAT_DTYPES, Options, OutputArray, Plan, Quantization, Skip, Slab
+from tpuconv.convert.plan.quantization import Quantization
+from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
 from tpuconv.encodings.adapted import adapt
 from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
-from tpuconv.mapping.table import LAYER_INDICES, LAYERS, MTP, Binding, HasAxes, MappingTable, WithAxes
+from tpuconv.mapping.table import (
+    EXPERTS,
+    LAYER_INDICES,
+    LAYERS,
+    MTP,
+    PERIODS,
+    PLACES,
+    Binding,
+    HasAxes,
+    MappingTable,
+    WithAxes,
+    row_indices,
+)
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
+from tpuconv.targets.target import Target
 
 TENSORS_TO_LIST = 100_000
 """Missing tensors that are listed by name: as many as the largest models have."""
@@ -49,10 +66,12 @@ def make_plan(
     """
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
-    bindings = table.bind(_cut_layers(config, options.layers), mtp)
+    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    bindings = [
+        b.swapped(partial(_is_input_first, tensors)) for b in table.bind(_cut_layers(config, options.layers), mtp)
+    ]
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
-    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
     if options.adapters and options.encoding == "keep":
         raise UsageError(
             "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
@@ -107,10 +126,15 @@ def make_plan(
     slabs: list[Slab] = []
     encoders = quantization.encoders if quantization else {}
     for binding in bindings if not faults else ():
-        new_arrays, new_slabs = cut_binding(tensors, binding, options.dtype, encoders, target)
+        new_arrays, new_slabs = cut_binding(tensors, binding, options, encoders, target)
         faults += [f"{array.name}  is made by two rows of the table" for array in new_arrays if array.name in arrays]
         arrays |= {array.name: array for array in new_arrays}
         slabs += new_slabs
+    for name, found in quantization.found.items() if quantization and not faults else ():
+        shape = found.shape
+        arrays[name] = OutputArray(shape, np.dtype(np.float32), shape, shape, name, found.axes, (), buffer=True)
+    if target.fp8_block and not faults:
+        _check_fp8(target, passthrough, arrays)
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
     return Plan(
         source=source,
@@ -129,8 +153,33 @@ def make_plan(
         faults=tuple(faults),
         ignored_config=ignored_config,
         target=target,
+        config=config,
         empty=tuple(f"{target.root}{name}" for name, is_empty in target.empty.items() if is_empty(config)),
     )
+
+
+def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: Mapping[str, OutputArray]) -> None:
+    """Raises UnsupportedConfig if a parameter that stays encoded has another form than the target's FP8 in blocks."""
+    wrong: dict[str, list[str]] = {}
+    for name, kept in passthrough.items():
+        array, block = arrays[name], target.fp8_block
+        own = (
+            [
+                (size // group, size if size < block else size // block)
+                for axis, size, group in zip(array.axes.split(), array.shape, kept.group_shape, strict=True)
+                if axis not in (EXPERTS, *LAYER_INDICES, PLACES)
+            ]
+            if "(" not in array.axes
+            else []
+        )
+        if kept.scheme.qtype != "float8_e4m3fn" or not own or any(has != wants for has, wants in own):
+            wrong.setdefault(f"{kept.scheme.qtype} in groups of {list(kept.group_shape)}", []).append(name)
+    if wrong:
+        raise UnsupportedConfig(
+            f"{target.name} has FP8 with a scale for each block of {target.fp8_block} values along each axis",
+            details=[f"{pattern}: {form}" for form, names in wrong.items() for pattern in collapse(names)],
+            hint="decode by --encoding dequantize",
+        )
 
 
 def _checked_table(source: Source, table: MappingTable, config: HasAxes, options: Options) -> MappingTable:
@@ -144,7 +193,9 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
             raise UnsupportedConfig(
                 f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
             )
-        table = table.stack_layers()
+        table = table.stack_layers(config)
+    if options.layers is not None and any(PERIODS in (*loop, *stack) for loop, stack in map(row_indices, table)):
+        raise UsageError("--layers does not go with layers that are stacked by periods", hint="leave out one of them")
     mtp = options.include_mtp
     if mtp and not config.axes.get(MTP):
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
@@ -178,6 +229,11 @@ def _coverage_faults(
         if original in tensors and _stored_kind(tensors[copy]) != _stored_kind(tensors[original]):
             faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
     return faults + _dtype_faults(tensors, bindings)
+
+
+def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
+    tensor = tensors.get(name)
+    return tensor is not None and tensor.scheme is not None and tensor.scheme.input_first
 
 
 def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
@@ -222,7 +278,9 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
     not_float, mixed = [], []
     for binding in bindings:
         sources = [tensors[n] for stack in binding.src for n in stack.names if n in tensors]
-        not_float += [tensor.name for tensor in sources if tensor.dtype.name not in FLOAT_DTYPES]
+        # Buffers are never cast: they may be tables of numbers, such as DeepSeek V4's of experts by token id.
+        known = (*FLOAT_DTYPES, *INTEGER_DTYPES) if binding.row.buffer else FLOAT_DTYPES
+        not_float += [tensor.name for tensor in sources if tensor.dtype.name not in known]
         if len({(tensor.values.dtype, tensor.scheme is None) for tensor in sources}) > 1:
             mixed.append(sources[0].name)
     return [

@@ -1,5 +1,6 @@
 """Dividing the work: arrays into shards and chunks, their sources into slabs, and slabs into units."""
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import lcm, prod
@@ -8,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.quantization import EncodedComponent, Encoder
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
-    EncodedComponent,
-    Encoder,
+    Options,
     OutputArray,
     Slab,
     WorkUnit,
@@ -20,16 +21,18 @@ from tpuconv.convert.plan.types import (
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
-from tpuconv.mapping.table import EXPERTS, LAYERS, Binding
+from tpuconv.mapping.table import EXPERTS, LAYERS, PERIODS, Binding
 from tpuconv.sharding import MESH_AXES
 from tpuconv.sources.source import Source
 from tpuconv.targets.target import OWN, Target
+
+BYTE_BITS = 8
 
 
 def cut_binding(
     tensors: Mapping[str, Tensor],
     binding: Binding,
-    dtype: str,
+    options: Options,
     encoders: Mapping[str, Encoder],
     target: Target = OWN,
 ) -> tuple[list[OutputArray], list[Slab]]:
@@ -38,7 +41,7 @@ def cut_binding(
     Args:
         tensors: of the source.
         binding: a row of the table.
-        dtype: that of `Options`.
+        options: dtype and compression.
         encoders: of the parameters that are quantized.
         target: what the output is for; it names the parts of quantized parameters.
 
@@ -51,7 +54,8 @@ def cut_binding(
         dict.fromkeys(x for axes in layout.src for axis in axes for x in axis.letters() if sliceable(layout, x))
     )
     first = tensors[binding.src[0].names[0]]
-    values = first.dtype if dtype == "auto" or binding.row.buffer or first.passthrough else FLOAT_DTYPES[dtype]
+    is_fixed = options.dtype == "auto" or binding.row.buffer or first.passthrough
+    values = first.dtype if is_fixed else FLOAT_DTYPES[options.dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
     cuts = [
         _Cut(axes, shape, encoders.get(stack.names[0]), values, letters)
@@ -75,7 +79,7 @@ def cut_binding(
     arrays = [
         array
         for cut, stack in zip(cuts, binding.dst, strict=True)
-        for array in cut.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer, target)
+        for array in cut.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer, target, options.compress)
     ]
     ranges = [[(x, (a, min(a + step, lengths[x]))) for a in range(0, lengths[x], step)] for x, step in steps.items()]
     return arrays, [Slab(binding, dict(box), values) for box in product(*ranges)]
@@ -109,6 +113,7 @@ class _Cut:
         sources: tuple[str, ...],
         buffer: bool,
         target: Target,
+        compress: bool,
     ) -> Iterator[OutputArray]:
         slabs = tuple(
             n // lengths[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
@@ -120,7 +125,17 @@ class _Cut:
             shards = tuple(-(-n // c) * c for n, c in zip(slab, chunks, strict=True))
             full_name = target.part(name, part.suffix) if part.suffix else name
             is_buffer = buffer or not part.own
-            array = OutputArray(shape, part.dtype, shards, chunks, full_name, self.axes, sources, is_buffer)
+            array = OutputArray(
+                shape,
+                part.dtype,
+                shards,
+                chunks,
+                full_name,
+                self.axes,
+                sources,
+                is_buffer,
+                compressed=compress or (part.bits or element_bits(part.dtype)) < BYTE_BITS,
+            )
             if target.squeezes_scales and part.suffix and not part.own:
                 dropped = tuple(i for i, (n, b) in enumerate(zip(shape, part.blocks, strict=True)) if n == 1 < b)
                 if any(b > 1 for i, b in enumerate(part.blocks) if i not in dropped) or not 0 < len(dropped) < len(
@@ -137,7 +152,8 @@ class _Cut:
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
     """The shape of an array's chunks. Stacked axes are cut first, then those that a mesh divides, eight ways unless the
     pieces become too small, then all others until a chunk is small enough."""
-    ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()} | {LAYERS: 0, EXPERTS: 1}
+    ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
+    ranks |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
     order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
     counts = [1] * len(shape)
 
@@ -150,10 +166,16 @@ def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: i
         (max(shape, default=1), sizes.CHUNK_BYTES),
     ):
         for i in order:
-            limit = shape[i] if leads[i] in (LAYERS, EXPERTS) else min(goal, shape[i])
+            limit = shape[i] if leads[i] in (LAYERS, PERIODS, EXPERTS) else min(goal, shape[i])
             while counts[i] < limit and nbytes() > enough:
                 counts[i] = _divisor(shape[i], 2 * counts[i])
     return tuple(-(-n // c) for n, c in zip(shape, counts, strict=True))
+
+
+def element_bits(dtype: np.dtype[Any]) -> int:
+    """The bits of an element that are used."""
+    found = re.match(r"u?int([1-7])$|float([1-7])_", dtype.name)
+    return int(found[1] or found[2]) if found else BYTE_BITS * dtype.itemsize
 
 
 def _divisor(size: int, wanted: int) -> int:
@@ -161,24 +183,40 @@ def _divisor(size: int, wanted: int) -> int:
     return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
 
 
+WIDE_SPAN = 2
+"""A slab is wide if it spans more shards: a stack of norms, of which every shard has a few."""
+
+
 def gather(source: Source, tensors: Mapping[str, Tensor], slabs: list[Slab]) -> tuple[WorkUnit, ...]:
-    """Gathers slabs into units of about UNIT_BYTES, in the order of the source on disk."""
+    """Gathers slabs into units of about UNIT_BYTES, in the order of the source on disk: by the last shard that they
+    need, so that a source is read from start to end. Wide slabs get units of their own, after all others: else one
+    norm would keep a unit waiting for the whole source."""
     order = {shard.name: i for i, shard in enumerate(source.shards)}
 
-    def place(slab: Slab) -> tuple[int, int]:
+    def place(slab: Slab) -> tuple[bool, int, int, int]:
         name, start = slab.begins()
         tensor = tensors[name]
-        return order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
+        needed = {order[info.shard] for each in slab.names() for info in tensors[each].stored}
+        is_wide = max(needed) - min(needed) >= WIDE_SPAN
+        return is_wide, max(needed), order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
 
     units: list[WorkUnit] = []
     unit_slabs: list[Slab] = []
-    size = 0
-    for slab in sorted(slabs, key=place):
+    size, was_wide = 0, False
+
+    def close() -> None:
+        nonlocal unit_slabs, size
+        if unit_slabs:
+            units.append(WorkUnit(f"unit-{len(units):05d}", tuple(unit_slabs), size, was_wide))
+        unit_slabs, size = [], 0
+
+    for (is_wide, *_), slab in sorted(((place(slab), slab) for slab in slabs), key=lambda pair: pair[0]):
+        if is_wide != was_wide:
+            close()
+            was_wide = is_wide
         unit_slabs.append(slab)
         size += stored_bytes(tensors, slab)
         if size >= sizes.UNIT_BYTES:
-            units.append(WorkUnit(f"u{len(units):05d}", tuple(unit_slabs), size))
-            unit_slabs, size = [], 0
-    if unit_slabs:
-        units.append(WorkUnit(f"u{len(units):05d}", tuple(unit_slabs), size))
+            close()
+    close()
     return tuple(units)

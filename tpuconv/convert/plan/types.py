@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +14,12 @@ import numpy as np
 from tpuconv.checkpoint.manifest import OWN_TARGET, Manifest
 from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
-from tpuconv.errors import MappingError, UnsupportedConfig, shorten
-from tpuconv.layout import Ranges, Shape, cut_sizes, lead, parse_axes, runs
+from tpuconv.errors import MappingError, shorten
+from tpuconv.layout import Ranges, cut_sizes, lead, parse_axes, runs
 from tpuconv.mapping.passthrough import Passthrough
-from tpuconv.mapping.table import Binding, MappingTable
+from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
@@ -26,9 +27,8 @@ from tpuconv.sources.source import Source
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import OWN, Target
 
-REPORT = "quantization.html"
-
-
+INTEGER_DTYPES = ("int32", "int64")
+"""Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -42,10 +42,12 @@ class Options:
         layers: the layers to convert; all if None.
         include_mtp: convert the layers that predict further tokens too.
         encoding: what becomes of encoded tensors; "dequantize" or "keep".
+        compress: compress all arrays, not only those of codes of less than 8 bits.
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
         target: the name of the program that the output is for.
         adapters: what is added to weights, in this order.
+        scheme: in which a target with safetensors has quantized weights; None to choose it by their types.
     """
 
     dtype: str = "auto"
@@ -53,15 +55,18 @@ class Options:
     layers: range | None = None
     include_mtp: bool = False
     encoding: str = "dequantize"
+    compress: bool = False
     allow_nonfinite: bool = False
     allow_config: tuple[str, ...] = ()
     target: str = OWN_TARGET
     adapters: tuple[Adapter, ...] = ()
+    scheme: str | None = None
 
     @classmethod
-    def of_checkpoint(cls, manifest: Manifest) -> "Options":
+    def of_checkpoint(cls, manifest: Manifest, *, compress: bool = False) -> "Options":
         """The options that repeat the form of a checkpoint: what `quantize` and `save` write."""
         return cls(
+            compress=compress,
             scan_layers=manifest.scan_layers,
             layers=manifest.layer_range,
             include_mtp=manifest.include_mtp,
@@ -77,88 +82,13 @@ class Options:
             "layers": layers,
             "include_mtp": self.include_mtp,
             "encoding": self.encoding,
+            **({"compress": True} if self.compress else {}),
             **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
             **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
             **({"target": self.target} if self.target != OWN_TARGET else {}),
             **({"adapters": [adapter.to_json() for adapter in self.adapters]} if self.adapters else {}),
+            **({"scheme": self.scheme} if self.scheme else {}),
         }
-
-
-@dataclass(frozen=True)
-class EncodedComponent:
-    """One of the arrays that hold an encoded parameter.
-
-    Attributes:
-        suffix: of its name, after the parameter's.
-        blocks: for each axis, how many elements of the parameter one element stands for.
-        own: whether it holds the parameter's values. Others, such as scales, do not count as parameters.
-    """
-
-    suffix: str
-    dtype: np.dtype[Any]
-    blocks: Shape
-    own: bool = False
-
-
-class Encoder(Protocol):
-    """Makes, from the values of a parameter, the arrays that hold it, such as quantized values and their scales."""
-
-    @property
-    def blocks(self) -> Shape:
-        """For each axis, how many elements must be encoded together; 1 if it does not matter."""
-
-    @property
-    def parts(self) -> tuple[EncodedComponent, ...]:
-        """The arrays that it makes."""
-
-    def __call__(self, values: np.ndarray) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Encodes a box of complete blocks, which need not be contiguous.
-
-        Returns:
-            The values of each part, and statistics that can be added up.
-
-        Raises:
-            FloatingPointError: a value is infinite or NaN.
-        """
-
-    def check(self) -> None:
-        """Raises GateError if the result is wrong. Called before it counts as done."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything that determines the result."""
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Which parameters are encoded, and by which rules.
-
-    Attributes:
-        encoders: of each parameter that is quantized.
-        config: what the manifest says of the rules.
-        report: makes the text of the file `REPORT` from the whole manifest.
-        passthrough: the parameters that the source has in exactly the type that is asked for, with the number of the
-            rule that asks. Their quantized values and scales are copied.
-    """
-
-    encoders: Mapping[str, Encoder]
-    config: Mapping[str, Any]
-    report: Callable[[Mapping[str, Any]], str]
-    passthrough: Mapping[str, int] = field(default_factory=dict)
-
-    def renamed(self, names: Mapping[str, str], target: str) -> "Quantization":
-        """The same with other names of the parameters.
-
-        Raises:
-            UnsupportedConfig: a parameter that is quantized has none, since the target joins or changes it.
-        """
-        if missing := [name for name in (*self.encoders, *self.passthrough) if name not in names]:
-            raise UnsupportedConfig(
-                f"{target} has no quantized {', '.join(collapse(missing))}: it joins or changes the parameter",
-                hint="leave them out of the rules, or convert without --quantize",
-            )
-        encoders = {names[name]: encoder for name, encoder in self.encoders.items()}
-        passthrough = {names[name]: rule for name, rule in self.passthrough.items()}
-        return replace(self, encoders=encoders, passthrough=passthrough)
 
 
 @dataclass(frozen=True)
@@ -261,11 +191,13 @@ class Slab:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A part of the work that is done or not. Any process that sees the output folder could do it."""
+    """A part of the work that is done or not. Any process that sees the output folder could do it. A wide one is made
+    from many shards of the source, and comes last."""
 
     uid: str
     slabs: tuple[Slab, ...]
     nbytes: int
+    is_wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,8 +212,9 @@ class Skip:
 @dataclass(frozen=True, repr=False)
 class Plan:
     """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
-    raises them. `ignored_config` are the keys of config.json that are not read. The output is for `target`, whose tree
-    has the names `empty` without arrays."""
+    raises them. `config` is the family's reading of config.json, with the letters of the table; `ignored_config` are
+    the keys of config.json that are not read. The output is for `target`, whose tree has the names `empty` without
+    arrays."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -299,6 +232,7 @@ class Plan:
     faults: tuple[str, ...]
     ignored_config: tuple[IgnoredKey, ...] = ()
     target: Target = OWN
+    config: HasAxes | None = None
     empty: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -377,12 +311,14 @@ class Plan:
         """Everything that determines what is written, by name. Of a shard with a promised sha256 only that counts; of
         others the size and the digest."""
         shards = [[s.name, s.sha256 or [s.size, s.digest]] for s in self.source.shards]
+        headers = [[t.name, t.dtype, t.shape, t.shard, t.offset] for t in self.source.tensors.values()]
         return {
             "format": MANIFEST_FORMAT,
             "source": {
                 "repo": self.source.repo,
                 "commit": self.source.commit,
                 "files of weights": _digest(shards),
+                "headers": _digest(headers),
                 "files beside them": _digest(self.source.companions),
                 "config.json": _digest(self.source.config),
             },

@@ -1,15 +1,14 @@
 """Cohere 2 (arXiv:2504.00698)."""
 
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.cohere2.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Keys, LayerNorm, apply_rope_to_neighbours, times
 
@@ -26,24 +25,17 @@ class Attention(blocks.Attention):
         return apply_rope_to_neighbours(q_BTNH, (cos, sin)), apply_rope_to_neighbours(k_BTKH, (cos, sin))
 
 
-class Block(nnx.Module):
+class Block(blocks.ParallelBlock):
     """One layer: attention and MLP, both after the same norm, with one residual connection."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.norm = LayerNorm("D", config.axes, config.rms_norm_eps, bias=False, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.mlp = blocks.GatedMLP(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        normed_BTD = self.norm(x_BTD)
-        y_BTD, kv = self.attn(normed_BTD, step, window, kv)
-        return x_BTD + y_BTD + self.mlp(normed_BTD), kv
+    attention_type: ClassVar[Any] = Attention
+    norm_type = partial(LayerNorm, bias=False)
 
 
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
-    block = Block
+    block: ClassVar[Any] = Block
     norm_type = partial(LayerNorm, bias=False)
     config: Config
 

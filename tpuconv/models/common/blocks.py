@@ -49,7 +49,7 @@ class Attention(nnx.Module):
 
 class NormedAttention(Attention):
     """Attention with queries and keys that are normalized before they get rotary positions: each head separately, or
-    all heads together."""
+    all heads together. In families where only some models have these norms, `normed` says whether this one does."""
 
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
 
@@ -60,10 +60,13 @@ class NormedAttention(Attention):
         bias: bool = False,
         out_bias: bool = False,
         all_heads: bool = False,
+        normed: bool = True,
         dtype: DTypeLike,
         keys: Keys,
     ):
         super().__init__(config, bias=bias, out_bias=out_bias, dtype=dtype, keys=keys)
+        if not normed:
+            return
         queries, keys_ = ("NH", "KH") if all_heads else ("H", "H")
         self.q_norm = self.norm_type(queries, config.axes, config.rms_norm_eps, dtype=dtype)
         self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
@@ -73,7 +76,7 @@ class NormedAttention(Attention):
 
     def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys before they get rotary positions."""
-        return self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        return (self.q_norm(q_BTNH), self.k_norm(k_BTKH)) if hasattr(self, "q_norm") else (q_BTNH, k_BTKH)
 
 
 class GatedMLP(nnx.Module):
@@ -95,12 +98,12 @@ class GatedMLP(nnx.Module):
 
 
 class PlainMLP(nnx.Module):
-    """MLP without a gate, x [B, T, D] to [B, T, D]. Its activation is the square of the positive part
-    (arXiv:2109.08668), or what a family overrides it with."""
+    """MLP without a gate, x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is the square of the
+    positive part (arXiv:2109.08668), or what a family overrides it with."""
 
-    def __init__(self, config: DecoderConfig, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
-        self.up = Einsum("BTD,DF->BTF", config.axes, bias=bias, dtype=dtype, keys=keys)
-        self.down = Einsum("BTF,FD->BTD", config.axes, bias=bias, dtype=dtype, keys=keys)
+    def __init__(self, config: DecoderConfig, F: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        self.up = Einsum(f"BTD,D{F}->BT{F}", config.axes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BT{F},{F}D->BTD", config.axes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.act(self.up(x_BTD)))
@@ -127,7 +130,9 @@ class PreNormBlock(nnx.Module):
         self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.attn = self.new_attention(config, layer, dtype=dtype, keys=keys)
         self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        if self.moe_type is not None and layer in config.axes.get("J", (layer,)):
+        # The layer for multi-token prediction, after the model's own, has experts if others have.
+        has_experts = layer in config.axes.get("J", (layer,)) or layer >= config.num_hidden_layers
+        if self.moe_type is not None and has_experts:
             self.moe = self.moe_type(config, dtype=dtype, keys=keys)
         else:
             self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
@@ -135,8 +140,13 @@ class PreNormBlock(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = self.joined(x_BTD, y_BTD)
+        return self.joined(x_BTD, self.fed(self.mlp_norm(x_BTD))), kv
+
+    def fed(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] of the MLP or of the experts."""
         feed: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return self.joined(x_BTD, feed(self.mlp_norm(x_BTD))), kv
+        y_BTD: jax.Array = feed(x_BTD)
+        return y_BTD
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         """Returns the attention of a layer."""
@@ -147,8 +157,26 @@ class PreNormBlock(nnx.Module):
         return x_BTD + y_BTD
 
 
+class ParallelBlock(nnx.Module):
+    """One layer: attention and MLP, both after the same norm, with one residual connection."""
+
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    mlp_type: ClassVar[Callable[..., Any]] = GatedMLP
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        normed_BTD = self.norm(x_BTD)
+        y_BTD, kv = self.attn(normed_BTD, step, window, kv)
+        return x_BTD + y_BTD + self.mlp(normed_BTD), kv
+
+
 class SandwichBlock(PreNormBlock):
-    """One layer: attention and MLP, each between two norms, with residual connections."""
+    """One layer: attention, then an MLP or experts, each between two norms, with residual connections."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
@@ -158,7 +186,7 @@ class SandwichBlock(PreNormBlock):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         x_BTD = x_BTD + self.post_attn_norm(y_BTD)
-        return x_BTD + self.post_mlp_norm(self.mlp(self.mlp_norm(x_BTD))), kv
+        return x_BTD + self.post_mlp_norm(self.fed(self.mlp_norm(x_BTD))), kv
 
 
 class PostNormBlock(nnx.Module):

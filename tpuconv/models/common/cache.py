@@ -3,11 +3,12 @@
 Each slot has the position of its token; -1 marks an empty slot or padding. So one rule (`layers.is_visible`) is enough
 for left padding, right padding, prefill and decode.
 
-An int8 cache has int8 values and one scale for each vector. Attention multiplies its scores and weights by the scales;
-the cache is not dequantized.
+An int8 or FP8 cache has values of that type and one scale for each vector. Attention multiplies its scores and weights
+by the scales; the cache is not dequantized.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -19,12 +20,15 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.placement import placed, rules_for, sharding
 
+LARGEST_CACHED: Mapping[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The types of a cache with scales, and what the largest value of each vector becomes."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KV:
-    """The keys and values of one layer, or with a leading axis L of all layers. An int8 cache has scales. `axes` are
-    the letters of each array."""
+    """The keys and values of one layer, or with a leading axis L of all layers. An int8 or FP8 cache has scales. `axes`
+    are the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H", "B S K", "B S K")
 
@@ -64,16 +68,18 @@ class Cache:
         layers: `KV`, or the family's own class, for each layer; or one with a leading axis L for all layers.
         positions_BS: position of the token in each slot, -1 for none.
         used: number of slots in use.
+        mtp: that of the module for multi-token prediction, in the same slots; None without one.
     """
 
     layers: Any
     positions_BS: jax.Array
     used: jax.Array
+    mtp: Any = None
 
     @classmethod
-    def empty(cls, layers: Any, batch: int, length: int) -> Self:
+    def empty(cls, layers: Any, batch: int, length: int, mtp: Any = None) -> Self:
         """Returns a cache of `length` slots, none of them in use."""
-        return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
+        return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32), mtp)
 
     def take(self, pos_BT: jax.Array) -> "Cache":
         """Returns the cache with slots reserved for tokens at these positions. Their keys and values are not yet
@@ -87,40 +93,51 @@ class Cache:
         if known_used + tokens > slots:
             raise UsageError(f"the cache has {slots} slots, {known_used} of them in use: {tokens} tokens do not fit")
         positions_BS = jax.lax.dynamic_update_slice(self.positions_BS, pos_BT, (0, self.used))
-        return Cache(self.layers, positions_BS, self.used + tokens)
+        return replace(self, positions_BS=positions_BS, used=self.used + tokens)
+
+
+def has_scales(dtype: DTypeLike) -> bool:
+    """Returns whether the vectors of a cache of this dtype have scales."""
+    return jnp.dtype(dtype).name in LARGEST_CACHED
 
 
 def empty_vectors(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Returns zeros of this shape, whose last axis is that of the vectors, and for int8 their scales, else None."""
-    scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
+    """Returns zeros of this shape, whose last axis is that of the vectors, and for int8 and FP8 their scales, else
+    None."""
+    scales = jnp.zeros(shape[:-1], jnp.float32) if has_scales(dtype) else None
     return jnp.zeros(shape, dtype), scales
 
 
-def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the vectors (last axis) of `x` as int8, and their scales in float32: scale = max|x| / 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    return jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None]).astype(jnp.int8), scale
+def quantize_vectors(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns the vectors (last axis) of `x` in a dtype of `LARGEST_CACHED`, and their scales in float32: max|x| by the
+    largest value."""
+    x, dtype = x.astype(jnp.float32), jnp.dtype(dtype)
+    scale = jnp.max(jnp.abs(x), axis=-1) / LARGEST_CACHED[dtype.name]
+    values = x / jnp.where(scale == 0, 1, scale)[..., None]
+    return (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype), scale
 
 
 def to_compute_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns an int8 array of a cache in the dtype of the product; XLA fuses the cast into the product. An array of
-    another dtype is returned unchanged."""
-    return x.astype(dtype) if x.dtype == jnp.int8 else x
+    """Returns an int8 or FP8 array of a cache in the dtype of the product; XLA fuses the cast into the product. An
+    array of another dtype is returned unchanged."""
+    return x.astype(dtype) if has_scales(x.dtype) else x
 
 
 def write_slots(old: Any, new: Any, slot: jax.Array | int) -> Any:
-    """Returns a layer's cache `old` with the vectors of `new` written at `slot`. If the cache is int8, they are
+    """Returns a layer's cache `old` with the vectors of `new` written at `slot`. Those of int8 and FP8 arrays are
     quantized first."""
 
     def update(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
 
     leaves, treedef = jax.tree.flatten(old)
+    scales = []
     vectors = jax.tree.leaves(new)
-    if leaves[0].dtype == jnp.int8:  # its leaves are all values, then all scales
-        vectors = [array for arrays in zip(*map(quantize_vectors, vectors), strict=True) for array in arrays]
-    return jax.tree.unflatten(treedef, map(update, leaves, vectors))
+    for i, vector in enumerate(vectors):  # the leaves of `old` are all values, then the scales of some
+        if has_scales(leaves[i].dtype):
+            vectors[i], scale = quantize_vectors(vector, leaves[i].dtype)
+            scales.append(scale)
+    return jax.tree.unflatten(treedef, map(update, leaves, [*vectors, *scales]))
 
 
 def _by_key(scale_BSK: jax.Array) -> jax.Array:
@@ -147,6 +164,8 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     def entry(layer: Any) -> Any:
         if layer is None:  # a layer that uses the cache of another one
             return None
+        if isinstance(layer, tuple):  # all layers, or all parts of a layer
+            return tuple(map(entry, layer))
         leaves, treedef = jax.tree.flatten(layer)
         stacked = leaves[0].ndim - len(type(layer).axes[0].split())
         unstacked = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
@@ -156,5 +175,4 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
         return jax.tree.unflatten(treedef, shardings)
 
     replicated: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    layers = tuple(map(entry, cache.layers)) if isinstance(cache.layers, tuple) else entry(cache.layers)
-    return Cache(layers, replicated, replicated)
+    return Cache(entry(cache.layers), replicated, replicated, entry(cache.mtp))

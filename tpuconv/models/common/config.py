@@ -5,75 +5,23 @@ If unknown keys were skipped, one of them might change the mathematics: the conv
 would be wrong.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from functools import cache
-from importlib.resources import files
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
+from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
-
-NO_EFFECT = frozenset(
-    {
-        # description and origin
-        *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
-        *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
-        "auto_map",
-        # storage of weights, read by tpuconv.encodings.decode
-        *("quantization_config", "compression_config"),
-        # training
-        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
-        *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        *("router_aux_loss_coef", "router_jitter_noise"),
-        *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
-        *("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"),
-        # generation, and options of the forward pass
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "sep_token_id",
-            "eod_token_id",
-            "use_cache",
-            "max_length",
-            "do_sample",
-        ),
-        *("temperature", "top_k", "top_p", "repetition_penalty", "output_attentions", "output_hidden_states"),
-        *("min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
-        *(
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "cache_implementation",
-            "num_return_sequences",
-            "output_scores",
-            "typical_p",
-        ),
-        *("return_dict_in_generate", "remove_invalid_values", "output_router_logits", "tf_legacy_loss"),
-        *("return_dict", "torchscript", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
-    }
+from tpuconv.mapping.table import LAYER_INDICES
+from tpuconv.models.common.config_keys import (
+    MOST_HINTS,
+    SUPPORTED_VALUES,
+    ignored_keys,
+    near_key,
 )
-"""Keys that do not change the logits of a forward pass."""
-
-SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "use_bfloat16": (False,),
-    "add_cross_attention": (False,),
-    "chunk_size_feed_forward": (0,),
-    "partial_rotary_factor": (1.0, None),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-}
-"""Keys for which only these values are implemented, in every family. The key may be absent."""
+from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
+from tpuconv.models.common.periods import find_period
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "qkv_bias": ("q_proj.bias", "q.bias"),
@@ -92,11 +40,9 @@ LARGEST_VALUES: Mapping[str, int] = {
 }
 """The largest values of integers. Checked before anything of that size is enumerated or allocated."""
 
-MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
-"""The largest values of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others."""
-
-MOST_IN_A_LIST = 4096
-"""The largest length of a list. Lists have one entry for each layer."""
+MOST_OF_A_NUMBER, MOST_OF_A_SIZE, MOST_IN_A_LIST = 1 << 16, (1 << 31) - 1, 4096
+"""The largest values of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others; and the largest length of a
+list, which has one entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +61,7 @@ class DecoderConfig:
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
     most: ClassVar[Mapping[str, int]] = {}
-    derived: ClassVar[frozenset[str]] = frozenset({"rope"})
+    derived: ClassVar[frozenset[str]] = frozenset({"rope", "head"})
     """Fields that are computed from keys of config.json with other names."""
     hf_names: ClassVar[Mapping[str, str]] = {}
     """The keys of config.json of fields that have another name."""
@@ -133,6 +79,8 @@ class DecoderConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: Rope
+    _: KW_ONLY
+    head: Head = LANGUAGE_MODEL
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -246,6 +194,7 @@ class DecoderConfig:
             "F": self.intermediate_size,
             "V": self.vocab_size,
             "L": self.num_hidden_layers,
+            **self.head.axes,
         }
 
     @property
@@ -264,10 +213,20 @@ class DecoderConfig:
         return (self.rope,) * self.num_hidden_layers
 
     @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """What the parameters and the computation of each layer depend on, besides windows and rotary positions."""
+        groups = [value for x in LAYER_INDICES if not isinstance(value := self.axes.get(x, 0), int)]
+        return tuple(tuple(layer in group for group in groups) for layer in range(self.num_hidden_layers))
+
+    @property
+    def period(self) -> int:
+        """The number of layers after which kinds of layers repeat; see `find_period`."""
+        return find_period(self.layer_kinds)
+
+    @property
     def unscannable(self) -> str:
-        """Why `scan_layers` is impossible; empty if it is possible. Layers may differ in their windows and rotary
-        positions only."""
-        return ""
+        """Why `scan_layers` is impossible; empty if it is possible."""
+        return "" if self.period else "its layers are of several kinds, which do not repeat with a period"
 
     @property
     def inseparable(self) -> str:
@@ -275,68 +234,36 @@ class DecoderConfig:
         return ""
 
     @property
+    def unrounded_cache(self) -> str:
+        """Why the cache of keys and values is always in the model's dtype; empty if it may be int8 or FP8."""
+        return ""
+
+    def check_rounded_cache(self) -> None:
+        """Checks that the cache may be int8 or FP8.
+
+        Raises:
+            UsageError: it may not.
+        """
+        if self.unrounded_cache:
+            raise UsageError(
+                f"the cache of {self.model_type} is always in the model's dtype: {self.unrounded_cache}",
+                hint="leave the dtype of the cache out",
+            )
+
+    @property
     def has_lm_head(self) -> bool:
         """Whether there is a matrix for the logits. If not, the embedding is used (tied embeddings)."""
-        return not self.tie_word_embeddings
+        return not self.tie_word_embeddings and not self.head.kind
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether the logits have a bias."""
+        return False
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
-
-
-def ignored_keys(
-    raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]], model_type: str
-) -> dict[str, Any]:
-    """Returns the keys of a parsed config.json, with their values, that are neither `known` nor in `only` nor read by
-    the reference. If the reference's keys are not known for a model type, every unknown key is an error.
-
-    Raises:
-        UnsupportedConfig: see `DecoderConfig.ignored_keys`.
-    """
-    read = keys_of_reference(model_type)
-    faults: list[str] = []
-    ignored: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key in only:
-            if value not in only[key]:
-                allowed = " or ".join(map(repr, only[key]))
-                faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
-        # A null means that the key is absent; a False may have an effect.
-        elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
-            if read is not None and key not in read and len(key) <= LONGEST_KEY and len(ignored) < MOST_IGNORED:
-                ignored[key] = value
-            else:  # finding a similar key takes time
-                near = _near(key, known, only) if len(faults) < MOST_HINTS else ""
-                faults.append(f"{key[:100]}={short(value)}{near}")
-    if faults:
-        names = " ".join(f"--allow-config {fault.partition('=')[0]}" for fault in faults[:3])
-        raise UnsupportedConfig(
-            f"config.json has keys or values that {model_type} does not support",
-            details=shorten(faults),
-            hint=f"if you know that they do not change the model, convert without them: {names}",
-        )
-    return ignored
-
-
-@cache
-def keys_of_reference(model_type: str) -> frozenset[str] | None:
-    """Returns the keys of config.json that transformers reads for a model type; None if they are not known. The table
-    is generated by tools/reference_keys.py."""
-    table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
-    return frozenset(table["shared"] + table[model_type]) if model_type in table else None
-
-
-MOST_IGNORED, LONGEST_KEY = 200, 200
-"""The largest number of ignored keys, and the largest length of one. A config.json with more is an error."""
-
-MOST_HINTS = 20
-"""The number of unknown keys for which a similar known key is suggested."""
-
-
-def _near(key: str, *known: Collection[str]) -> str:
-    near = get_close_matches(key[:100], [*(name for names in known for name in names), *ROPE_KEYS], n=1)
-    return f" (near: {near[0]})" if near else ""
 
 
 @dataclass(frozen=True)
@@ -380,7 +307,8 @@ def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]
     for key in allow:
         if key not in given:
             raise UsageError(
-                f"config.json has no key {short(key)}{_near(key, given)}", hint="leave --allow-config out for this key"
+                f"config.json has no key {short(key)}{near_key(key, given)}",
+                hint="leave --allow-config out for this key",
             )
     return given
 
@@ -414,7 +342,7 @@ def report_ignored(
         shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
         warning = ""
         if has_meaning and not shown:
-            near = _near(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
+            near = near_key(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
             warning = f"its value may change the model, and no tensor shows that it does{near}"
         ignored.append(IgnoredKey(key, value, reason, warning))
     return ConfigReport(config, tuple(ignored))

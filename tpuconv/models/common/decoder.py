@@ -1,7 +1,7 @@
 """The base class of the families' models: embedding, blocks, norm and head."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, overload
@@ -12,9 +12,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig, UsageError
-from tpuconv.models.common.cache import KV, Cache
+from tpuconv.models.common.cache import KV, Cache, has_scales
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.heads import SCORES
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
+from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 
 NO_WINDOW = 2**31 - 1
@@ -94,11 +96,14 @@ class Decoder(nnx.Module):
         block: creates a layer from (config, number of the layer, dtype=, keys=).
         norm_type: class of the last norm; by default `RMSNorm`.
         cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
+        mtp_type: creates the module for multi-token prediction from (config, dtype=, keys=); None without one.
+        input_modules: the modules that `layer_inputs` uses, by the names of the model's attributes.
 
     Args:
         config: the family's config.
         scan_layers: stack the layers' parameters along a leading axis L and run them with `jax.lax.scan`. The model
-            compiles faster, and runs slower on TPU.
+            compiles faster, and runs slower on TPU. Layers that repeat with a period are stacked for each place of a
+            period, and those after the last complete period are run one by one.
         dtype: of parameters and activations.
         rngs: random keys for the initial weights.
 
@@ -109,6 +114,8 @@ class Decoder(nnx.Module):
     block: ClassVar[Callable[..., Block]]
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
     cached: ClassVar[Callable[..., Any]] = KV.empty
+    mtp_type: ClassVar[Callable[..., Any] | None] = None
+    input_modules: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -132,25 +139,87 @@ class Decoder(nnx.Module):
         self.config = config
         self.scan_layers = scan_layers
         self.embed = Embed(config.axes, dtype=dtype, keys=keys)
-        stacked_blocks = nnx.vmap(partial(new_block, 0))
-        self.layers = stacked_blocks(block_keys) if scan_layers else nnx.List(map(new_block, count(), block_keys))
+        if scan_layers:
+            stacks = self._stacks
+            keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]
+            blocks = [nnx.vmap(partial(new_block, i))(own_keys) for i, own_keys in enumerate(keys_of_place)]
+            self._set_stacks(blocks, [new_block(layer, block_keys[layer]) for layer in stacks.rest])
+        else:
+            self.layers = nnx.List(map(new_block, count(), block_keys))
         self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.lm_head = Einsum("BTD,DV->BTV", config.axes, dtype=dtype, keys=keys) if config.has_lm_head else None
+        head = partial(Einsum, "BTD,DV->BTV", config.axes, bias=config.has_head_bias, dtype=dtype, keys=keys)
+        self.lm_head = head() if config.has_lm_head else None
+        is_classifier = config.head.kind == SCORES
+        self.score = Einsum("BD,DO->BO", config.axes, dtype=dtype, keys=keys) if is_classifier else None
+
+    @property
+    def _stacks(self) -> LayerStacks:
+        return LayerStacks(self.config.num_hidden_layers, self.config.period)
+
+    def _set_stacks(self, blocks: Sequence[Any], rest: Sequence[Any]) -> None:
+        """Sets the stacked blocks: one of all layers, or one for each place of a period, and those that stay apart."""
+        if self.config.period == 1:
+            self.layers = blocks[0]
+        else:
+            self.layers, self.rest = nnx.List(blocks), nnx.List(rest)
 
     def stack_layers(self) -> None:
-        """Stacks the layers' parameters, as `scan_layers` does. The layers must differ in their arrays only."""
-        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
-        self.layers = nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+        """Stacks the layers' parameters, as `scan_layers` does."""
+
+        def stacked(blocks: Sequence[Any]) -> Any:
+            graphs, states = zip(*map(nnx.split, blocks), strict=True)
+            return nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+
+        stacks, blocks = self._stacks, list(self.layers)
+        by_place = [stacked([blocks[layer] for layer in stacks.at_place(i)]) for i in range(stacks.period)]
+        self._set_stacks(by_place, [blocks[layer] for layer in stacks.rest])
         self.scan_layers = True
 
+    def block_of(self, layer: int) -> tuple[Any, str, int | None]:
+        """Returns the module that holds a layer, how the names of its arrays begin, and the layer's index on their
+        first axis; None if they hold this layer alone."""
+        if not self.scan_layers:
+            return self.layers[layer], f"layers.{layer}", None
+        stacks = self._stacks
+        prefix, index = stacks.find(layer)
+        if layer in stacks.rest:
+            return self.rest[layer - stacks.rest.start], prefix, index
+        return self.layers if stacks.period == 1 else self.layers[layer % stacks.period], prefix, index
+
+    def add_mtp(self, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None) -> None:
+        """Adds the module for multi-token prediction as `mtp`.
+
+        Raises:
+            UnsupportedConfig: the family has none.
+        """
+        if self.mtp_type is None:
+            raise UnsupportedConfig(
+                f"multi-token prediction is not implemented for {self.config.model_type}",
+                hint="use the model without it",
+            )
+        self.mtp = self.mtp_type(self.config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(0)).params()))
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
-        """Returns an empty cache for `batch` sequences of `length` tokens, padding included. `dtype` is int8, or the
-        model's dtype by default."""
-        L, dtype = self.config.num_hidden_layers, self.embed.embedding.dtype if dtype is None else dtype
-        if self.scan_layers:
-            return Cache.empty(self.cached(self.config, 0, (L, batch, length), dtype), batch, length)
-        layers = tuple(self.cached(self.config, layer, (batch, length), dtype) for layer in range(L))
-        return Cache.empty(layers, batch, length)
+        """Returns an empty cache for `batch` sequences of `length` tokens, padding included. `dtype` is int8 or
+        float8_e4m3fn, or the model's dtype by default.
+
+        Raises:
+            UsageError: the model's cache cannot be int8 or FP8.
+        """
+        dtype = self.embed.embedding.dtype if dtype is None else dtype
+        if has_scales(dtype):
+            self.config.check_rounded_cache()
+
+        def empty(layer: int, *stacked: int) -> Any:
+            return self.cached(self.config, layer, (*stacked, batch, length), dtype)
+
+        mtp = empty(self.config.num_hidden_layers) if hasattr(self, "mtp") else None
+        if not self.scan_layers:
+            return Cache.empty(tuple(map(empty, range(self.config.num_hidden_layers))), batch, length, mtp)
+        stacks = self._stacks
+        by_place = tuple(empty(i, stacks.count) for i in range(stacks.period))
+        layers = by_place[0] if stacks.period == 1 else (by_place, tuple(map(empty, stacks.rest)))
+        return Cache.empty(layers, batch, length, mtp)
 
     @overload
     def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array: ...
@@ -179,29 +248,77 @@ class Decoder(nnx.Module):
         Returns:
             Logits [B, T, V] in float32; with a cache (logits, cache), and with `last_only` logits [B, 1, V]. If `used`
             is traced and there are too few slots, the logits are NaN.
+            Of a classifier the scores [B, O] in float32, of the last token of each text that is not padding, by the
+            mask and by `pad_token_id` of config.json; of a model without a head the hidden states [B, T, D] after the
+            last norm.
 
         Raises:
-            UsageError: the mask has another shape than the ids, or the cache has too few slots.
+            UsageError: the mask has another shape than the ids; or the cache has too few slots, or the model returns no
+                logits to go on with.
         """
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
         if mask_BT.shape != ids_BT.shape:
             raise UsageError(
                 f"mask_BT has shape {mask_BT.shape}, ids_BT {ids_BT.shape}: give the mask of this call's tokens only"
             )
+        if cache is None:
+            x_BTD, _ = self.run_layers(ids_BT, mask_BT, None)
+            return self._headless(x_BTD, ids_BT, mask_BT) if self.config.head.kind else self._logits(x_BTD)
+        if self.config.head.kind:
+            raise UsageError(
+                f"this model returns {self.config.head.kind}, not logits: there is no next token to keep a cache for",
+                hint="call it without a cache",
+            )
+        x_BTD, new_cache = self.run_layers(ids_BT, mask_BT, cache)
+        x_BTD = x_BTD[:, -1:] if last_only else x_BTD
+        overrun = new_cache.used > new_cache.positions_BS.shape[1]
+        return self._logits(jnp.where(overrun, jnp.nan, x_BTD)), new_cache
+
+    @overload
+    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: None) -> tuple[jax.Array, None]: ...
+    @overload
+    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]: ...
+    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+        """Returns the hidden states [B, T, D] before the last norm, and the cache with these tokens; arguments are
+        those of a call."""
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
         x_BTD = self.scaled(self.embed(ids_BT))
         inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
-            x_BTD, _ = self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs), None)
-            return self._logits(x_BTD)
+            return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs), None)
         taken = cache.take(pos_BT)
         steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
-        overrun = taken.used > taken.positions_BS.shape[1]
-        x_BTD = x_BTD[:, -1:] if last_only else x_BTD
-        logits_BTV = self._logits(jnp.where(overrun, jnp.nan, x_BTD))
-        return logits_BTV, Cache(layers, taken.positions_BS, taken.used)
+        return x_BTD, replace(taken, layers=layers)
+
+    def draft(
+        self, x_BTD: jax.Array, next_BT: jax.Array, cache: Cache, slot: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Runs the module for multi-token prediction on tokens that `run_layers` was called with.
+
+        Args:
+            x_BTD: their hidden states, after the last norm.
+            next_BT: id of the token after each.
+            cache: the cache with these tokens.
+            slot: that of the first one.
+
+        Returns:
+            Hidden states [B, T, D], of which `head` makes the logits of the token after `next_BT`, and the cache.
+        """
+        B, T = next_BT.shape
+        pos_BT = jax.lax.dynamic_slice(cache.positions_BS, (0, slot), (B, T))
+        # Its rotary positions are those of the last layer; of the families with a module all layers have the same.
+        step = Steps.of(self.config, pos_BT, cache.positions_BS, slot)[self.config.num_hidden_layers - 1]
+        x_BTD, mtp = self.mtp(self.scaled(self.embed(next_BT)), x_BTD, step, cache.mtp)
+        return x_BTD, replace(cache, mtp=mtp)
+
+    def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
+        """Returns the cache `after` a call of `run_layers` with the cache `before`, as if the tokens that are not
+        `kept_BT` had been padding."""
+        pos_BT = jax.lax.dynamic_slice(after.positions_BS, (0, before.used), ids_BT.shape)
+        pos_BT = jnp.where(kept_BT, pos_BT, -1)
+        return replace(after, positions_BS=jax.lax.dynamic_update_slice(after.positions_BS, pos_BT, (0, before.used)))
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, T, D], made of the embeddings of the tokens. Families with a factor
@@ -213,6 +330,18 @@ class Decoder(nnx.Module):
         None where layers read nothing else."""
         return None
 
+    def source_of(self, layer: int) -> int | None:
+        """Returns the earlier layer that hands something on to a layer besides the hidden states; None if none does."""
+        return None
+
+    def handed_on(self, result: Any) -> Any:
+        """Returns what a layer hands on to later ones, from the second result of its block."""
+        return result
+
+    def given(self, step: Step, handed: Any) -> tuple[Step, Any]:
+        """Returns the step and the cache of a layer, from what an earlier one hands on to it."""
+        return step, handed
+
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V], made of the products with the head. Families with a factor or a limit override
         this."""
@@ -222,26 +351,68 @@ class Decoder(nnx.Module):
         """Runs all blocks. `kvs` and the second result are the `layers` of a cache, or None."""
         windows = [min(window or NO_WINDOW, NO_WINDOW) for window in self.config.windows]
         if not self.scan_layers:
+            return self._run_apart(x_BTD, range(len(windows)), self.layers, steps, windows, kvs)
+        stacks = self._stacks
+        if stacks.period == 1:
+            x_BTD, (new,) = self._run_stacked(x_BTD, [self.layers], steps, windows, (kvs,))
+            return x_BTD, new
+        kvs_by_place, kvs_apart = ((None,) * stacks.period, None) if kvs is None else kvs
+        x_BTD, new = self._run_stacked(x_BTD, self.layers, steps, windows, kvs_by_place)
+        x_BTD, new_apart = self._run_apart(x_BTD, stacks.rest, self.rest, steps, windows, kvs_apart)
+        return x_BTD, (new, new_apart)
+
+    def _run_apart(
+        self, x_BTD: jax.Array, layers: range, blocks: Sequence[Any], steps: Steps, windows: Sequence[int], kvs: Any
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Runs blocks one after the other. `kvs` are their caches, or None."""
+        new_kvs = []
+        for i, layer in enumerate(layers):
+            kv = None if kvs is None else kvs[i]
+            x_BTD, kv = blocks[i](placed(x_BTD, "B T D"), steps[layer], windows[layer], kv)
+            new_kvs.append(kv)
+        return x_BTD, tuple(new_kvs)
+
+    def _run_stacked(
+        self, x_BTD: jax.Array, blocks: Sequence[Any], steps: Steps, windows: Sequence[int], kvs: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Runs stacked blocks, one for each place of a period, by a loop over periods. `kvs` are their caches; None for
+        a block without one."""
+        stacks = self._stacks
+        graphs, states = zip(*map(nnx.split, blocks), strict=True)
+        kinds = [[steps.of_layer[layer] for layer in stacks.at_place(i)] for i in range(len(blocks))]
+        cos_sins: Any = None
+        if any(len(set(of_place)) > 1 for of_place in kinds):
+            cos_sins = jax.tree.map(lambda *kinds: jnp.stack(kinds), *(kind.cos_sin for kind in steps.kinds))
+
+        def run_period(x_BTD: jax.Array, period: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             new_kvs = []
-            for i, (block, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x_BTD, kv = block(placed(x_BTD, "B T D"), steps[i], window, None if kvs is None else kvs[i])
-                new_kvs.append(kv)
+            for graph, of_place, (state, kv, window, kind) in zip(graphs, kinds, period, strict=True):
+                step = steps.kinds[of_place[0]]
+                if len(set(of_place)) > 1:
+                    step = step._replace(cos_sin=jax.tree.map(lambda each, kind=kind: each[kind], cos_sins))
+                x_BTD, new_kv = nnx.merge(graph, state)(placed(x_BTD, "B T D"), step, window, kv)
+                new_kvs.append(None if kv is None else new_kv)
             return x_BTD, tuple(new_kvs)
 
-        graph, blocks = nnx.split(self.layers)
-        step, *others = steps.kinds
-        cos_sins = jax.tree.map(lambda *kinds: jnp.stack(kinds), *(kind.cos_sin for kind in steps.kinds))
+        own_windows = [jnp.asarray([windows[layer] for layer in stacks.at_place(i)]) for i in range(len(blocks))]
+        inputs = zip(states, kvs, own_windows, map(jnp.asarray, kinds), strict=True)
+        return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
-        def run_block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, KV | None]:
-            block, kv, window, kind = layer
-            own = step._replace(cos_sin=jax.tree.map(lambda kinds: kinds[kind], cos_sins)) if others else step
-            x_BTD, new_kv = nnx.merge(graph, block)(placed(x_BTD, "B T D"), own, window, kv)
-            return x_BTD, None if kv is None else new_kv
-
-        layers: Any = (blocks, kvs, jnp.asarray(windows), jnp.asarray(steps.of_layer))
-        return jax.lax.scan(run_block, x_BTD, layers)
+    def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        """The hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
+        GenericForSequenceClassification has them."""
+        x_BTD = self.norm(placed(x_BTD, "B T D"))
+        if self.score is None:
+            return x_BTD
+        pad = self.config.head.pad
+        counts_BT = mask_BT if pad is None else mask_BT & (ids_BT != pad)
+        last_B1 = jnp.where(counts_BT, jnp.arange(ids_BT.shape[1]), 0).argmax(axis=1)[:, None, None]
+        return self.score(jnp.take_along_axis(x_BTD, last_B1, axis=1)[:, 0]).astype(jnp.float32)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = self.norm(placed(x_BTD, "B T D"))
+        return self.head(self.norm(placed(x_BTD, "B T D")))
+
+    def head(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] in float32 of hidden states after the last norm."""
         logits_BTV = self.embed.attend(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
         return self.adjusted(placed(logits_BTV, "B T V")).astype(jnp.float32)

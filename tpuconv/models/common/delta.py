@@ -2,8 +2,7 @@
 whose size does not depend on the number of tokens."""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,27 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normal
-
-CHUNK = 64
-"""Tokens that are computed at once by matrix products. The state is passed from chunk to chunk."""
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
+from tpuconv.models.common.recurrence import (
+    CHUNK,
+    Convolution,
+    LayerState,
+    PackedTokens,
+    decays,
+    exact_einsum,
+    from_chunks,
+    in_chunks,
+)
 
 NORM_EPS = 1e-6
 """Epsilon of the length of queries and keys. config.json has that of other norms only."""
 
-# By default a TPU multiplies float32 as bfloat16, and errors of the state add up.
-exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DeltaState:
+class DeltaState(LayerState):
     """The cache of a layer: the state of each value head, and the last inputs of the convolutions of queries, keys and
-    values. In float32, whatever the dtype of other caches. `axes` are the letters of each array."""
+    values."""
 
     axes: ClassVar[tuple[str, ...]] = ("B n r k w", "B c n k", "B c n k", "B c n r w")
 
@@ -36,32 +39,6 @@ class DeltaState:
     q_Bcnk: jax.Array
     k_Bcnk: jax.Array
     v_Bcnrw: jax.Array
-
-    @classmethod
-    def empty(cls, config: DecoderConfig, batch: int) -> Self:
-        """Returns a state of zeros."""
-        n, r, k, w, taps = (config.axes[letter] for letter in "nrkwc")
-        shapes = ((n, r, k, w), (taps - 1, n, k), (taps - 1, n, k), (taps - 1, n, r, w))
-        return cls(*(jnp.zeros((batch, *shape), jnp.float32) for shape in shapes))
-
-
-class Convolution(nnx.Module):
-    """A causal convolution of each channel along the tokens, then SiLU. `letters` are those of the channels; the last
-    tap is that of the current token."""
-
-    def __init__(self, letters: str, sizes: Any, *, dtype: DTypeLike, keys: Keys):
-        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in (*letters, "c")), dtype))
-
-    def __call__(self, x: jax.Array, last: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output for x [B, T, ...], and the last inputs of the first `length_B` tokens [B, c - 1, ...], as
-        `last` has them of the tokens before."""
-        kernel, tokens = self.kernel[...].astype(jnp.float32), x.shape[1]
-        taps = kernel.shape[-1]
-        inputs = jnp.concatenate([last, x.astype(jnp.float32)], axis=1)
-        y = sum(inputs[:, tap : tap + tokens] * kernel[..., tap] for tap in range(taps))
-        at_Bc = length_B[:, None] + jnp.arange(taps - 1)
-        last = jnp.take_along_axis(inputs, at_Bc.reshape(*at_Bc.shape, *[1] * (x.ndim - 2)), axis=1)
-        return nnx.silu(jnp.asarray(y).astype(x.dtype)), last
 
 
 class DeltaNet(nnx.Module):
@@ -89,33 +66,36 @@ class DeltaNet(nnx.Module):
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: DeltaState | None
     ) -> tuple[jax.Array, DeltaState]:
         state = DeltaState.empty(self.config, len(x_BTD)) if state is None else state
-        is_real_BT, order_BT1 = step.pos_BT >= 0, None
-        length_B = is_real_BT.sum(axis=1)
-        if x_BTD.shape[1] > 1:  # padding goes to the end of each row, where it changes no state
-            order_BT1 = jnp.argsort(~is_real_BT, axis=1, stable=True)[..., None]
-            x_BTD = jnp.take_along_axis(x_BTD, order_BT1, axis=1)
-            is_real_BT = jnp.arange(x_BTD.shape[1]) < length_B[:, None]
-
+        packed = PackedTokens.of(x_BTD, step)
+        x_BTD, length_B = packed.x_BTD, packed.length_B
         q_BTnk, q_last = self.q_conv(self.q(x_BTD), state.q_Bcnk, length_B)
         k_BTnk, k_last = self.k_conv(self.k(x_BTD), state.k_Bcnk, length_B)
         v_BTnrw, v_last = self.v_conv(self.v(x_BTD), state.v_Bcnrw, length_B)
-        b_BTnr = nnx.sigmoid(self.b(x_BTD)).astype(jnp.float32)
+        q_BTnk, k_BTnk, v_BTnrw = map(nnx.silu, (q_BTnk, k_BTnk, v_BTnrw))
+        b_BTnr = self.strengths(x_BTD)
         rate_nr, bias_nr = jnp.exp(self.a_log[...].astype(jnp.float32)), self.dt_bias[...].astype(jnp.float32)
         g_BTnr = -rate_nr * nnx.softplus(self.a(x_BTD).astype(jnp.float32) + bias_nr)
         # A token with b = 0 and g = 0 leaves the state as it is.
-        b_BTnr, g_BTnr = (jnp.where(is_real_BT[..., None, None], y, 0) for y in (b_BTnr, g_BTnr))
+        b_BTnr, g_BTnr = (jnp.where(packed.is_real_BT[..., None, None], y, 0) for y in (b_BTnr, g_BTnr))
         o_BTnrw, s_Bnrkw = gated_delta_rule(
-            _unit(q_BTnk) * q_BTnk.shape[-1] ** -0.5, _unit(k_BTnk), v_BTnrw, g_BTnr, b_BTnr, state.s_Bnrkw
+            unit_vectors(q_BTnk) * q_BTnk.shape[-1] ** -0.5,
+            unit_vectors(k_BTnk),
+            v_BTnrw,
+            g_BTnr,
+            b_BTnr,
+            state.s_Bnrkw,
         )
         z_BTnrw = nnx.silu(self.z(x_BTD).astype(jnp.float32))
         y_BTD = self.o((self.norm(o_BTnrw.astype(x_BTD.dtype)) * z_BTnrw).astype(x_BTD.dtype))
-        if order_BT1 is not None:
-            y_BTD = jnp.take_along_axis(y_BTD, jnp.argsort(order_BT1, axis=1), axis=1)
-        return y_BTD, DeltaState(s_Bnrkw, q_last, k_last, v_last)
+        return packed.unpacked(y_BTD), DeltaState(s_Bnrkw, q_last, k_last, v_last)
+
+    def strengths(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns by how much [B, T, n, r] each token changes the state's value for its key, in float32."""
+        return nnx.sigmoid(self.b(x_BTD)).astype(jnp.float32)
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    """x of length 1 along the last axis, in float32."""
+def unit_vectors(x: jax.Array) -> jax.Array:
+    """Returns x with length 1 along the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPS)
 
@@ -127,20 +107,14 @@ def gated_delta_rule(
     by exp(g), then its value for the key k moves towards v by the part b (arXiv:2412.06464, equation 10); the output is
     the state's value for the query."""
     v_BTnrw = v_BTnrw.astype(jnp.float32)
-    batch, tokens = v_BTnrw.shape[:2]
+    tokens = v_BTnrw.shape[1]
     inputs = (q_BTnk, k_BTnk, v_BTnrw, g_BTnr, b_BTnr)
     if tokens == 1:
         o_Bnrw, s_Bnrkw = _one_token(s_Bnrkw, *(x[:, 0] for x in inputs))
         return o_Bnrw[:, None], s_Bnrkw
-    size = min(CHUNK, tokens)
-    count = -(-tokens // size)
-
-    def chunks(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
-
-    s_Bnrkw, o = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnrkw, tuple(map(chunks, inputs)))
-    return jnp.moveaxis(o, 0, 1).reshape(batch, count * size, *o.shape[3:])[:, :tokens], s_Bnrkw
+    chunks = tuple(in_chunks(x, min(CHUNK, tokens)) for x in inputs)
+    s_Bnrkw, o = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnrkw, chunks)
+    return from_chunks(o, tokens), s_Bnrkw
 
 
 def _one_token(
@@ -157,13 +131,9 @@ def _one_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens of a chunk at once, by the WY form (section 3.3): the state after it, and the outputs. The changes of
     the tokens before, which a token's own change depends on, are the solution of a triangular system."""
-    tokens = q_Btnk.shape[1]
     g_Bnrt, b_Bnrt = (jnp.moveaxis(x, 1, -1) for x in (g_Btnr, b_Btnr))
     until_Bnrt = jnp.exp(jnp.cumsum(g_Bnrt, axis=-1))
-    earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
-    # Sums from token to token: differences of sums from the first token on would lose small rates among large ones.
-    sums_Bnrts = jnp.cumsum(jnp.where(jnp.tril(earlier, -1), g_Bnrt[..., None], 0), axis=-2)
-    decay_Bnrts = jnp.where(earlier, jnp.exp(sums_Bnrts), 0)
+    decay_Bnrts = decays(g_Bnrt)
     keys_Bnts, queries_Bnts = (exact_einsum("Btnk,Bsnk->Bnts", x, k_Btnk) for x in (k_Btnk, q_Btnk))
     system_Bnrts = b_Bnrt[..., None] * keys_Bnts[:, :, None] * decay_Bnrts  # its diagonal is taken as ones
     right_v = exact_einsum("Bnrt,Btnrw->Bnrtw", b_Bnrt, v_Btnrw)

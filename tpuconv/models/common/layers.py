@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV
+from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.rope import Rope
 
@@ -57,7 +58,14 @@ class Einsum(nnx.Module):
     def product(self, equation: str, x: jax.Array) -> jax.Array:
         """Returns another product with the same kernel, in the dtype of `x`. Other modules must use this function,
         since a quantized kernel is not an array."""
+        observed(self, equation, x)
         return jnp.einsum(equation, x, self.kernel[...]).astype(x.dtype)
+
+
+def exact_product(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
+    """Returns the product of `x` with a kernel in float32, at the highest precision. The kernel is not cast before: the
+    product promotes it, and a quantized kernel is not an array."""
+    return jnp.einsum(equation, x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
 
 
 class Embed(nnx.Module):
@@ -142,6 +150,11 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """Returns GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
+    return nnx.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
     """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
     return x if cap is None else jnp.tanh(x / cap) * cap
@@ -164,7 +177,7 @@ def rope_cos_sin(
         zeros = jnp.zeros((*pos_BT.shape, 1, rope_dim // 2), jnp.float32)
         return jnp.ones_like(zeros), zeros
     rates, factor = rope.inverse_frequencies(rope_dim)
-    if rope.type in ("longrope", "dynamic"):
+    if rope.depends_on_length:
         length_B111 = jnp.max(pos_BT, axis=1)[:, None, None, None] + 1 if slots is None else slots
         angles = pos_BT[:, :, None, None].astype(jnp.float32) * _rates_of_length(rope, rope_dim, length_B111)
     else:
@@ -227,4 +240,4 @@ def attention(
     scores_BKGTS = soft_capped(kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), cap)
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
-    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
+    return placed(y_BTKGH.reshape(B, T, N, -1), "B T N H").astype(q_BTNH.dtype)

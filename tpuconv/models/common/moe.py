@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Keys, normal
+from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import automatic_mesh
 from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
@@ -66,6 +67,8 @@ class Expert(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Returns the product of each row of `x` with the matrix of its expert, plus the bias, in the dtype of `x`."""
+        E, D, M = tuple(self.letters)
+        observed(self, f"R{D},{E}{D}{M}->R{M}", x, rows.counts_E)
         kernel_EDM = self.kernel[...]
         # On a mesh there are rows of other chips' experts. Only the grouped product skips them.
         gathers = jax.default_backend() != "tpu" and jax.sharding.get_abstract_mesh().empty

@@ -127,6 +127,11 @@ class Rope:
             )
         return rope
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether angles depend on the length of the sequence; with a cache that is the number of its slots."""
+        return self.type in ("longrope", "dynamic")
+
     def inverse_frequencies(self, head_dim: int, length: int = 0) -> tuple[FloatArray, float]:
         """Returns the angular frequencies [H/2] in radians per position, and a factor for cosine and sine. The float32
         operations are those of transformers, in the same order: at position 100,000 the last bit of a frequency changes
@@ -229,19 +234,6 @@ def with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any]) -> Map
     if not given:
         return {**raw, **theta, "rope_parameters": {k: v for k, v in default.items() if k != "rope_theta"}}
     return raw if "rope_theta" in given else {**raw, **theta}
-
-
-def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json whose rotary positions have sections for time, height and width (mrope,
-    arXiv:2409.12191) without them: the three positions of a text token are equal, so that it turns by the plain
-    angles."""
-    check_rope_keys(raw)
-    out = dict(raw)
-    for key in ROPE_KEYS[1:]:
-        if given := raw.get(key):
-            plain = {k: value for k, value in given.items() if k not in ("mrope_section", "mrope_interleaved")}
-            out[key] = {k: "default" if value == "mrope" else value for k, value in plain.items()}
-    return out
 
 
 def rope_of_layers(

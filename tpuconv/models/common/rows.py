@@ -30,15 +30,13 @@ NORMS_OF_ALL_HEADS = (
     Map("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
 )
 
-PRE_NORMS = (
-    Map("input_layernorm.weight", "attn_norm.scale", "D"),
-    Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-)
+ATTN_NORM = Map("input_layernorm.weight", "attn_norm.scale", "D")
+MLP_NORM = Map("post_attention_layernorm.weight", "mlp_norm.scale", "D")
+PRE_NORMS = (ATTN_NORM, MLP_NORM)
 
-POST_NORMS = (
-    Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
-    Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D"),
-)
+POST_ATTN_NORM = Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D")
+POST_MLP_NORM = Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D")
+POST_NORMS = (POST_ATTN_NORM, POST_MLP_NORM)
 
 PRE_NORM_BIASES = (
     Map("input_layernorm.bias", "attn_norm.bias", "D"),
@@ -93,6 +91,47 @@ SHARED = (
     Map("down_proj.weight", "down.kernel", "D W -> W D"),
 )
 
+MAMBA_INPUTS = ("z", "x", "b", "c", "dt")
+
+MAMBA = (
+    Map(
+        "in_proj.weight",
+        tuple(f"{x}.kernel" for x in MAMBA_INPUTS),
+        "((n r w) + (n r w) + (n k) + (n k) + (n r)) D -> D n r w, D n r w, D n k, D n k, D n r",
+    ),
+    Map(
+        "conv1d.weight",
+        ("x_conv.kernel", "b_conv.kernel", "c_conv.kernel"),
+        "((n r w) + (n k) + (n k)) 1 c -> n r w c, n k c, n k c",
+    ),
+    Map("A_log", "a_log", "(n r) -> n r"),
+    Map("dt_bias", "dt_bias", "(n r) -> n r"),
+    Map("D", "skip", "(n r) -> n r"),
+    Map("out_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+)
+"""Mamba-2, besides its norm and biases."""
+
+MAMBA_NORM = Map("norm.weight", "norm.scale", "(n r w) -> n r w")
+
+MAMBA_CONV_BIAS = Map(
+    "conv1d.bias", ("x_conv.bias", "b_conv.bias", "c_conv.bias"), "((n r w) + (n k) + (n k)) -> n r w, n k, n k"
+)
+
+MAMBA_IN_BIAS = Map(
+    "in_proj.bias",
+    tuple(f"{x}.bias" for x in MAMBA_INPUTS),
+    "((n r w) + (n r w) + (n k) + (n k) + (n r)) -> n r w, n r w, n k, n k, n r",
+)
+
+MAMBA_OUT_BIAS = Map("out_proj.bias", "o.bias", "D")
+
+SHARED_EXPERT_ROWS = under("shared_experts", "shared", *SHARED)
+
+CORRECTED_ROUTER = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+)
+
 MTP_HEAD = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),
@@ -113,6 +152,25 @@ MTP_COPIES = {
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
     """The rows under a condition, a property of the config."""
     return tuple(replace(row, when=condition) for row in rows)
+
+
+MAMBA_ROWS = (
+    *MAMBA,
+    MAMBA_NORM,
+    *when("mamba_conv_bias", MAMBA_CONV_BIAS),
+    *when("mamba_proj_bias", MAMBA_IN_BIAS, MAMBA_OUT_BIAS),
+)
+"""Mamba-2 of a `MambaConfig`."""
+
+
+def mlp_rows(*moe_rows: Map) -> tuple[Map, ...]:
+    """Returns the rows of dense layers and of those with experts. With {L} the layers can be stacked; with {J} they
+    cannot, since some are dense."""
+    return (
+        *when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *moe_rows)),
+        *when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *moe_rows)),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+    )
 
 
 def decoder_table(

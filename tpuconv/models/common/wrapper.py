@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.config import NO_EFFECT, ignored_keys
+from tpuconv.mapping.table import MTP_PARAMETERS, MappingTable
+from tpuconv.models.common.config_keys import NO_EFFECT, ignored_keys
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
 
 PREFIXES: Mapping[str, str] = {
@@ -57,6 +57,8 @@ def tables(
 
 
 def _inside(name: str, prefix: str) -> str:
+    if name.startswith(MTP_PARAMETERS):
+        return name
     if name.startswith("lm_head."):
         return PREFIXES[prefix] + name.removeprefix("lm_head.")
     return prefix + name.removeprefix("model.")

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, apply_rope, deinterleave
+from tpuconv.models.common.layers import Einsum, Keys, apply_rope, deinterleave, exact_product
 from tpuconv.models.common.placement import placed
 from tpuconv.models.deepseek_v2.family import Config
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
@@ -31,8 +31,7 @@ class Router(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
-        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
+        logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
         probs_BTE = nnx.softmax(placed(logits_BTE, "B T E"))
         count, kept = config.groups
         groups = probs_BTE.reshape(*probs_BTE.shape[:2], count, -1)

@@ -9,6 +9,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
+from tpuconv.models.common.sparse import contradictions_of_groups
 from tpuconv.models.registry import Family
 
 
@@ -91,6 +92,7 @@ class Config(DecoderConfig):
             "I": tuple(range(dense)),
             "J": tuple(range(dense, self.num_hidden_layers)),
             "U": tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)),
+            **self.head.axes,
         }
 
     @property
@@ -101,10 +103,6 @@ class Config(DecoderConfig):
     @property
     def rope_dim(self) -> int:
         return self.qk_rope_head_dim
-
-    @property
-    def unscannable(self) -> str:
-        return "its dense layers and those with experts have different parameters"
 
     @property
     def has_shared_experts(self) -> bool:
@@ -134,17 +132,6 @@ class Config(DecoderConfig):
         if self.rope.mscale_all_dim and self.rope.factor > 1:
             scale *= (0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1) ** 2
         return scale
-
-
-def contradictions_of_groups(config: Any) -> Iterator[str]:
-    """Yields a sentence for each contradiction between the numbers of experts and of their groups."""
-    experts, (groups, chosen) = config.n_routed_experts, config.groups
-    if experts % groups or experts // groups < 2:
-        yield f"n_routed_experts={experts} are not n_group={groups} groups of two or more"
-    elif chosen > groups:
-        yield f"topk_group={chosen} is more than n_group={groups}"
-    elif config.num_experts_per_tok > chosen * (experts // groups):
-        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than {chosen} groups have"
 
 
 QUERIES = ("attn.q_nope.kernel", "attn.q_rope.kernel")

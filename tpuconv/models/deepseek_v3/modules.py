@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common import mtp
 from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave, exact_product
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
+from tpuconv.sharding import ACTIVATIONS, Rules
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors. config.json has that of the other norms only."""
@@ -69,15 +71,40 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
     ) -> tuple[jax.Array, Latent]:
-        x_BTQ = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
-        q_BTNP, q_BTNR = self.q_nope(x_BTQ), self._rotated(self.q_rope(x_BTQ), step)
-        k_BTR = self._rotated(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
-        new = Latent(placed(self.kv_a_norm(self.kv_a(x_BTD)), "B T C"), placed(k_BTR, "B T R"))
-        rules = rules_for(new if kv is None else kv)
-        new = Latent(placed(new.c_BSC, "B T C", rules), placed(new.k_BSR, "B T R", rules))
-        kv = new if kv is None else write_slots(kv, new, step.slot)
+        x_BTQ = self.query_latents(x_BTD)
+        kv = self.appended(kv, self.latents(x_BTD, step), step)
+        visible_BTS = self.visible(x_BTD, x_BTQ, kv, step, window)
+        return self.attend(*self.queries(x_BTQ, step), kv, visible_BTS), kv
 
-        visible_BTS = step.visible(window)
+    def query_latents(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what queries are computed from: their latent vectors [B, T, Q], or the hidden states."""
+        return x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
+
+    def queries(self, x_BTQ: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Returns the parts of the queries without and with rotary positions, [B, T, N, P] and [B, T, N, R]."""
+        return self.q_nope(x_BTQ), self._rotated(self.q_rope(x_BTQ), step)
+
+    def latents(self, x_BTD: jax.Array, step: Step) -> Any:
+        """Returns what the cache holds of these tokens."""
+        k_BTR = self._rotated(self.k_rope(x_BTD)[:, :, None], step)[:, :, 0]
+        return Latent(self.kv_a_norm(self.kv_a(x_BTD)), k_BTR)
+
+    def appended(self, kv: Any, new: Any, step: Step) -> Any:
+        """Returns the cache with what it holds of this step's tokens; without a cache this alone."""
+        rules = rules_for(_placed_as_cache(new, ACTIVATIONS) if kv is None else kv)
+        new = _placed_as_cache(new, rules)
+        return new if kv is None else write_slots(kv, new, step.slot)
+
+    def visible(self, x_BTD: jax.Array, x_BTQ: jax.Array, kv: Any, step: Step, window: jax.Array | int) -> jax.Array:
+        """Returns the mask [B, T, S] of the tokens that each token attends to."""
+        return step.visible(window)
+
+    def attend(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] of attention to the visible tokens."""
+        return self.o(self.weighted_values(q_BTNP, q_BTNR, kv, visible_BTS))
+
+    def weighted_values(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+        """Returns the output [B, T, N, H] of each head."""
         T, S = visible_BTS.shape[1:]
         C, P, H = (self.sizes[letter] for letter in "CPH")
         # Choose the form with fewer multiplications per head. Expanded: keys and values of S tokens, then scores and
@@ -85,7 +112,7 @@ class Attention(nnx.Module):
         # width C.
         expanded, absorbed = S * C * (P + H) + T * S * (P + H), T * C * (P + H) + T * S * 2 * C
         y_BTNH = (self._expanded if expanded <= absorbed else self._absorbed)(q_BTNP, q_BTNR, kv, visible_BTS)
-        return self.o(placed(y_BTNH, "B T N H")), kv
+        return placed(y_BTNH, "B T N H")
 
     def _rotated(self, x_BTNR: jax.Array, step: Step) -> jax.Array:
         return apply_rope(deinterleave(x_BTNR) if self.interleaved else x_BTNR, step.cos_sin_in(x_BTNR.dtype))
@@ -120,6 +147,13 @@ class Attention(nnx.Module):
         return _scaled(jax.nn.softmax(scores_BNTS, axis=-1), kv.c_scale_BS).astype(q_BTNR.dtype)
 
 
+def _placed_as_cache(new: Any, rules: Rules) -> Any:
+    """Returns the entries of a cache for the tokens of a step, with a sharding constraint on the current mesh."""
+    leaves, treedef = jax.tree.flatten(new)
+    axes = (letters.replace("S", "T") for letters in type(new).axes)
+    return jax.tree.unflatten(treedef, [placed(x, letters, rules) for x, letters in zip(leaves, axes, strict=False)])
+
+
 def _scaled(x_BNTS: jax.Array, scale_BS: jax.Array | None) -> jax.Array:
     return x_BNTS if scale_BS is None else x_BNTS * scale_BS[:, None, None]
 
@@ -150,8 +184,7 @@ class Router(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
-        scores_BTE = nnx.sigmoid(jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST))
+        scores_BTE = self.scores(x_BTD)
         wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
         # Replicated: with sharded scores the compiler needs a dozen exchanges to choose experts.
         scores_BTE, wanted_BTE = placed(scores_BTE, "B T E"), placed(wanted_BTE, "B T E")
@@ -166,6 +199,10 @@ class Router(nnx.Module):
         if config.norm_topk_prob:
             weights_BTX /= weights_BTX.sum(-1, keepdims=True) + 1e-20
         return ids_BTX, weights_BTX * config.routed_scaling_factor
+
+    def scores(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the scores [B, T, E] of all experts, in float32."""
+        return nnx.sigmoid(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]))
 
 
 class MoE(Experts):
@@ -190,7 +227,7 @@ class Block(nnx.Module):
         self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        if layer in config.axes["J"]:
+        if layer in config.axes["J"] or layer >= config.num_hidden_layers:
             self.moe = MoE(config, dtype=dtype, keys=keys)
         else:
             self.mlp = MLP(config, "F", dtype=dtype, keys=keys)
@@ -204,8 +241,19 @@ class Block(nnx.Module):
         return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
 
 
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction."""
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
+
+
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
     cached = Latent.empty
+    mtp_type = MTPModule

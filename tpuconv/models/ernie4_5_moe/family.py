@@ -53,10 +53,6 @@ class Config(dense.Config):
         }
 
     @property
-    def unscannable(self) -> str:
-        return "its dense layers and those with experts have different parameters"
-
-    @property
     def has_shared_experts(self) -> bool:
         """Whether there are shared experts, which are stored as one MLP."""
         return bool(self.moe_num_shared_experts)

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.ernie4_5.modules import Attention
@@ -25,9 +25,7 @@ class Router(nnx.Module):
         self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kernel_DE = self.kernel[...].astype(jnp.float32)
-        precision = jax.lax.Precision.HIGHEST
-        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), kernel_DE, precision=precision)
+        logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
         probs_BTE = nnx.softmax(placed(logits_BTE, "B T E"))
         ids_BTX = jax.lax.top_k(probs_BTE + self.correction[...].astype(jnp.float32), self.config.moe_k)[1]
         weights_BTX = jnp.take_along_axis(probs_BTE, ids_BTX, axis=-1)

@@ -158,6 +158,7 @@ class Model(Decoder):
 
     block: ClassVar[Any] = Block
     norm_type = ScaledRMSNorm
+    input_modules = ("per_layer",)
     config: Config
 
     def __init__(
@@ -190,6 +191,11 @@ class Model(Decoder):
             return None
         inputs_BTzp = self.per_layer(ids_BT, x_BTD)
         return [inputs_BTzp[:, :, layer] for layer in range(self.config.num_hidden_layers)]
+
+    def source_of(self, layer: int) -> int | None:
+        """Returns the layer whose keys and values a layer without own ones uses."""
+        source = self.config.kv_sources[layer]
+        return None if source == layer else source
 
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Limits the logits [B, T, V] softly."""

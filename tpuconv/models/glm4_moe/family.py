@@ -19,7 +19,8 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.deepseek_v3.family import EXPERT_ROWS, contradictions_of_groups
+from tpuconv.models.common.sparse import contradictions_of_groups
+from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.registry import Family
 
 
@@ -77,10 +78,6 @@ class Config(PartialRopeConfig):
     def groups(self) -> tuple[int, int]:
         """The numbers of groups of experts and of those that a token's experts are chosen from."""
         return self.n_group, self.topk_group
-
-    @property
-    def unscannable(self) -> str:
-        return "its dense layers and those with experts have different parameters"
 
     @property
     def has_shared_experts(self) -> bool:

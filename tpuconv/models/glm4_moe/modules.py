@@ -3,7 +3,7 @@
 import jax
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import blocks
+from tpuconv.models.common import blocks, mtp
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Keys, RMSNorm
 from tpuconv.models.deepseek_v3.modules import MoE
@@ -33,7 +33,18 @@ class Block(blocks.PreNormBlock):
     moe_type = MoE
 
 
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction."""
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
+
+
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    mtp_type = MTPModule

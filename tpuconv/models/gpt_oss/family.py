@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.registry import Family
 
 GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -98,38 +99,21 @@ class Config(DecoderConfig):
 
 GATE_UP = ("moe.gate.kernel", "moe.up.kernel")
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
-            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
-            Map("self_attn.sinks", "attn.sinks", "N"),
-            Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
-            Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
-            Map("mlp.router.bias", "moe.router.bias", "E"),
-            # Rows or columns of gate and up alternate. The orientation depends on the encoding.
-            Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
-            Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
-            Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),
-            Map("mlp.experts.down_proj", "moe.down.kernel", "E M D", when="is_plain"),
-            Map("mlp.experts.down_proj", "moe.down.kernel", "E D M -> E M D", when="is_mxfp4"),
-            Map("mlp.experts.down_proj_bias", "moe.down.bias", "E D"),
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+TABLE = decoder_table(
+    ATTN_NORM,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    Map("self_attn.sinks", "attn.sinks", "N"),
+    Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
+    Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
+    Map("mlp.router.bias", "moe.router.bias", "E"),
+    # Rows or columns of gate and up alternate. The orientation depends on the encoding.
+    Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
+    Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
+    Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),
+    Map("mlp.experts.down_proj", "moe.down.kernel", "E M D", when="is_plain"),
+    Map("mlp.experts.down_proj", "moe.down.kernel", "E D M -> E M D", when="is_mxfp4"),
+    Map("mlp.experts.down_proj_bias", "moe.down.bias", "E D"),
 )
 
 FAMILY = Family(

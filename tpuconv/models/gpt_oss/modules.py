@@ -24,7 +24,7 @@ def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sink
     )
     weights = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)
     y_BTKGH = kv.weighted_values(weights[..., :-1], q_BTNH.dtype)
-    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
+    return placed(y_BTKGH.reshape(B, T, N, -1), "B T N H").astype(q_BTNH.dtype)
 
 
 class Attention(nnx.Module):

@@ -1,5 +1,8 @@
 """Granite 3, dense: Llama with four factors."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -29,7 +32,7 @@ class Block(blocks.PreNormBlock):
     """One layer: attention and MLP, each after a norm, with residual connections and a factor of what they add."""
 
     attention_type = Attention
-    mlp_type = MLP
+    mlp_type: ClassVar[Callable[..., Any]] = MLP
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)

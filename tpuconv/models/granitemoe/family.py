@@ -60,26 +60,23 @@ class SharedConfig(Config):
         return bool(self.shared_intermediate_size)
 
 
+FUSED_EXPERTS = (
+    Map("router.layer.weight", "router.kernel", "E D -> D E"),
+    Map("input_linear.weight", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("output_linear.weight", "down.kernel", "E D M -> E M D"),
+)
+
+FUSED_SHARED = (
+    Map("input_linear.weight", ("gate.kernel", "up.kernel"), "(W + W) D -> D W, D W"),
+    Map("output_linear.weight", "down.kernel", "D W -> W D"),
+)
+
 TABLE = decoder_table(
     *PRE_NORMS,
     *ATTENTION,
     *when("attention_bias", *QKV_BIAS, O_BIAS),
-    *under(
-        "block_sparse_moe",
-        "moe",
-        Map("router.layer.weight", "router.kernel", "E D -> D E"),
-        Map("input_linear.weight", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-        Map("output_linear.weight", "down.kernel", "E D M -> E M D"),
-    ),
-    *under(
-        "shared_mlp",
-        "moe.shared",
-        *when(
-            "has_shared_expert",
-            Map("input_linear.weight", ("gate.kernel", "up.kernel"), "(W + W) D -> D W, D W"),
-            Map("output_linear.weight", "down.kernel", "D W -> W D"),
-        ),
-    ),
+    *under("block_sparse_moe", "moe", *FUSED_EXPERTS),
+    *under("shared_mlp", "moe.shared", *when("has_shared_expert", *FUSED_SHARED)),
 )
 
 FAMILY = Family(

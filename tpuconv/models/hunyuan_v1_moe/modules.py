@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import GatedMLP
-from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.hunyuan_v1_dense import modules as dense
@@ -22,8 +22,7 @@ class Router(nnx.Module):
         self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=jnp.float32, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
-        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
+        logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
         weights_BTX, ids_BTX = jax.lax.top_k(nnx.softmax(placed(logits_BTE, "B T E")), self.count)
         return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
 

@@ -4,14 +4,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    ATTN_NORM,
+    EXPERT_MLPS,
+    MLP,
+    MLP_NORM,
+    O_BIAS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
 from tpuconv.models.registry import Family
 from tpuconv.sources.config import encoding_of
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
+
+
+ONE_BY_ONE = ("compressed-tensors", "awq", "gptq")
+"""Encodings whose releases have the experts of a layer as matrices of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Config(DecoderConfig):
         if not any("rope_theta" in rope for rope in (raw, *inside)):
             raw = {**raw, "rope_theta": LLAMA4_ROPE.theta}
         encoding = encoding_of(raw)
-        is_one_by_one = isinstance(encoding, Mapping) and encoding.get("quant_method") == "compressed-tensors"
+        is_one_by_one = isinstance(encoding, Mapping) and encoding.get("quant_method") in ONE_BY_ONE
         return replace(super().from_hf(raw), is_one_by_one=is_one_by_one)
 
     @property
@@ -97,8 +112,9 @@ class Config(DecoderConfig):
         }
 
     @property
-    def unscannable(self) -> str:
-        return "its layers differ in rotary positions, in attention chunks and in having experts"
+    def layer_kinds(self) -> tuple[Any, ...]:
+        kinds = super().layer_kinds
+        return tuple((*kind, self.has_rope(layer), self.is_chunked(layer)) for layer, kind in enumerate(kinds))
 
     def has_rope(self, layer: int) -> bool:
         """Returns whether a layer has rotary positions."""
@@ -111,30 +127,13 @@ class Config(DecoderConfig):
         return self.layer_types[layer] == "chunked_attention" if self.layer_types else self.has_rope(layer)
 
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H", when="attention_bias"),
-            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H", when="attention_bias"),
-            Map("self_attn.o_proj.bias", "attn.o.bias", "D", when="attention_bias"),
-            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-        ),
-        *under(
-            "model.layers.{I}.feed_forward",
-            "layers.{I}.mlp",
-            Map("gate_proj.weight", "gate.kernel", "F D -> D F"),
-            Map("up_proj.weight", "up.kernel", "F D -> D F"),
-            Map("down_proj.weight", "down.kernel", "D F -> F D"),
-        ),
+TABLE = decoder_table(
+    ATTN_NORM,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    MLP_NORM,
+    others=(
+        *under("model.layers.{I}.feed_forward", "layers.{I}.mlp", *MLP),
         *under(
             "model.layers.{J}.feed_forward",
             "layers.{J}.moe",
@@ -143,18 +142,12 @@ TABLE = MappingTable(
             # expert.
             Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M", when="is_stacked"),
             Map("experts.down_proj", "down.kernel", "E M D", when="is_stacked"),
-            Map("experts.{E}.gate_proj.weight", "gate.kernel", "M D -> E D M", when="is_one_by_one"),
-            Map("experts.{E}.up_proj.weight", "up.kernel", "M D -> E D M", when="is_one_by_one"),
-            Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D", when="is_one_by_one"),
+            *when("is_one_by_one", *EXPERT_MLPS),
             Map("shared_expert.gate_proj.weight", "shared.gate.kernel", "M D -> D M"),
             Map("shared_expert.up_proj.weight", "shared.up.kernel", "M D -> D M"),
             Map("shared_expert.down_proj.weight", "shared.down.kernel", "D M -> M D"),
         ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 FAMILY = Family(

@@ -20,8 +20,32 @@ MINISTRAL3_ROPE = Rope(
 BETA = "llama_4_scaling_beta"
 
 
+class GrowingQueries:
+    """Reads `llama_4_scaling_beta`, which is one of `rope_parameters`: how much queries grow with their position. A
+    Config derives from this class and from `DecoderConfig`, in this order."""
+
+    llama_4_scaling_beta: float
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        raw = dict(raw)
+        given = [key for key in ROPE_KEYS[1:] if raw.get(key)]
+        beta: Any = None if given else cls.llama_4_scaling_beta
+        for key in given:
+            inside = dict(raw[key])
+            beta = inside.pop(BETA, beta)
+            inside.pop("max_position_embeddings", None)  # without effect
+            raw[key] = inside
+        if type(beta) not in (int, float) or not 0 <= beta < LARGEST_ROPE_VALUE:
+            raise ConfigError(f"config.json: {BETA}={short(beta)} of the rotary positions is not a number from 0")
+        ropes: dict[str, Any] = super().read_ropes(raw, context)  # type: ignore[misc]
+        if ropes["rope"].type != "yarn":
+            raise ConfigError(f"config.json: {BETA} needs an original context, which only rotary positions 'yarn' have")
+        return {**ropes, BETA: float(beta)}
+
+
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(GrowingQueries, DecoderConfig):
     """The keys of config.json. `llama_4_scaling_beta` is one of `rope_parameters`: how much queries grow with their
     position."""
 
@@ -49,23 +73,6 @@ class Config(DecoderConfig):
     rope: Rope = MINISTRAL3_ROPE
     sliding_window: int | None = None
     llama_4_scaling_beta: float = 0.1
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        raw = dict(raw)
-        given = [key for key in ROPE_KEYS[1:] if raw.get(key)]
-        beta: Any = None if given else cls.llama_4_scaling_beta
-        for key in given:
-            inside = dict(raw[key])
-            beta = inside.pop(BETA, beta)
-            inside.pop("max_position_embeddings", None)  # without effect
-            raw[key] = inside
-        if type(beta) not in (int, float) or not 0 <= beta < LARGEST_ROPE_VALUE:
-            raise ConfigError(f"config.json: {BETA}={short(beta)} of the rotary positions is not a number from 0")
-        ropes = super().read_ropes(raw, context)
-        if ropes["rope"].type != "yarn":
-            raise ConfigError(f"config.json: {BETA} needs an original context, which only rotary positions 'yarn' have")
-        return {**ropes, BETA: float(beta)}
 
     @property
     def windows(self) -> tuple[int | None, ...]:

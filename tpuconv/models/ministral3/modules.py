@@ -12,9 +12,16 @@ from tpuconv.models.common.layers import Keys
 from tpuconv.models.ministral3.family import Config
 
 
+def grown(q_BTNH: jax.Array, step: Step, beta: float, original: int) -> jax.Array:
+    """Returns queries [B, T, N, H] times a factor that grows with the logarithm of their position: 1 within the
+    original context S0, then 1 + beta ln(1 + floor(position / S0)) (arXiv:2501.19399)."""
+    contexts_BT = jnp.maximum(step.pos_BT, 0) // original
+    factors_BT = 1 + beta * jnp.log1p(contexts_BT.astype(jnp.float32))
+    return q_BTNH * factors_BT[:, :, None, None].astype(q_BTNH.dtype)
+
+
 class Attention(blocks.Attention):
-    """Grouped-query attention, x [B, T, D] to [B, T, D]. Queries have a factor that grows with the logarithm of their
-    position: 1 within the original context S0, then 1 + beta ln(1 + floor(position / S0)) (arXiv:2501.19399)."""
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Queries grow with their position."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
@@ -22,11 +29,7 @@ class Attention(blocks.Attention):
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         q_BTNH, k_BTKH = super().positioned(q_BTNH, k_BTKH, step)
-        if not self.beta:
-            return q_BTNH, k_BTKH
-        contexts_BT = jnp.maximum(step.pos_BT, 0) // self.original
-        factors_BT = 1 + self.beta * jnp.log1p(contexts_BT.astype(jnp.float32))
-        return q_BTNH * factors_BT[:, :, None, None].astype(q_BTNH.dtype), k_BTKH
+        return (grown(q_BTNH, step, self.beta, self.original) if self.beta else q_BTNH), k_BTKH
 
 
 class Block(blocks.PreNormBlock):

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, NUMBERED_EXPERT_MLPS, decoder_table
 from tpuconv.models.registry import Family
 
 MIXTRAL_ROPE = Rope(theta=1e6)
@@ -52,28 +53,12 @@ class Config(DecoderConfig):
         return (self.sliding_window,) * self.num_hidden_layers
 
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
-            Map("block_sparse_moe.gate.weight", "moe.router.kernel", "E D -> D E"),
-            Map("block_sparse_moe.experts.{E}.w1.weight", "moe.gate.kernel", "M D -> E D M"),
-            Map("block_sparse_moe.experts.{E}.w3.weight", "moe.up.kernel", "M D -> E D M"),
-            Map("block_sparse_moe.experts.{E}.w2.weight", "moe.down.kernel", "D M -> E M D"),
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+TABLE = decoder_table(
+    ATTN_NORM,
+    *ATTENTION,
+    Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
+    Map("block_sparse_moe.gate.weight", "moe.router.kernel", "E D -> D E"),
+    *under("block_sparse_moe", "moe", *NUMBERED_EXPERT_MLPS),
 )
 
 FAMILY = Family(

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, MLP, MLP_NORM, QKV_BIAS, decoder_table
 from tpuconv.models.common.windows import WindowedConfig
 from tpuconv.models.registry import Family
 
@@ -32,30 +33,12 @@ class Config(WindowedConfig):
     layer_types: tuple[str, ...] | None = None
 
 
-TABLE = MappingTable(
-    (
-        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H"),
-            Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H"),
-            Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H"),
-            Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
-            Map("mlp.gate_proj.weight", "mlp.gate.kernel", "F D -> D F"),
-            Map("mlp.up_proj.weight", "mlp.up.kernel", "F D -> D F"),
-            Map("mlp.down_proj.weight", "mlp.down.kernel", "D F -> F D"),
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+TABLE = decoder_table(
+    ATTN_NORM,
+    *ATTENTION,
+    *QKV_BIAS,
+    MLP_NORM,
+    *under("mlp", "mlp", *MLP),
 )
 
 FAMILY = Family(

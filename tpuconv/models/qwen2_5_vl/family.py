@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.rope import Rope, without_mrope
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
 from tpuconv.models.qwen2 import family as qwen2
 from tpuconv.models.registry import Family
@@ -14,7 +15,7 @@ QWEN2_5_VL_ROPE = Rope(theta=1e6)
 
 
 @dataclass(frozen=True)
-class Config(WrapperConfig, qwen2.Config):
+class Config(WrapperConfig, MropeConfig, qwen2.Config):
     """The keys of `text_config`, which releases have at the root."""
 
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -35,10 +36,6 @@ class Config(WrapperConfig, qwen2.Config):
         yield from super().contradictions()
         if self.head_dim is not None and self.head_dim * self.num_attention_heads != self.hidden_size:
             yield f"head_dim={self.head_dim} is not hidden_size / num_attention_heads, which transformers takes"
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return super().read_ropes(without_mrope(raw), context)
 
     @classmethod
     def _is_tied(cls, raw: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, when
+from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.registry import Family
 
@@ -64,7 +64,7 @@ TABLE = decoder_table(
     *PRE_NORMS,
     *ATTENTION,
     *when("qkv_bias", *QKV_BIAS),
-    others=qwen3_moe.mlp_rows(
+    others=mlp_rows(
         *qwen3_moe.MOE_ROWS,
         *under("shared_expert", "shared", *SHARED),
         Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),

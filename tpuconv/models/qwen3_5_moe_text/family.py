@@ -1,20 +1,21 @@
 """Qwen3.5 with experts, the text model: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, without_mrope
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH
-from tpuconv.models.qwen3_next.family import HybridConfig
+from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
 from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(HybridConfig):
+class Config(MropeConfig, HybridConfig):
     """The keys of config.json. All layers have experts, whose weights are always normalized."""
 
     model_type: ClassVar[str] = "qwen3_5_moe_text"
@@ -46,10 +47,6 @@ class Config(HybridConfig):
     layer_types: tuple[str, ...] | None = None
     full_attention_interval: int = 4
 
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return super().read_ropes(without_mrope(raw), context)
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.num_experts_per_tok > self.num_experts:
@@ -67,14 +64,16 @@ class Config(HybridConfig):
 
 def text_table(variant: str, *experts: Map) -> MappingTable:
     """Returns the table with these rows of experts."""
-    moe_rows = (
+    moe_rows = under(
+        "mlp",
+        "moe",
         Map("gate.weight", "router.kernel", "E D -> D E"),
         *experts,
         *under("shared_expert", "shared", *SHARED),
         Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
     )
     table = decoder_table(
-        *PRE_NORMS, *under("mlp", "moe", *moe_rows), others=ATTENTION_OF_BOTH, ignore={"mtp.*": FURTHER_TOKENS}
+        *PRE_NORMS, *moe_rows, others=(*ATTENTION_OF_BOTH, *further_rows(*moe_rows)), ignore={"mtp.*": FURTHER_TOKENS}
     )
     return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
 

@@ -1,18 +1,18 @@
 """Qwen3.5, dense, the text model: config and mapping table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, without_mrope
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
-from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig
+from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig, further_rows
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(HybridConfig):
+class Config(MropeConfig, HybridConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen3_5_text"
@@ -39,10 +39,6 @@ class Config(HybridConfig):
     layer_types: tuple[str, ...] | None = None
     full_attention_interval: int = 4
 
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return super().read_ropes(without_mrope(raw), context)
-
 
 FLAT_INPUTS = (
     Map(
@@ -61,8 +57,10 @@ ATTENTION_OF_BOTH = (
 )
 """The rows of attention, full and linear."""
 
+MLP_ROWS = under("mlp", "mlp", *MLP)
+
 TABLE = decoder_table(
-    *PRE_NORMS, *under("mlp", "mlp", *MLP), others=ATTENTION_OF_BOTH, ignore={"mtp.*": FURTHER_TOKENS}
+    *PRE_NORMS, *MLP_ROWS, others=(*ATTENTION_OF_BOTH, *further_rows(*MLP_ROWS)), ignore={"mtp.*": FURTHER_TOKENS}
 )
 
 FAMILY = Family(

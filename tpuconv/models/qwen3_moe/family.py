@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.mapping.table import Map, under
+from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
     HEAD_NORMS,
-    MLP,
     O_BIAS,
     PRE_NORMS,
     QKV_BIAS,
     decoder_table,
+    mlp_rows,
     when,
 )
 from tpuconv.models.registry import Family
@@ -95,25 +95,11 @@ class Config(DecoderConfig):
         return not self.all_experts
 
     @property
-    def unscannable(self) -> str:
-        return "its dense layers and those with experts have different parameters" if self.some_dense else ""
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
 
 
 MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
-
-
-def mlp_rows(*moe_rows: Map) -> tuple[Map, ...]:
-    """Returns the rows of dense layers and of those with experts. With {L} the layers can be stacked; with {J} they
-    cannot, since some are dense."""
-    return (
-        *when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *moe_rows)),
-        *when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *moe_rows)),
-        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-    )
 
 
 TABLE = decoder_table(

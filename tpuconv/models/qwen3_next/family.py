@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
@@ -16,14 +17,15 @@ from tpuconv.models.common.rows import (
     QKV_BIAS,
     SHARED,
     decoder_table,
+    mlp_rows,
     when,
 )
-from tpuconv.models.qwen3_moe.family import MOE_ROWS, mlp_rows
+from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class HybridConfig(PartialRopeConfig):
+class HybridConfig(StateConfig, PartialRopeConfig):
     """A decoder with linear attention in some layers: those with "linear_attention" in `layer_types` or, if that is
     absent, all but every `full_attention_interval`-th layer."""
 
@@ -32,22 +34,16 @@ class HybridConfig(PartialRopeConfig):
     linear_value_head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
-    layer_types: tuple[str, ...] | None
     full_attention_interval: int
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {"full_attention", "linear_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values % keys:
             yield f"linear_num_value_heads={values} is not a multiple of linear_num_key_heads={keys}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The `layer_types` of all layers."""
         if self.layer_types is not None:
             return self.layer_types
         layers, every = range(1, self.num_hidden_layers + 1), self.full_attention_interval
@@ -55,21 +51,16 @@ class HybridConfig(PartialRopeConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        is_linear = [kind == "linear_attention" for kind in self.kinds]
         return {
             **super().axes,
-            "f": tuple(i for i, linear in enumerate(is_linear) if not linear),
-            "l": tuple(i for i, linear in enumerate(is_linear) if linear),
             "n": self.linear_num_key_heads,
             "r": self.linear_num_value_heads // self.linear_num_key_heads,
             "k": self.linear_key_head_dim,
             "w": self.linear_value_head_dim,
             "c": self.linear_conv_kernel_dim,
+            "A": self.hidden_size,
+            "U": (0,),
         }
-
-    @property
-    def unscannable(self) -> str:
-        return "its layers with linear and with full attention have different parameters"
 
 
 @dataclass(frozen=True)
@@ -149,6 +140,23 @@ FULL_ROWS = (
 )
 """Full attention: each head's queries are stored with its gates."""
 
+FURTHER_ROWS = (
+    Map("fc.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
+    Map("pre_fc_norm_embedding.weight", "embed_norm.scale", "D"),
+    Map("pre_fc_norm_hidden.weight", "hidden_norm.scale", "D"),
+    Map("norm.weight", "norm.scale", "D"),
+)
+
+
+def further_rows(*mlp: Map) -> tuple[Map, ...]:
+    """Returns the rows of the layer with full attention that predicts further tokens, and of what is around it. `mlp`
+    are those of its MLP or experts."""
+    return (
+        *under("mtp", "mtp", *FURTHER_ROWS),
+        *under("mtp.layers.{U}", "mtp.{U}", *PRE_NORMS, *FULL_ROWS, *mlp),
+    )
+
+
 CONVOLUTIONS = ("q_conv.kernel", "k_conv.kernel", "v_conv.kernel")
 
 LINEAR_ROWS = (
@@ -169,16 +177,19 @@ GROUPED_INPUTS = (
     Map("in_proj_ba.weight", ("b.kernel", "a.kernel"), "(n (r + r)) D -> D n r, D n r"),
 )
 
+EXPERTS_AND_SHARED = (
+    *MOE_ROWS,
+    *under("shared_expert", "shared", *SHARED),
+    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+)
+
 TABLE = decoder_table(
     *PRE_NORMS,
     others=(
         *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
         *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
-        *mlp_rows(
-            *MOE_ROWS,
-            *under("shared_expert", "shared", *SHARED),
-            Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-        ),
+        *mlp_rows(*EXPERTS_AND_SHARED),
+        *further_rows(*under("mlp", "moe", *EXPERTS_AND_SHARED)),
     ),
     ignore={"mtp.*": FURTHER_TOKENS},
 )

@@ -1,6 +1,7 @@
 """Qwen3-Next."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -8,10 +9,15 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import NO_WINDOW, Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, attention
+from tpuconv.models.common.mtp import JoinedInputs
+from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
 from tpuconv.models.qwen2_moe.modules import MoE
+
+FIRST = "0"
+"""The name of the layer for multi-token prediction."""
 
 
 class Attention(blocks.NormedAttention):
@@ -31,32 +37,52 @@ class Attention(blocks.NormedAttention):
         return self.o(attention(q_BTNH, kv, step.visible(window)) * nnx.sigmoid(self.gate(x_BTD))), kv
 
 
-class HybridBlock(blocks.PreNormBlock):
+class DeltaBlock(HybridBlock):
     """One layer: linear or full attention, then experts or an MLP, each after a norm, with residual connections."""
 
+    attention_type = Attention
+    mixer_type = DeltaNet
     norm_type = CenteredRMSNorm
 
-    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = DeltaNet if layer in config.axes["l"] else Attention
-        return kind(config, dtype=dtype, keys=keys)
 
-
-class Block(HybridBlock):
+class Block(DeltaBlock):
     """One layer: linear or full attention, then experts or an MLP, each after a norm, with residual connections."""
 
     moe_type = MoE
 
 
-def new_cache(config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Returns the empty cache of a layer; `shape` is [B, S]."""
-    if layer in config.axes["l"]:
-        return DeltaState.empty(config, shape[0])
-    return KV.empty(config, layer, shape, dtype)
+class JoinedLayer(JoinedInputs):
+    """The module for multi-token prediction: the joined inputs and a layer with full attention, a `DeltaBlock`. See
+    `MTPModule` of `models/common`."""
+
+    norm_type = CenteredRMSNorm
+    block: ClassVar[Callable[..., Any]] = DeltaBlock
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.add_parts(config, dtype=dtype, keys=keys)
+        setattr(self, FIRST, self.block(config, config.num_hidden_layers, dtype=dtype, keys=keys))
+
+    def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        y_BTD, kv = getattr(self, FIRST)(self.joined_inputs(next_BTD, x_BTD), step, NO_WINDOW, kv)
+        return self.norm(y_BTD), kv
 
 
-class Model(Decoder):
+class JoinedExpertLayer(JoinedLayer):
+    """The module for multi-token prediction of a model with experts."""
+
+    block = Block
+
+
+class DeltaDecoder(HybridDecoder):
+    """A decoder with linear attention in some layers."""
+
+    norm_type = CenteredRMSNorm
+    state_type = DeltaState
+    mtp_type = JoinedLayer
+
+
+class Model(DeltaDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    norm_type = CenteredRMSNorm
-    cached = staticmethod(new_cache)
+    mtp_type = JoinedExpertLayer

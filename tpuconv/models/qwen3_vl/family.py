@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.rope import Rope, without_mrope
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
 from tpuconv.models.qwen3 import family as qwen3
 from tpuconv.models.registry import Family
@@ -14,7 +15,7 @@ QWEN3_VL_ROPE = Rope(theta=5e5)
 
 
 @dataclass(frozen=True)
-class Config(WrapperConfig, qwen3.Config):
+class Config(WrapperConfig, MropeConfig, qwen3.Config):
     """The keys of `text_config`."""
 
     model_type: ClassVar[str] = "qwen3_vl"
@@ -23,10 +24,6 @@ class Config(WrapperConfig, qwen3.Config):
 
     max_position_embeddings: int = 128000
     rope: Rope = QWEN3_VL_ROPE
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return super().read_ropes(without_mrope(raw), context)
 
 
 TABLE, *VARIANTS = tables(qwen3.TABLE, "model.language_model.", {"visual": SEES})

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import Rope, without_mrope
-from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, mlp_rows, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
 from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.qwen3_vl.family import QWEN3_VL_ROPE
@@ -14,7 +15,7 @@ from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(WrapperConfig, qwen3_moe.Config):
+class Config(WrapperConfig, MropeConfig, qwen3_moe.Config):
     """The keys of `text_config`, and whether transformers 5 wrote the files: it stacks the matrices of experts as (out,
     in), older releases as (in, out)."""
 
@@ -38,10 +39,6 @@ class Config(WrapperConfig, qwen3_moe.Config):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         major = str(raw.get("transformers_version", "")).partition(".")[0][:3]
         return replace(super().from_hf(raw), is_out_major=major.isdecimal() and int(major) >= 5)
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return super().read_ropes(without_mrope(raw), context)
 
     @property
     def all_in_major(self) -> bool:
@@ -74,7 +71,7 @@ OUT_MAJOR = (
     Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
 )
 STACKED = (
-    *qwen3_moe.mlp_rows(Map("gate.weight", "router.kernel", "E D -> D E")),
+    *mlp_rows(Map("gate.weight", "router.kernel", "E D -> D E")),
     *when("all_in_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *IN_MAJOR)),
     *when("all_out_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *OUT_MAJOR)),
     *when("some_in_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *IN_MAJOR)),

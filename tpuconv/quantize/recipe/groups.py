@@ -1,29 +1,37 @@
 """The groups of parameters for which a recipe chooses a type: modules with the same parent, as in `layers/3/attn`, and
-the head.
+the head. Where layers are stacked, a group has all layers.
 
-Each has three options: unquantized, int8 with one scale per channel, int4 in tiles. Qwix itself decides, on the model
-with shapes instead of weights, which parameters there are and how each is quantized.
+The options of a group are to stay as it is, and `OPTION_KINDS`. Qwix itself decides, on the model with shapes instead
+of weights, which parameters there are and how each is quantized.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
-from tpuconv.checkpoint.reader import read_checkpoint_config
-from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.checkpoint.reader import check_logits
+from tpuconv.errors import UsageError
+from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import get_family
+from tpuconv.models.stored import model_config
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE
 from tpuconv.quantize.config import QuantConfig, Rule
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace
-from tpuconv.quantize.rules import ParamQuant, resolve_rules
+from tpuconv.quantize.rules import LAYER, ParamQuant, resolve_rules
 
-INT4_TILE_SIZES = (32, 16, 8)
-"""The first that divides the tiled axis of all parameters of a group is used; if none does, one scale per channel."""
+OPTION_KINDS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
+    ("int8", (None,)),
+    ("int4", (128,)),
+    ("int4", (32, 16, 8, None)),
+)
+"""The types to choose from, each with tile sizes: the first is used that divides the tiled axis of all parameters of a
+group, None for one scale per channel. A group that none of them divides lacks the option."""
 
 ROUTER = "router"
 """It chooses the experts of a token, and has few weights: no config of this package quantizes it."""
@@ -31,11 +39,19 @@ ROUTER = "router"
 
 @dataclass(frozen=True)
 class Choices:
-    """`space` has the groups with their bits, but not their costs. `encoders` has, by type and parameter, how it is
-    quantized."""
+    """`space` has the groups with their bits, but not their costs. `encoders` has, by the name of an option and by
+    parameter, how it is quantized."""
 
     space: SearchSpace
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
+
+    def chosen(self, options: Sequence[Option]) -> dict[str, QwixEncoder]:
+        """How each parameter is quantized with these options of the groups."""
+        return {
+            name: self.encoders[str(option)][name]
+            for group, option in zip(self.space.groups, options, strict=True)
+            for name in (group.names if option.qtype else ())
+        }
 
 
 def find_choices(manifest: Manifest) -> Choices:
@@ -43,47 +59,62 @@ def find_choices(manifest: Manifest) -> Choices:
 
     Raises:
         UsageError: the checkpoint is quantized, or holds only a part of a model.
-        UnsupportedConfig: its layers are stacked, or Qwix finds nothing to quantize.
     """
     _check_plain(manifest)
+    check_logits(manifest)
     family = get_family(manifest.family)
-    config = family.read_config(read_checkpoint_config(manifest), manifest.allow_config, manifest.arrays)
+    config = model_config(manifest)
 
-    def encoders(rules: Iterable[Rule]) -> dict[str, QwixEncoder]:
+    stacks = LayerStacks(config.num_hidden_layers, config.period) if manifest.scan_layers else None
+
+    def quants(rules: Iterable[Rule], stacks: LayerStacks | None) -> dict[str, ParamQuant]:
         named = QuantConfig("sensitivity", "", tuple(rules))
-        quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), named)
-        dtypes = {name: np.dtype(manifest.arrays[name].dtype) for name in quants}
-        return {name: QwixEncoder(name, quant, dtypes[name], dtypes[name]) for name, quant in quants.items()}
+        return resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), named, stacks)
 
-    int8 = encoders([Rule(0, weight_qtype="int8")])
-    groups = _groups(list(int8))
-    tiles = {path: _tile([int8[name].quant for name in names]) for path, names in groups.items()}
-    int4 = encoders(
-        Rule(0, module_path=path.format(layer), weight_qtype="int4", tile_size=tiles[path, layer])
-        for path, layer in groups
-    )
+    separate = quants([Rule(0, weight_qtype="int8")], None)
+    groups = {
+        key: ([separate[name] for name in names], list(dict.fromkeys(_stored_name(name, stacks) for name in names)))
+        for key, names in _groups([name for name in separate if _is_in_a_stage(name)], stacks).items()
+    }
+    options: dict[tuple[str, int | None], list[Option]] = {}
+    encoders: dict[str, dict[str, QwixEncoder]] = {}
+    for qtype, sizes in OPTION_KINDS:
+        rules, of_rules = [], []
+        for key, (shapes, _) in groups.items():
+            if (tile := _tile(shapes, sizes)) != NO_TILE:
+                axes = "all" if tile and any(len(quant.summed) > 1 for quant in shapes) else "last"
+                option = Option(qtype, tile, 0, tile_axes=axes)
+                rules.append(Rule(0, key[0].format(key[1]), weight_qtype=qtype, tile_size=tile, tile_axes=axes))
+                of_rules.append((key, option))
+        is_known = qtype == "int8" and stacks is None  # tracing a model takes time
+        found = separate if is_known else quants(rules, stacks) if rules else {}
+        dtypes = {name: np.dtype(manifest.arrays[name].dtype) for name in found}
+        by_name = {name: QwixEncoder(name, quant, dtypes[name], dtypes[name]) for name, quant in found.items()}
+        for key, option in of_rules:
+            names = groups[key][1]
+            bits = sum(round(by_name[name].bits * prod(by_name[name].quant.shape)) for name in names)
+            options.setdefault(key, []).append(replace(option, bits=bits))
+            encoders.setdefault(str(option), {}).update({name: by_name[name] for name in names})
     plain = {name: 8 * element_bytes(a.dtype) * prod(a.shape) for name, a in manifest.arrays.items()}
-
-    def option(names: Sequence[str], qtype: str, tile: int | None, by: Mapping[str, QwixEncoder]) -> Option:
-        return Option(qtype, tile, sum(round(by[name].bits * prod(by[name].quant.shape)) for name in names))
-
-    found = tuple(
+    space = tuple(
         ParamGroup(
             path,
             layer,
             tuple(names),
-            sum(prod(int8[name].quant.shape) for name in names),
-            (
-                Option(None, None, sum(plain[name] for name in names), 0.0),
-                option(names, "int8", None, int8),
-                option(names, "int4", tiles[path, layer], int4),
-            ),
+            sum(prod(manifest.arrays[name].shape) for name in names),
+            (Option(None, None, sum(plain[name] for name in names), 0.0), *options[path, layer]),
         )
-        for (path, layer), names in groups.items()
+        for (path, layer), (_, names) in groups.items()
     )
-    rest = sum(plain.values()) - sum(group.options[0].bits for group in found)
+    rest = sum(plain.values()) - sum(group.options[0].bits for group in space)
     parameters = sum(prod(array.shape) for array in manifest.arrays.values())
-    return Choices(SearchSpace(found, parameters, rest), {"int8": int8, "int4": int4})
+    return Choices(SearchSpace(space, parameters, rest), encoders)
+
+
+def _is_in_a_stage(name: str) -> bool:
+    """Whether a parameter is of a layer or the head. What makes the inputs of layers (Gemma 4) or joins the streams of
+    the last one (DeepSeek V4) stays as it is: it is small, and its cost would not be that of a layer."""
+    return name.partition(".")[0] in ("layers", HEAD_STAGE)
 
 
 def _check_plain(manifest: Manifest) -> None:
@@ -93,22 +124,24 @@ def _check_plain(manifest: Manifest) -> None:
             hint="measure the checkpoint that it was made from, or convert with --encoding dequantize",
         )
     manifest.check_complete()
-    if manifest.scan_layers:
-        raise UnsupportedConfig(
-            f"{manifest.folder} has its layers stacked in one array, and a recipe chooses a type for each layer",
-            hint="convert without --scan-layers",
-        )
 
 
-def _groups(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
-    """The parameters of each group, by its path, with {} for the number of the layer, and that number."""
+def _stored_name(name: str, stacks: LayerStacks | None) -> str:
+    """The name of the array that holds a layer's parameter."""
+    match = LAYER.fullmatch(name)
+    return f"{stacks.find(int(match[1]))[0]}.{match[2]}" if match and stacks else name
+
+
+def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str, int | None], list[str]]:
+    """The parameters of each group, by its path, with {} for the number of the layer, and that number. If layers are
+    stacked, the path has a pattern for the numbers of those in one array."""
     modules = {name: name.replace(".", "/").rpartition("/")[0] for name in names}
     by_parent: dict[str, list[str]] = {}
     for name, module in modules.items():
         parent, _, last = module.rpartition("/")
         if last != ROUTER:
             by_parent.setdefault(parent or module, []).append(name)
-    out = {}
+    out: dict[tuple[str, int | None], list[str]] = {}
     for parent, members in by_parent.items():
         own_modules = [modules[name] for name in members]
         inside = [module for module in modules.values() if re.fullmatch(f"{parent}/.*", module)]
@@ -119,15 +152,22 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
         else:  # a router is beside them, or another group below
             tail = f"/({'|'.join(module.rpartition('/')[2] for module in own_modules)})"
         layer = re.fullmatch(r"layers/(\d+)(/.*)", parent)
-        path, number = (f"layers/{{}}{layer[2]}", int(layer[1])) if layer else (parent, None)
-        out[path + tail, number] = members
+        if layer and stacks and stacks.find(int(layer[1]))[1] is not None:
+            mates = stacks.at_place(int(layer[1]) % stacks.period)
+            numbers = r"\d+" if stacks.period == 1 else f"({'|'.join(map(str, mates))})"
+            out.setdefault((f"layers/{numbers}{layer[2]}{tail}", None), []).extend(members)
+        elif layer:
+            out[f"layers/{{}}{layer[2]}{tail}", int(layer[1])] = members
+        else:
+            out[parent + tail, None] = members
     return out
 
 
-def _tile(quants: Sequence[ParamQuant]) -> int | None:
-    """The tile size for int4. Qwix tiles the last of the axes that a product sums over."""
-    sizes = [
-        max((axis, n) for axis, n in enumerate(quant.shape) if axis not in quant.qwix_how.channelwise_axes)[1]
-        for quant in quants
-    ]
-    return next((tile for tile in INT4_TILE_SIZES if not any(size % tile for size in sizes)), None)
+NO_TILE = -1
+"""There is no tile size that divides."""
+
+
+def _tile(quants: Sequence[ParamQuant], sizes: Sequence[int | None]) -> int | None:
+    """The first tile size that divides, or `NO_TILE`. Qwix tiles the last of the axes that a product sums over."""
+    widths = [quant.shape[quant.summed[-1]] for quant in quants]
+    return next((tile for tile in sizes if tile is None or not any(width % tile for width in widths)), NO_TILE)

@@ -7,10 +7,10 @@ per weight.
         - {module_path: 'layers/(0|4)/attn/.*', weight_qtype: int8}
         - {module_path: 'layers/\\d+/mlp/.*', weight_qtype: int4, tile_size: 32}
 
-What each group costs is measured by `tpuconv.quantize.recipe.measure`. Here are only numbers and names.
+What each group costs is measured by `tpuconv.quantize.recipe.layerwise`. Here are only numbers and names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
@@ -35,12 +35,14 @@ class Option:
     Attributes:
         bits: of all its weights together, with scales.
         kl: what it costs the model, in nats per token; NaN before it is measured.
+        tile_axes: as of a rule.
     """
 
     qtype: str | None
     tile_size: int | None
     bits: int
     kl: float = nan
+    tile_axes: str = "last"
 
     def __str__(self) -> str:
         return (self.qtype or "as it is") + (f"/{self.tile_size}" if self.tile_size else "")
@@ -113,19 +115,33 @@ class SearchSpace:
             )
 
 
-def choose(space: SearchSpace, target: float) -> list[Option]:
-    """The option of each group with the lowest sum of KL at `target` bits per weight or less.
+@dataclass(frozen=True)
+class Sums:
+    """The choices of which none is better in bits and in KL: of each the bits in all and the sum of KL, ascending by
+    bits; and for each group which sums were kept, of how many."""
+
+    bits: np.ndarray
+    kl: np.ndarray
+    steps: Sequence[tuple[np.ndarray, int]]
+
+    def options(self, space: SearchSpace, number: int) -> list[Option]:
+        """The option of each group in the choice of this number."""
+        chosen = []
+        for group, (kept, count) in zip(reversed(space.groups), reversed(self.steps), strict=True):
+            option, number = divmod(int(kept[number]), count)
+            chosen.append(group.options[option])
+        return chosen[::-1]
+
+
+def best_sums(space: SearchSpace) -> Sums:
+    """The Pareto front of all choices, by bits and the sum of KL.
 
     This assumes that divergences add up, which they nearly do: measure the complete model afterwards. Then it is a
     knapsack with one item per group, solved exactly (Nemhauser and Ullmann, 1969): group by group, every pair of sums,
     bits and KL, is kept unless another one is better in both. If there are more than `STATES`, in models of many
     layers, only as many are kept, evenly by bits; the result may then be worse by what the bits between two of them are
     worth. Which are kept does not depend on the target, so that a larger target never has a larger KL.
-
-    Raises:
-        UsageError: see `SearchSpace.check`.
     """
-    space.check(target)
     bits, kl = np.array([space.other_bits]), np.zeros(1)
     steps: list[tuple[np.ndarray, int]] = []
     for group in space.groups:
@@ -140,12 +156,18 @@ def choose(space: SearchSpace, target: float) -> list[Option]:
             kept = kept[np.diff(slots, prepend=-1) > 0]  # the least bits of each slot
         steps.append((kept, len(bits)))
         bits, kl = all_bits[kept], all_kl[kept]
-    state = int(np.searchsorted(bits / space.parameters, target, side="right")) - 1
-    chosen = []
-    for group, (kept, count) in zip(reversed(space.groups), reversed(steps), strict=True):
-        option, state = divmod(int(kept[state]), count)
-        chosen.append(group.options[option])
-    return chosen[::-1]
+    return Sums(bits, kl, steps)
+
+
+def choose(space: SearchSpace, target: float) -> list[Option]:
+    """The option of each group with the lowest sum of KL at `target` bits per weight or less; see `best_sums`.
+
+    Raises:
+        UsageError: see `SearchSpace.check`.
+    """
+    space.check(target)
+    sums = best_sums(space)
+    return sums.options(space, int(np.searchsorted(sums.bits / space.parameters, target, side="right")) - 1)
 
 
 # -- as a file --------------------------------------------------------------------------------------------------------
@@ -156,25 +178,43 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
     layers: dict[tuple[str, Option], list[int | None]] = {}
     for group, option in zip(groups, options, strict=True):
         if option.qtype:
-            layers.setdefault((group.path, Option(option.qtype, option.tile_size, 0, 0)), []).append(group.layer)
+            kind = Option(option.qtype, option.tile_size, 0, 0, option.tile_axes)
+            layers.setdefault((group.path, kind), []).append(group.layer)
     out = []
     for (path, kind), members in layers.items():
         all_layers = [group.layer for group in groups if group.path == path]
         numbers = r"\d+" if members == all_layers and len(members) > 1 else "|".join(map(str, members))
         pattern = path.format(f"({numbers})" if "|" in numbers else numbers)
         tile = f", tile_size: {kind.tile_size}" if kind.tile_size else ""
+        tile += f", tile_axes: {kind.tile_axes}" if kind.tile_axes != "last" else ""
         out.append(f"- {{module_path: '{pattern}', weight_qtype: {kind.qtype}{tile}}}")
     return out
 
 
-def to_yaml(space: SearchSpace, options: Sequence[Option], provenance: Sequence[str]) -> str:
-    """A config with these options. Its comments are the lines of `provenance`, and a table of what was measured."""
+def to_yaml(
+    space: SearchSpace,
+    options: Sequence[Option],
+    provenance: Sequence[str],
+    gates: Mapping[str, float] | None = None,
+    method: str | None = None,
+) -> str:
+    """A config with these options. Its comments are the lines of `provenance`, and a table of what was measured.
+
+    Args:
+        space, options: the groups, and what was chosen for each.
+        provenance: lines of text.
+        gates: of the config; None for those of its types.
+        method: of its calibration, if it has one.
+    """
     lines = [f"summary: {space.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
     # A name from elsewhere may hold what breaks a comment.
     lines += [f"# {plain(line)}" for line in provenance]
     lines += ["#", *(f"#   {plain(line)}" for line in _table_lines(space.groups, options))]
     lines += ["qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options))]
-    gates = default_gates(Rule(0, weight_qtype=option.qtype) for option in options)
+    if method is not None:
+        lines.append(f"calibration: {{method: {method}}}")
+    if gates is None:
+        gates = default_gates(Rule(0, weight_qtype=option.qtype) for option in options)
     return "\n".join([*lines, f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}", ""])
 
 

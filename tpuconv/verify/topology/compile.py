@@ -65,7 +65,7 @@ class _Compilation:
         self.model = model_of(request, family, config)
         graph, state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
-        table = family.table.stack_layers() if self.model.scan_layers else family.table
+        table = family.table.stack_layers(config) if self.model.scan_layers else family.table
         self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
@@ -174,9 +174,10 @@ def model_of(request: CompileRequest, family: Any, config: Any) -> Any:
     dtype = jnp.dtype(request.dtype)
     if request.checkpoint:
         from tpuconv.checkpoint.manifest import read_manifest
+        from tpuconv.location import to_location
         from tpuconv.restore import abstract_model
 
-        return abstract_model(read_manifest(Path(request.checkpoint)), dtype)
+        return abstract_model(read_manifest(to_location(request.checkpoint)), dtype)
 
     def build() -> Any:
         return family.model_class(config, dtype=dtype)

@@ -368,12 +368,12 @@ def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[
 def _check_rules(request: CompileRequest) -> None:
     """Checks the patterns of the quantization rules before a child process matches them."""
     from tpuconv.models.registry import find_family
-    from tpuconv.quantize.config import QuantConfig, check_rules, modules_of
+    from tpuconv.quantize.config import QuantConfig, check_rules
 
     if request.quantize is None or "rules" not in request.quantize or request.checkpoint:
         return
     family = find_family(request.config)
-    modules = modules_of(family.table, family.config.from_hf(request.config))
+    modules = family.table.modules(family.config.from_hf(request.config))
     check_rules(QuantConfig.from_json(request.quantize), modules)
 
 

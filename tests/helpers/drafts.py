@@ -1,0 +1,48 @@
+"""Tiny models with a module for multi-token prediction whose drafts are right now and then."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.families import Case, save
+from tpuconv.models.registry import get_family
+
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+JOINING = ("eh_proj.weight", "mtp.fc.weight")
+
+
+def save_with_drafts(case: Case, folder: Path) -> Path:
+    """Writes the model of a case in float32 with a module for multi-token prediction beside, and returns the folder.
+
+    The next token depends on the last one mostly, since the layers add little. The module hands the embedding of the
+    next token on and adds a little too, so that it often predicts what the model does."""
+    save(case, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = 1
+    tensors, rng, family = read_tensors(folder), np.random.default_rng(0), get_family(case.family)
+    read = family.read_config(config)
+    for table in (family.table, *family.variants):
+        shapes = {n: s for binding in table.bind(read, include_mtp=True) for n, s in binding.src_shapes().items()}
+        if tensors.keys() - {"lm_head.weight"} <= shapes.keys() | {n for n in tensors if table.ignored(read)(n)}:
+            break
+    else:
+        raise AssertionError(f"no table of {case.family} has the names that transformers writes")
+    for name in shapes.keys() - tensors.keys():
+        values = rng.normal(size=shapes[name]) * 0.25
+        if name.endswith("norm.weight") or "pre_fc_norm" in name:  # of some families the stored scales are less 1
+            values = np.full(shapes[name], tensors[name_of_norm(tensors)].mean())
+        if name.endswith(JOINING):
+            width = shapes[name][0]
+            values *= 0.1
+            values[:, :width] += np.eye(width)
+        tensors[name] = values.astype("f4")
+    tensors |= {name: x * np.float32(0.06) for name, x in tensors.items() if name.endswith(OUTPUTS)}
+    return write_checkpoint(folder, config, tensors)
+
+
+def name_of_norm(names: object) -> str:
+    """Returns the name of the last norm."""
+    return next(name for name in names if name.endswith(("model.norm.weight", "language_model.norm.weight")))

@@ -1,0 +1,217 @@
+"""AWQ and GPTQ against their definitions: every quantized value with every zero point, what auto-round writes, and what
+is refused.
+
+`data/auto-round` was written by auto-round 0.16.1 on a CPU: a Qwen3 of one layer with random weights in groups of 32,
+in its formats auto_gptq and auto_awq; `original.safetensors` has the matrices before that.
+"""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
+from helpers.encoded import dequantized, exported
+from helpers.schemes import AWQ_ORDER, BF16, awq, gptq, gptq_any_order, in_words
+from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.decode import decode_names
+from tpuconv.encodings.schemes import groups, schemes
+from tpuconv.encodings.words import Words
+from tpuconv.errors import MappingError, SourceError
+from tpuconv.sources.source import open_source
+
+AUTO_ROUND = Path(__file__).parent / "data" / "auto-round"
+SCALES = np.array([1, -0.37, 6e-8, 6.1e-5, 0.0123, 65504, 0], np.float16)
+
+
+def values_of(tmp_path: Path, stored: dict[str, np.ndarray], config: dict, dtype: np.dtype) -> np.ndarray:
+    source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
+    tensors, faults = decode_names(source.tensors, config)
+    assert not faults
+    (tensor,) = tensors.values()
+    out = np.empty(tensor.size, dtype)
+    with closing(source.open()) as reader:
+        tensor.read(reader, 0, np.empty(tensor.values.nbytes, np.uint8), out)
+    return out.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype("f4")], ids=str)
+@pytest.mark.parametrize("form", ["awq", "gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_value_with_every_zero_point_and_scale(bits, form, dtype, tmp_path):
+    if form == "awq" and bits != 4:
+        return
+    n = 1 << bits
+    rows = max(n, 32)  # one group of all values
+    codes = np.arange(rows)[:, None] % n + np.zeros((1, 32 * n), int)
+    zeros, scales = np.arange(32 * n)[None] % n, np.resize(np.repeat(SCALES, n), (1, 32 * n))
+    want = (codes - zeros).astype("f4") * scales.astype("f4")
+    config = {"quant_method": form[:4].rstrip("_"), "bits": bits, "group_size": rows, "sym": False}
+    if form == "awq":
+        packed = {"w.qweight": in_words(codes, 4, 1, AWQ_ORDER), "w.qzeros": in_words(zeros, 4, 1, AWQ_ORDER)}
+    else:
+        kept = (zeros - (form == "gptq")) % n
+        packed = {"w.qweight": in_words(codes, bits, 0), "w.qzeros": in_words(kept, bits, 1)}
+        config["checkpoint_format"] = form
+    assert same_bits(values_of(tmp_path, packed | {"w.scales": scales}, config, dtype), want.astype(dtype))
+
+
+@pytest.mark.parametrize("words", [Words(2, 0), Words(3, 1), Words(4, 1, AWQ_ORDER), Words(4, 0), Words(8, 1)], ids=str)
+def test_words_are_packed_as_they_were(words):
+    values = np.random.default_rng(0).integers(0, words.mask + 1, (64, 96)).astype(np.uint8)
+    packed = words.pack(values)
+    np.testing.assert_array_equal(packed, in_words(values, words.bits, words.axis, words.order))
+    np.testing.assert_array_equal(words.unpack(packed), values)
+    some = values[:5, :7]  # the last words are filled up with zeros
+    np.testing.assert_array_equal(words.unpack(words.pack(some))[:5, :7], some)
+
+
+def by_definition(stored: dict[str, np.ndarray], is_awq: bool) -> np.ndarray:
+    words, zeros = (
+        stored[part].view(np.uint32)[..., None] >> np.arange(0, 32, 4) & 15 for part in ("qweight", "qzeros")
+    )
+    if is_awq:  # [in, out / 8, 8], where nibble i is output AWQ_ORDER[i]
+        codes, zeros = (x[..., np.argsort(AWQ_ORDER)].reshape(len(x), -1) for x in (words, zeros))
+    else:  # [in / 8, out, 8]
+        codes, zeros = words.swapaxes(1, 2).reshape(-1, words.shape[1]), zeros.reshape(len(zeros), -1) + 1
+    rows = np.arange(len(codes)) // 32
+    return ((codes.astype("f4") - zeros[rows]) * stored["scales"].astype("f4")[rows]).T
+
+
+@pytest.mark.parametrize(
+    "form", ["awq", *(pytest.param(form, marks=pytest.mark.slow) for form in ("gptq", "gptq_symmetric"))]
+)
+def test_what_auto_round_writes(form, tmp_path):
+    original, stored = load_file(AUTO_ROUND / "original.safetensors"), read_tensors(AUTO_ROUND / form)
+    plain = {name: x for name, x in stored.items() if "_proj." not in name}
+    for name, x in original.items():
+        base = name.removesuffix("weight")
+        parts = {part.removeprefix(base): y for part, y in stored.items() if part.startswith(base)}
+        values = by_definition(parts, form == "awq")
+        noise = values - x.astype("f4")
+        assert 10 * np.log10(np.square(x.astype("f4")).sum() / np.square(noise).sum()) > 19, name
+        plain[name] = values.astype(BF16)
+    config = json.loads((AUTO_ROUND / form / "config.json").read_text())
+    write_checkpoint(tmp_path / "plain", {k: v for k, v in config.items() if k != "quantization_config"}, plain)
+    for folder, out in ((AUTO_ROUND / form, "out"), (tmp_path / "plain", "reference")):
+        convert(folder, tmp_path / out)
+    want = restore(tmp_path / "reference")
+    assert_same(restore(tmp_path / "out"), want)
+    convert(AUTO_ROUND / form, tmp_path / "kept", Options(encoding="keep"))
+    arrays = restore(tmp_path / "kept")
+    assert any(name.endswith("zero_point") for name in arrays) == (form != "gptq_symmetric")
+    assert {str(x.dtype) for name, x in arrays.items() if name.endswith("array.scale")} == {"float32"}
+    assert_same(dequantized(arrays), want)
+    back = exported(tmp_path / "kept", tmp_path / "back")
+    assert back.keys() == stored.keys()
+    assert not [name for name in stored if not same_bits(back[name], stored[name])]
+
+
+FAULTS = {
+    "no zero points": (awq, lambda t: t.pop("w.qzeros"), "has no qzeros"),
+    "no scales": (awq, lambda t: t.pop("w.scales"), "has no scales"),
+    "zero points alone": (awq, lambda t: t.pop("w.qweight"), "has no values that it belongs to"),
+    "zero points of other groups": (
+        gptq,
+        lambda t: t.update({"w.qzeros": t["w.qzeros"][:1]}),
+        r"w.qzeros  I32 [1, 4] (1 tensors) should be I32 [4, 4]",
+    ),
+    "scales of other groups": (gptq, lambda t: t.update({"w.scales": t["w.scales"][:1]}), "should be [4, 32]"),
+    "scales in integers": (awq, lambda t: t.update({"w.scales": t["w.scales"].astype("i2")}), "should be one of F16"),
+    "no order": (gptq_any_order, lambda t: t.pop("w.g_idx"), "has no g_idx"),
+    "a short order": (gptq_any_order, lambda t: t.update({"w.g_idx": t["w.g_idx"][1:]}), "should be I32 [64]"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_parts_that_do_not_belong_together_are_named(fault, tmp_path):
+    form, spoil, message = FAULTS[fault]
+    stored, config, _ = form(np.random.default_rng(0), 64, 32)
+    spoil(stored)
+    source = open_source(write_checkpoint(tmp_path, {}, stored))
+    assert message in "\n".join(decode_names(source.tensors, config)[1])
+
+
+def test_a_group_that_does_not_exist_is_named(tmp_path):
+    stored, config, _ = gptq_any_order(np.random.default_rng(0), 64, 32)
+    stored["w.g_idx"][5] = 4
+    with pytest.raises(SourceError, match=r"w\.g_idx\[5\] is 4, of 4 groups"):
+        values_of(tmp_path, stored, config, BF16)
+
+
+def encoded_mlp(folder: Path, changes: dict, spoil=lambda t: None, **how) -> dict[str, np.ndarray]:
+    """A checkpoint whose `up_proj` are in GPTQ with random values; those values."""
+    rng, tensors, values = np.random.default_rng(0), {}, {}
+    for name, x in read_tensors(random_checkpoint(folder, qwen3_config(hidden_size=64, intermediate_size=96))).items():
+        if not name.endswith("up_proj.weight"):
+            tensors[name] = values[name] = x
+            continue
+        stored, config, own = gptq(rng, x.shape[1], x.shape[0], **how)
+        spoil(stored)
+        tensors |= {part.replace("w", name.removesuffix(".weight"), 1): y for part, y in stored.items()}
+        values[name] = np.ascontiguousarray(own.T).astype(BF16)
+    config = qwen3_config(hidden_size=64, intermediate_size=96, quantization_config=config | changes)
+    write_checkpoint(folder, config, tensors)
+    return values
+
+
+@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_groups_in_any_order_are_dequantized_and_not_kept(scan_layers, tmp_path, small_cuts):
+    values = encoded_mlp(tmp_path / "hf", {}, ordered=True)
+    write_checkpoint(tmp_path / "plain", qwen3_config(hidden_size=64, intermediate_size=96), values)
+    for name in ("hf", "plain"):
+        convert(tmp_path / name, tmp_path / f"{name}-orbax", Options(scan_layers=scan_layers))
+    assert_same(restore(tmp_path / "hf-orbax"), restore(tmp_path / "plain-orbax"))
+    with pytest.raises(MappingError, match=r"up_proj.weight  cannot stay encoded: its groups are in any order"):
+        plan_for(tmp_path / "hf", Options(encoding="keep")).check()
+
+
+@pytest.mark.slow
+def test_what_contradicts_the_description_is_not_kept(tmp_path):
+    encoded_mlp(tmp_path / "zeros", {"sym": True})
+    with pytest.raises(SourceError, match=r"up_proj.qzeros does not hold zero points in the middle"):
+        convert(tmp_path / "zeros", tmp_path / "out", Options(encoding="keep"))
+    encoded_mlp(tmp_path / "order", {"desc_act": False}, ordered=True)
+    with pytest.raises(SourceError, match=r"up_proj.g_idx does not hold groups in order"):
+        convert(tmp_path / "order", tmp_path / "other", Options(encoding="keep"))
+
+
+@pytest.mark.slow
+def test_modules_with_bits_of_their_own(tmp_path):
+    """The tables of values tell which they are."""
+    dynamic = {r"+:.*\.up_proj": {"bits": 8}, r"-:.*\.down_proj": {}}
+    values = encoded_mlp(tmp_path / "hf", {"bits": 4, "dynamic": dynamic}, bits=8)
+    write_checkpoint(tmp_path / "plain", qwen3_config(hidden_size=64, intermediate_size=96), values)
+    for name in ("hf", "plain"):
+        convert(tmp_path / name, tmp_path / f"{name}-orbax")
+    assert_same(restore(tmp_path / "hf-orbax"), restore(tmp_path / "plain-orbax"))
+    up, rest = groups({"quant_method": "gptq", "bits": 4, "dynamic": dynamic})
+    assert [up.takes(f"model.layers.0.mlp.{x}_proj") for x in ("up", "gate", "down")] == [True, False, False]
+    assert [rest.takes(f"model.layers.0.mlp.{x}_proj") for x in ("up", "gate", "down")] == [True, True, False]
+
+
+def test_which_modules_a_description_names():
+    (group,) = groups({"quant_method": "awq", "modules_to_not_convert": ["mlp.gate"]})
+    assert [group.takes(f"layers.0.{x}") for x in ("mlp.gate", "mlp.experts.0.up_proj")] == [False, True]
+    inside = [["self_attn.q_proj"], ["mlp.up_proj"]]
+    (group,) = groups({"quant_method": "gptq", "modules_in_block_to_quantize": inside, "lm_head": True})
+    names = ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "lm_head")
+    assert [group.takes(name) for name in names] == [True, True, False, True]
+    assert not groups({"quant_method": "gptq"})[0].takes("lm_head")
+    minimax = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["layers.0.mlp"]}
+    assert [groups(minimax)[0].takes(f"layers.{i}.mlp") for i in (0, 1)] == [False, True]
+
+
+def test_titles_tell_schemes_apart():
+    titles = {
+        schemes({"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": order})[0].title
+        for bits in (4, 8)
+        for size in (-1, 128)
+        for sym in (True, False)
+        for order in (True, False)
+    }
+    assert len(titles) == 12  # with one group there is but one order

@@ -1,0 +1,337 @@
+"""Whole commands against servers that speak the protocols of the clouds: moto for S3, a small GCS."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tpuconv
+from helpers.attacks import made
+from helpers.attacks.processes import started
+from helpers.attacks.processes import tpuconv as attacked
+from helpers.attacks.simulated import contents
+from helpers.buckets import objects
+from helpers.checkpoints import read_tensors
+from helpers.commands import tpuconv as command
+from helpers.conversions import assert_same
+from helpers.fake_gcs import Objects, environment, fake_gcs
+from helpers.quantizing import leaves
+from helpers.times import wait_for
+from helpers.trainers import save_pytree, save_step, trained_tree
+from tpuconv import api, buckets
+from tpuconv.errors import BucketError, SourceError, TpuconvError, UsageError
+from tpuconv.location import BucketPath, to_location
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
+
+
+MILLISECOND = timedelta(milliseconds=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.source(tmp_path_factory.mktemp("source") / "src", shards=2)
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
+    with fake_gcs() as (url, held):
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(buckets, "OPEN", {})
+        monkeypatch.setattr(buckets, "BUCKET_RETRIES", {"max_retries": 3, "backoff": {"init_backoff": MILLISECOND}})
+        yield held
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    import boto3
+
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": moto, "AWS_EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(buckets, "OPEN", {})
+    client = boto3.client("s3", endpoint_url=moto, region_name="us-east-1")
+    client.create_bucket(Bucket="bkt")
+    return moto
+
+
+def round_trip(root: str, source: Path, tmp_path: Path) -> None:
+    """Every command there and back: a source in a bucket, outputs in a bucket, equal to the local ones."""
+    command("convert", source, tmp_path / "ckpt")
+    done = json.loads(command("convert", source, f"{root}/ckpt", "--json").stdout)
+    assert done["out"] == f"{root}/ckpt"
+    assert objects(f"{root}/ckpt") == contents(tmp_path / "ckpt")
+    command("export", f"{root}/ckpt", f"{root}/hf")
+    command("export", tmp_path / "ckpt", tmp_path / "hf")
+    assert objects(f"{root}/hf") == contents(tmp_path / "hf")
+    command("convert", f"{root}/hf", f"{root}/again")
+    params = {name: data for name, data in objects(f"{root}/ckpt").items() if name.startswith("params/")}
+    assert {n: d for n, d in objects(f"{root}/again").items() if n.startswith("params/")} == params
+    command("quantize", f"{root}/ckpt", f"{root}/again", "--config", "int8_weight_only", "--overwrite")
+    command("quantize", tmp_path / "ckpt", tmp_path / "int8", "--config", "int8_weight_only")
+    assert objects(f"{root}/again").keys() == contents(tmp_path / "int8").keys()
+    for place in (f"{root}/ckpt", f"{root}/again", f"{root}/hf"):
+        assert "every checksum holds" in command("verify", place).stdout
+    command("inspect", f"{root}/ckpt", "--mesh", "tensor=2")
+    command("inspect", f"{root}/hf")
+    assert not [name for name in objects(root) if name.split("/")[0] not in ("ckpt", "hf", "again")]
+    model, local = tpuconv.load(f"{root}/ckpt"), tpuconv.load(tmp_path / "ckpt")
+    assert {n: x.tobytes() for n, x in leaves(model).items()} == {n: x.tobytes() for n, x in leaves(local).items()}
+    tpuconv.save(model, f"{root}/saved", f"{root}/ckpt")
+    assert api.verify(f"{root}/saved").passed
+
+
+def test_s3(s3, source, tmp_path):
+    round_trip("s3://bkt", source, tmp_path)
+
+
+def test_gcs(gcs, source, tmp_path):
+    round_trip("gs://bkt", source, tmp_path)
+
+
+@pytest.mark.parametrize("store", ["gcs", "s3"])
+def test_an_upload_in_parts_appears_at_its_end(store, request, monkeypatch):
+    request.getfixturevalue(store)
+    place = to_location(f"{'gs' if store == 'gcs' else store}://bkt/large/x")
+    assert isinstance(place, BucketPath)
+    monkeypatch.setattr(buckets, "PART_BYTES_OF_UPLOADS", 5 << 20)
+    data = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()
+
+    def write(end: Exception | None) -> None:
+        with buckets.upload(place) as append:
+            for start in range(0, len(data), 1_000_000):
+                append(memoryview(data)[start : start + 1_000_000])
+            assert buckets.facts(place) is None
+            if end:
+                raise end
+
+    with pytest.raises(ZeroDivisionError):
+        write(ZeroDivisionError())
+    assert buckets.facts(place) is None
+    write(None)
+    assert bytes(buckets.read(place)) == data
+
+
+def test_orbax_restores_from_gcs(gcs, source, tmp_path):
+    """Unmodified, and only what is complete."""
+    made.convert(source, tmp_path / "ckpt")
+    api.convert(source, "gs://bkt/ckpt")
+    program = """
+import sys
+import orbax.checkpoint as ocp
+from helpers.conversions import flatten, assert_same
+restored = [dict(flatten(ocp.StandardCheckpointer().restore(path))) for path in sys.argv[1:3]]
+assert_same(*restored)
+try:
+    ocp.StandardCheckpointer().restore(sys.argv[3])
+except ValueError as e:
+    print(e)
+"""
+    for key in list(gcs.contents):
+        if "/params/" in key and not key.endswith("commit_success.txt"):
+            gcs.contents[key.replace("/ckpt/", "/half/")] = gcs.contents[key]
+    places = ("gs://bkt/ckpt/params", tmp_path / "ckpt/params", "gs://bkt/half/params")
+    done = subprocess.run([sys.executable, "-c", program, *map(str, places)], capture_output=True, text=True,
+                          check=False, cwd=Path(__file__).parent)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "incomplete" in done.stdout
+
+
+@pytest.mark.parametrize("root", ["gs://bkt", "s3://bkt"])
+def test_what_a_trainer_saved_is_read_from_a_bucket(root, request, source, tmp_path):
+    """With OCDBT and without; the latest step of a run. The output is that of the same files on a disk."""
+    request.getfixturevalue({"gs": "gcs", "s3": "s3"}[root[:2]])
+    api.convert(source, tmp_path / "ckpt", target="nnx")
+    tree = trained_tree(tmp_path / "ckpt")
+    save_pytree(tmp_path / "plain", tree, use_ocdbt=False)
+    save_step(tmp_path / "run", 2, tree, "items")
+    save_step(tmp_path / "run", 10, tree, "items")
+    for name in ("plain", "run"):
+        for key, data in contents(tmp_path / name).items():
+            place = to_location(f"{root}/{name}/{key}")
+            assert isinstance(place, BucketPath)
+            buckets.put_object(place, data)
+        near = api.export(tmp_path / name, tmp_path / f"{name}-near", config=source)
+        far = api.export(f"{root}/{name}", tmp_path / f"{name}-far", config=source)
+        assert str(far.arrays) == str(near.arrays).replace(str(tmp_path), root)
+        tensors = read_tensors(tmp_path / f"{name}-near")
+        assert_same(read_tensors(tmp_path / f"{name}-far"), tensors)
+    with pytest.raises(UsageError, match="is a checkpoint of Orbax without"):
+        api.export(f"{root}/run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_trainers_bucket_that_refuses_a_chunk_is_exit_code_7(status, gcs, source, tmp_path):
+    """TensorStore's requests are its own; a chunk that is missing is damage."""
+    api.convert(source, tmp_path / "ckpt", target="nnx")
+    save_pytree(tmp_path / "run", trained_tree(tmp_path / "ckpt"), use_ocdbt=False)
+    for key, data in contents(tmp_path / "run").items():
+        buckets.put_object(BucketPath("gs", "bkt", f"run/{key}"), data)
+    gcs.fault = lambda method, key: status if "norm.scale" in key else None
+    with pytest.raises(BucketError) as error:
+        api.export("gs://bkt/run", tmp_path / "out", config=source)
+    assert error.value.hint
+    gcs.fault = lambda method, key: None
+    chunk = next(key for key in gcs.contents if "norm.scale" in key and not key.rpartition("/")[2].startswith("."))
+    del gcs.contents[chunk]
+    with pytest.raises(SourceError, match=r"norm\.scale"):
+        api.export("gs://bkt/run", tmp_path / "out", config=source)
+
+
+FAULTS = {500: 7, 503: 7, 429: 7, 401: 7, 403: 7, -1: 7}
+
+
+@pytest.mark.parametrize("status", FAULTS)
+def test_faults_end_with_their_exit_code_and_a_rerun_finishes(status, gcs, source, tmp_path):
+    """A store that fails for good, in the middle of the work: exit 7, and the rerun ends as if nothing was."""
+    api.convert(source, "gs://bkt/right")
+    right = objects("gs://bkt/right")
+    gcs.fault = lambda method, key: status if method == "PUT" and "out/params" in key and "up.kernel" in key else None
+    if status != -1:
+        with pytest.raises(TpuconvError) as info:
+            api.convert(source, "gs://bkt/out")
+        assert info.value.exit_code == FAULTS[status], info.value
+        assert "out" in info.value.message
+        assert info.value.hint
+    assert "tpuconv.json" not in objects("gs://bkt/out")
+    gcs.fault = lambda method, key: None
+    api.convert(source, "gs://bkt/out")
+    assert objects("gs://bkt/out") == right
+    gcs.fault = lambda method, key: status if method == "GET" and "c.0" in key else None
+    with pytest.raises(TpuconvError) as info:
+        api.verify("gs://bkt/out")
+    assert info.value.exit_code == FAULTS[status], info.value
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, -1])
+def test_faults_that_pass_are_retried(status, gcs, source):
+    """Each request to an object fails once."""
+    seen: set[tuple[str, str]] = set()
+
+    def once(method: str, key: str) -> int | None:
+        if method == "PUT" and key.endswith("claim"):  # a create that is repeated finds its own object
+            return None
+        new = (method, key) not in seen
+        seen.add((method, key))
+        return status if new and method in ("GET", "PUT") and (status != -1 or method == "GET") else None
+
+    gcs.fault = once
+    api.convert(source, "gs://bkt/out")
+    assert api.verify("gs://bkt/out").passed
+    assert np.isfinite(next(iter(leaves(tpuconv.load("gs://bkt/out")).values())).astype("float32")).all()
+
+
+class Silence:
+    """A server that answers no request from its nth write on; they are refused when it ends.
+
+    Args:
+        writes: how many requests that write come before it, and 1.
+    """
+
+    def __init__(self, writes: int) -> None:
+        self.left, self.began, self.ended = writes, threading.Event(), threading.Event()
+
+    def __call__(self, method: str, key: str) -> int | None:
+        self.left -= method != "GET"
+        if self.left > 0:
+            return None
+        self.began.set()
+        self.ended.wait()
+        return 503
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_real_processes_killed_at_random_requests(overwrite, gcs, source, tmp_path):
+    """Complete or absent after each kill; the rerun ends with the same bytes and no other object. A process gets no
+    answers from one of its writes on until it is killed, and these writes are lost."""
+    other = made.source(tmp_path / "other", 1, shards=2)
+    api.convert(source, "gs://bkt/out")
+    right = objects("gs://bkt/out")
+    api.convert(other, "gs://bkt/old")
+    before = {k.replace("/old/", "/out/"): v for k, v in gcs.contents.items() if "/old/" in k} if overwrite else {}
+    argv = [sys.executable, "-m", "tpuconv", "convert", str(source), "gs://bkt/out", *["--overwrite"] * overwrite]
+    rng, killed = random.Random(overwrite), 0
+    for _ in range(60):
+        gcs.contents.clear()
+        gcs.contents.update(before)
+        gcs.fault = silence = Silence(rng.randrange(1, 80))
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wait_for(lambda: silence.began.is_set() or process.poll() is not None)  # noqa: B023
+            process.kill()
+        killed += process.returncode == -signal.SIGKILL
+        gcs.fault = lambda *_: None
+        silence.ended.set()
+        if "bkt/out/tpuconv.json" in gcs.contents:
+            assert api.verify("gs://bkt/out").passed
+        else:
+            assert not overwrite or "bkt/out.tpuconv/complete.done" in gcs.contents
+        api.convert(source, "gs://bkt/out", overwrite=overwrite)
+        assert objects("gs://bkt/out") == right
+        assert {key.split("/")[1] for key in gcs.contents} == {"out"}
+        if killed == 20:
+            return
+    raise AssertionError(f"only {killed} of 60 kills met the work")
+
+
+def test_a_missing_bucket_and_a_lost_claim(s3, source):
+    with pytest.raises(TpuconvError, match=r"no bucket|cannot be written") as info:
+        api.convert(source, "s3://nobody/out")
+    assert info.value.exit_code == 7
+
+
+@pytest.mark.parametrize("store", ["gcs", "s3"])
+def test_three_processes_of_the_command_equal_one(store, request, source, tmp_path):
+    """At once, and then one of them killed at work and started again."""
+    request.getfixturevalue(store)
+    root = "gs://bkt" if store == "gcs" else "s3://bkt"
+    small = "from tpuconv.convert.plan import sizes; sizes.UNIT_BYTES = 1500; sizes.SLAB_BYTES = 1000\n"
+    attacked("convert", source, tmp_path / "alone", patch=small)
+    right = contents(tmp_path / "alone")
+
+    def words(out: str, index: int) -> list[object]:
+        return ["convert", source, out, "--process-index", index, "--process-count", 3]
+
+    with ExitStack() as stack:
+        together = [stack.enter_context(started(*words(f"{root}/out", i), patch=small)) for i in range(3)]
+        assert [process.wait(600) for process in together] == [0, 0, 0]
+    assert objects(f"{root}/out") == right
+    dies = """
+import os
+from tpuconv.storage.shared_bucket_journal import SharedBucketJournal as journal
+record, calls = journal.record, []
+def last(self, *entry):
+    record(self, *entry)
+    calls.append(entry)
+    if len(calls) == 1:
+        os._exit(9)
+journal.record = last
+"""
+    for index, patch in ((1, ""), (0, dies), (2, ""), (0, "")):
+        attacked(*words(f"{root}/again", index), patch=small + patch, code=9 if patch else 0)
+        assert "tpuconv.json" not in objects(f"{root}/again") or (index, patch) == (0, "")
+    assert objects(f"{root}/again") == right
+    assert {name.split("/")[0] for name in objects(root)} == {"out", "again"}

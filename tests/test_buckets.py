@@ -1,0 +1,217 @@
+"""Places that are not local: URLs of buckets, and addresses that are refused. The bucket is one in memory."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpuconv
+from helpers.attacks import made
+from helpers.attacks.simulated import contents
+from helpers.buckets import ROOT, MemoryBucket, in_memory, objects
+from helpers.quantizing import leaves
+from tpuconv import api, buckets, doctor
+from tpuconv.cli import tpuconv as cli
+from tpuconv.errors import BucketError, CorruptOutput, OutputError, SourceError, UsageError
+from tpuconv.location import BucketPath, to_location
+from tpuconv.storage.bucket_journal import BucketJournal
+
+
+def test_urls():
+    assert to_location("gs://b/models/out/") == BucketPath("gs", "b", "models/out")
+    assert str(to_location("s3://b")) == "s3://b"
+    place = to_location("az://b/models/out")
+    assert (place.name, str(place.parent), str(place / "a/b")) == ("out", "az://b/models", "az://b/models/out/a/b")
+    assert [str(p) for p in place.parents] == ["az://b/models", "az://b"]
+    assert to_location("my-lora:0.5") == Path("my-lora:0.5")
+    assert to_location(Path("a/b")) == Path("a/b")
+
+
+@pytest.mark.parametrize("address", ["hdfs://host/x", "http://host/x", "gs:/b/out", "gs://", "gs:///x", "s3://b/../x"])
+def test_other_addresses_are_refused_by_name(address):
+    with pytest.raises(UsageError, match=r"URL of a|scheme"):
+        to_location(address)
+
+
+def test_a_path_has_lost_a_slash():
+    with pytest.raises(UsageError) as info:
+        tpuconv.load(Path("gs://b/out"))
+    assert "gs://b/out, as text" in (info.value.hint or "")
+
+
+def test_no_local_folder_is_made_of_an_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["convert", "src", "hdfs://b/out"], ["verify", "ftp://b/x"], ["export", "ckpt", "gs:/b/out"]):
+        with pytest.raises(UsageError, match=re.escape(argv[-1])):
+            cli.main(argv, standalone_mode=False)
+    assert not os.listdir(tmp_path)
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+    return in_memory(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.source(tmp_path_factory.mktemp("source") / "src", shards=2)
+
+
+def upload(bucket: MemoryBucket, folder: Path, key: str) -> str:
+    for name, data in contents(folder).items():
+        bucket.put(f"{key}/{name}", data)
+    return f"{ROOT}/{key}"
+
+
+def test_outputs_are_those_of_a_local_disk(bucket, source, tmp_path):
+    api.convert(source, tmp_path / "ckpt")
+    done = api.convert(source, f"{ROOT}/ckpt")
+    assert str(done.out) == f"{ROOT}/ckpt"
+    assert objects(f"{ROOT}/ckpt") == contents(tmp_path / "ckpt")
+    assert api.convert(source, f"{ROOT}/ckpt", check=True).already_there
+    api.export(f"{ROOT}/ckpt", f"{ROOT}/hf")
+    api.export(tmp_path / "ckpt", tmp_path / "hf")
+    assert objects(f"{ROOT}/hf") == contents(tmp_path / "hf")
+    for place in ("ckpt", "hf"):
+        assert api.verify(f"{ROOT}/{place}").passed
+    assert api.inspect(f"{ROOT}/ckpt", mesh={"tensor": 2}).format == "tpuconv"
+    assert api.inspect(f"{ROOT}/hf").format == "safetensors"
+    assert {name.split("/")[0] for name in objects(ROOT)} == {"ckpt", "hf"}
+
+
+def test_load_and_save(bucket, source, tmp_path):
+    api.convert(source, f"{ROOT}/ckpt")
+    api.convert(source, tmp_path / "ckpt")
+    model, local = tpuconv.load(f"{ROOT}/ckpt"), tpuconv.load(tmp_path / "ckpt")
+    assert {n: x.tobytes() for n, x in leaves(model).items()} == {n: x.tobytes() for n, x in leaves(local).items()}
+    tpuconv.save(model, f"{ROOT}/saved", f"{ROOT}/ckpt")
+    params = {name: data for name, data in objects(f"{ROOT}/ckpt").items() if "/c." in name}
+    assert {name: data for name, data in objects(f"{ROOT}/saved").items() if "/c." in name} == params
+
+
+def test_a_source_in_a_bucket(bucket, source, tmp_path):
+    """Ranges are read, nothing is copied to a disk; a source that changes is found."""
+    place = upload(bucket, source, "src")
+    api.convert(place, tmp_path / "far")
+    api.convert(source, tmp_path / "near")
+    far, near = contents(tmp_path / "far"), contents(tmp_path / "near")
+    assert {name for name in near if far[name] != near[name]} == {"tpuconv.json"}
+    with pytest.raises(UsageError, match="lies in the source"):
+        api.convert(place, f"{place}/out")
+    shard = next(name for name in objects(place) if name.endswith(".safetensors"))
+    data = objects(place)[shard]
+    bucket.put(f"src/{shard}", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(OutputError, match=r"not made from|exists already"):
+        api.convert(place, tmp_path / "far")
+    bucket.put(f"src/{shard}", data[:-1])
+    with pytest.raises(SourceError, match="truncated"):
+        api.convert(place, tmp_path / "other")
+
+
+def test_a_source_that_changes_while_it_is_read(bucket, source, tmp_path, monkeypatch):
+    place = upload(bucket, source, "src")
+    name = next(name for name in objects(place) if name.endswith(".safetensors"))
+    read, changed = buckets.read, []
+
+    def once(path, start=0, stop=None):
+        if path.name == name and start > 0 and not changed:
+            changed.append(bucket.put(f"src/{name}", objects(place)[name]))
+        return read(path, start, stop)
+
+    plan = made.plan_of(to_location(place))
+    monkeypatch.setattr(buckets, "read", once)
+    with pytest.raises(SourceError, match="changed while it was converted"):
+        made.drain(made.run(plan, tmp_path / "out", made.LIMITS))
+    assert changed
+    assert not (tmp_path / "out").exists()
+
+
+def test_update_and_damage(bucket, source):
+    api.convert(source, f"{ROOT}/ckpt")
+    bucket.put("ckpt/generation_config.json", b'{"eos_token_id": 5}')
+    bucket.put("ckpt/params/extra/c.0", b"x")
+    found = api.verify(f"{ROOT}/ckpt")
+    assert {each.name for each in found.faults} == {"generation_config.json", "params/extra"}
+    bucket.delete(["ckpt/params/extra/c.0"])
+    assert api.verify(f"{ROOT}/ckpt", update=True).passed
+    shard = next(name for name in objects(ROOT) if "/c." in name)
+    bucket.delete([shard])
+    with pytest.raises(CorruptOutput, match="does not hold the arrays"):
+        tpuconv.load(f"{ROOT}/ckpt")
+
+
+def test_no_checkpoint(bucket):
+    for place in ("none", "ckpt"):
+        with pytest.raises(UsageError, match=r"no tpuconv\.json"):
+            tpuconv.load(f"{ROOT}/{place}")
+    with pytest.raises(UsageError, match="push uploads local folders"):
+        api.push(f"{ROOT}/ckpt", "a/b")
+
+
+def test_a_quantization_config_in_a_bucket(bucket):
+    from tpuconv.quantize.config import find_config
+
+    text = (Path(tpuconv.__file__).parent / "quant_configs" / "int8_weight_only.yaml").read_bytes()
+    bucket.put("rules.yaml", text)
+    assert find_config(f"{ROOT}/rules.yaml").rules == find_config("int8_weight_only").rules
+
+
+def test_without_obstore(monkeypatch):
+    monkeypatch.setattr(buckets, "OPEN", {})
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setattr(buckets, "find_spec", lambda name: None)
+    with pytest.raises(UsageError) as info:
+        tpuconv.load("gs://bkt/out")
+    assert "tpuconv[cloud]" in (info.value.hint or "")
+
+
+def test_doctor(bucket, monkeypatch):
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "very secret")
+    item = doctor._bucket(to_location(f"{ROOT}/models"))
+    assert item.status == "ok"
+    assert "the environment (GOOGLE_BEARER_TOKEN)" in item.found
+    assert "secret" not in str(item)
+    assert objects(ROOT) == {}
+    bucket.at, bucket.error = len(bucket.log), BucketError("refused", hint="ask")
+    item = doctor._bucket(to_location(f"{ROOT}/models"))
+    assert (item.status, item.found, item.advice) == ("fail", "refused", "ask")
+
+
+def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypatch):
+    monkeypatch.setattr("tpuconv.storage.bucket_journal.HEARTBEAT_SECONDS", 0.02)
+    with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
+        journal.begin()
+        first = journal._version
+        while journal._version == first:
+            pass
+        bucket.put("out.tpuconv/claim", b"of another process")
+        assert journal._lost.wait(10)
+        with pytest.raises(OutputError, match="another process writes"):
+            journal.record("u", {})
+    assert set(objects(ROOT)) == {"out.tpuconv/claim", "out.tpuconv/plan.done"}
+
+
+def test_compressed_arrays(bucket, source, tmp_path):
+    """Their files have sizes that the manifest knows."""
+    api.convert(source, f"{ROOT}/ckpt", compress=True)
+    api.convert(source, tmp_path / "ckpt", compress=True)
+    assert objects(f"{ROOT}/ckpt") == contents(tmp_path / "ckpt")
+    assert api.verify(f"{ROOT}/ckpt").passed
+    model, local = tpuconv.load(f"{ROOT}/ckpt"), tpuconv.load(tmp_path / "ckpt")
+    assert {n: x.tobytes() for n, x in leaves(model).items()} == {n: x.tobytes() for n, x in leaves(local).items()}
+
+
+def test_a_renewal_whose_answer_was_lost(bucket):
+    """The request is made again by the client, and its condition does not hold any more: by our own hand."""
+    with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
+        journal.begin()
+        bucket.at, bucket.late, bucket.error = len(bucket.log), True, buckets.ConditionLost()
+        journal._renew()
+        bucket.at = None
+        journal._renew()
+        journal.record("u", {})

@@ -1,0 +1,230 @@
+"""Models without logits: classifiers, which return scores, and embedding models, which return hidden states."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+import tpuconv
+from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
+from helpers.conversions import convert, plan_for
+from helpers.encoded import same_bits
+from helpers.families import CASES, LABELS, VISION, Case, hf_model, save
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, Head, named_head, shown_head
+from tpuconv.models.registry import find_family
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+PLAIN = next(case for case in CASES if case.id == "llama-plain")
+IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31, 0, 0], [7]]  # 0 is padding's, which is not scored
+# transformers has no `...Model` of the text model of Llama 4 alone, and saves those of Kimi K2.5 and Ling 3 under names
+# of no release.
+WITHOUT = {(HIDDEN, "llama4"), (HIDDEN, "kimi_k25"), (HIDDEN, "bailing_hybrid")}
+FIRST = {case.family: case for case in reversed(CASES)}
+EVERY = [
+    pytest.param(
+        case, returns, id=f"{case}-{returns.partition(' ')[0]}", marks=() if case == PLAIN else pytest.mark.slow
+    )
+    for case in FIRST.values()
+    for returns in (SCORES, HIDDEN)
+    if (returns, case.family) not in WITHOUT and (returns == HIDDEN or case.hf_config().model_type in CLASSIFIERS)
+]
+
+
+@pytest.fixture(scope="session")
+def headless(shared: Any) -> Any:
+    """The folder of a case as transformers saves it that returns scores or hidden states."""
+    return lambda case, returns: shared(
+        f"{case.key}-{returns.partition(' ')[0]}-hf", lambda folder: save(case, folder, returns=returns)
+    )
+
+
+@pytest.fixture(scope="session")
+def converted_headless(shared: Any, headless: Any) -> Any:
+    """The folder of such a case as tpuconv converts it."""
+    return lambda case, returns: shared(
+        f"{case.key}-{returns.partition(' ')[0]}-orbax", lambda folder: convert(headless(case, returns), folder)
+    )
+
+
+@pytest.mark.parametrize(("case", "returns"), EVERY)
+def test_what_transformers_returns(
+    case: Case, returns: str, headless: Any, converted_headless: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    folder, out = headless(case, returns), converted_headless(case, returns)
+    assert read_manifest(out).returns == returns
+    reference, ours = hf_model(case, returns=returns), tpuconv.load(out)
+    for ids in IDS:
+        with torch.no_grad():
+            found = reference(torch.tensor([ids]))
+        want = (found.logits if returns == SCORES else found.last_hidden_state).numpy()
+        have = np.asarray(ours(jnp.array([ids])))
+        assert have.shape == want.shape == ((1, LABELS) if returns == SCORES else (1, len(ids), 48))
+        assert np.abs(have - want).max() <= 2e-5 * np.abs(want).max()
+    api.export(out, tmp_path / "back")
+    source, back = read_tensors(folder), read_tensors(tmp_path / "back")
+    assert len(source) - len(back) == sum(skip["count"] for skip in read_manifest(out).raw["skipped"])
+    assert bool(source.keys() - back.keys()) == (case.family in VISION)
+    assert all(same_bits(x, source[name]) for name, x in back.items())
+
+
+@pytest.mark.slow
+def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
+    model = tpuconv.load(converted_headless(PLAIN, SCORES))
+    alone = [np.asarray(model(jnp.array([ids]))) for ids in ([5, 17, 99], [9, 4, 31, 8, 44])]
+    for left in (False, True):
+        padding = [np.array([3, 3]), np.array([], int)]  # not the id of padding: the mask tells
+        rows = [np.concatenate([pad, ids] if left else [ids, pad]) for ids, pad in
+                zip(([5, 17, 99], [9, 4, 31, 8, 44]), padding, strict=True)]  # fmt: skip
+        mask = np.array([[False, False, True, True, True] if left else [True, True, True, False, False], [True] * 5])
+        scores = np.asarray(model(jnp.array(np.stack(rows), int), mask))
+        assert np.abs(scores - np.concatenate(alone)).max() <= 1e-5 * np.abs(scores).max()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "returns"),
+    [
+        ("LlamaForCausalLM", (), LOGITS),
+        ("LlamaForSequenceClassification", (), SCORES),
+        ("LlamaModel", (), HIDDEN),
+        ("LlamaForCausalLM", ("layers.0.mlp.up_proj.weight",), HIDDEN),  # as Qwen3-Embedding
+        ("LlamaForCausalLM", ("model.layers.0.mlp.up_proj.weight",), LOGITS),
+        ("LlamaForCausalLM", ("model.layers.0.mlp.up_proj.weight", "score.weight"), SCORES),
+        ("LlamaForCausalLM", ("lm_head.weight", "score.weight"), LOGITS),
+        ("LlamaModel", ("model.layers.0.mlp.up_proj.weight",), HIDDEN),
+        ("LlamaModel", ("model.layers.0.mlp.up_proj.weight", "lm_head.weight"), LOGITS),
+        ("LlamaForSequenceClassification", ("lm_head.weight", "score.weight"), SCORES),
+        ("LlamaForSequenceClassification", ("lm_head.weight",), LOGITS),
+        ("LlamaForCausalLM", ("layers.0.mlp.up_proj.weight", "embed_tokens.weight"), HIDDEN),
+        ("LlamaForCausalLM", ("layers.0.ffn.gate.weight", "embed.weight"), LOGITS),  # DeepSeek V4's names, tied
+    ],
+)
+def test_the_architecture_and_the_tensors_tell(architecture: str, tensors: tuple[str, ...], returns: str) -> None:
+    family = find_family({"model_type": "llama", "architectures": [architecture]})
+    assert family.returns({"architectures": [architecture]}, tensors) == returns
+    assert shown_head(named_head(architecture, family.architectures) or "", tensors) == returns
+
+
+def test_architectures_of_other_tasks_are_refused() -> None:
+    for name in ("LlamaForTokenClassification", "MistralModel", "LlamaForQuestionAnswering"):
+        with pytest.raises(UnsupportedConfig, match=f"not its architecture {name}"):
+            find_family({"model_type": "llama", "architectures": [name]})
+    assert find_family({"model_type": "gemma3_text", "architectures": ["Gemma3TextModel"]}).name == "gemma3_text"
+
+
+def test_labels() -> None:
+    assert Head.from_hf(SCORES, {"id2label": {"0": "a"}, "num_labels": 7, "pad_token_id": 3}) == Head(SCORES, 1, 3)
+    assert Head.from_hf(SCORES, {"num_labels": 7, "text_config": {"pad_token_id": 5}}) == Head(SCORES, 7, 5)
+    assert Head.from_hf(SCORES, {}) == Head(SCORES, 2, None)
+    assert Head.from_hf(HIDDEN, {"num_labels": "x"}) == Head(HIDDEN)
+    for wrong in ({"num_labels": 0}, {"num_labels": True}, {"id2label": {}}, {"num_labels": 1 << 17}):
+        with pytest.raises(ConfigError, match="labels"):
+            Head.from_hf(SCORES, wrong)
+    with pytest.raises(ConfigError, match="pad_token_id"):
+        Head.from_hf(SCORES, {"pad_token_id": [1]})
+
+
+def released(folder: Path, out: Path, change: Any, **config: Any) -> Path:
+    """A checkpoint with other names of tensors, and another config.json."""
+    raw = json.loads((folder / "config.json").read_text()) | config
+    return write_checkpoint(out, raw, {change(name): x for name, x in read_tensors(folder).items()})
+
+
+@pytest.mark.slow
+def test_names_of_releases(headless: Any, converted_headless: Any, tmp_path: Path) -> None:
+    """With the prefix of the language model that it was made of, or with its architecture."""
+    folder = headless(PLAIN, HIDDEN)
+    prefixed = released(folder, tmp_path / "prefixed", lambda name: f"model.{name}")
+    misnamed = released(folder, tmp_path / "misnamed", lambda name: name, architectures=["LlamaForCausalLM"])
+    want = np.asarray(tpuconv.load(converted_headless(PLAIN, HIDDEN))(jnp.array(IDS[:1])))
+    for source in (prefixed, misnamed):
+        plan = convert(source, tmp_path / f"{source.name}-out")
+        assert plan.table.variant == ("" if source is prefixed else " without model.")
+        assert np.array_equal(tpuconv.load(tmp_path / f"{source.name}-out")(jnp.array(IDS[:1])), want)
+        api.export(tmp_path / f"{source.name}-out", tmp_path / f"{source.name}-back")
+        assert read_tensors(tmp_path / f"{source.name}-back").keys() == read_tensors(source).keys()
+        assert api.compare(tmp_path / f"{source.name}-out").statistics.to_json()["passed"]
+
+
+def test_what_does_not_fit_is_an_error(headless: Any, tmp_path: Path) -> None:
+    scores = headless(PLAIN, SCORES)
+    other = released(scores, tmp_path / "labels", lambda name: name, id2label={"0": "good"})
+    with pytest.raises(MappingError) as error:
+        plan_for(other).check()
+    assert "score.weight  F32 [3, 48] (1 tensor) should be [1, 48] by config.json" in error.value.details
+    # A language model that lost its head is not taken for one without.
+    raw = json.loads((scores / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    tensors = {name: x for name, x in read_tensors(scores).items() if name != "score.weight"}
+    with pytest.raises(MappingError) as error:
+        plan_for(write_checkpoint(tmp_path / "lost", raw, tensors)).check()
+    assert "lm_head.weight  is missing (1 tensors)" in error.value.details
+
+
+@pytest.mark.parametrize("returns", [SCORES, HIDDEN])
+def test_what_needs_logits_says_so(returns: str, converted_headless: Any, tmp_path: Path) -> None:
+    out, says = converted_headless(PLAIN, returns), f"returns {returns}"
+    for call in (
+        lambda: api.generator(out),
+        lambda: api.benchmark(out),
+        lambda: api.sensitivity(out),
+        lambda: api.fit(out, topologies=["v5e:1x1"]),
+        lambda: api.compare(out, layerwise=True),
+    ):
+        with pytest.raises(UsageError, match=says):
+            call()
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_config(architectures=["Qwen3Model"])))
+    with pytest.raises(UsageError, match="returns hidden states"):
+        api.fit(tmp_path / "config.json", topologies=["v5e:1x1"])
+    model = tpuconv.load(out)
+    with pytest.raises(UsageError, match=says):
+        model(jnp.array(IDS[:1]), cache=model.init_cache(1, 8))
+
+
+def test_targets(headless: Any, tmp_path: Path) -> None:
+    for target in ("maxtext", "tunix", "jax-llm-examples"):
+        with pytest.raises(UnsupportedConfig, match=f"{target} has language models only, and this .* returns scores"):
+            api.plan(headless(PLAIN, SCORES), target=target)
+    api.plan(headless(PLAIN, SCORES), target="nnx").check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("returns", [SCORES, HIDDEN])
+def test_every_command_takes_them(returns: str, headless: Any, converted_headless: Any, tmp_path: Path) -> None:
+    out = converted_headless(PLAIN, returns)
+    found = api.compare(out)
+    facts = found.to_json()
+    assert found.passed
+    assert facts["returns"] == returns
+    assert facts["relative_error"] < 1e-5
+    assert facts["least_cosine"] > 0.999999
+    assert facts["vectors"] == (facts["prompts"] if returns == SCORES else facts["tokens"])
+    assert api.compare(out, dtype="bfloat16").passed
+    broken = tpuconv.load(out)
+    broken.norm.scale[...] *= 1.3
+    tpuconv.save(broken, tmp_path / "saved", like=out)
+    assert api.compare(tmp_path / "saved").failures == ["relative_error is 0.3, the gate is 0.0001"]
+    api.verify(tmp_path / "saved").check()
+    api.inspect(out)
+
+    api.quantize(out, tmp_path / "int8", config="int8_weight_only")
+    api.convert(headless(PLAIN, returns), tmp_path / "at-once", quantize="int8_weight_only")
+    quantized = api.compare(tmp_path / "int8")
+    assert quantized.passed is None  # gates of configs are for logits
+    assert 1e-4 < quantized.statistics.to_json()["relative_error"] < 0.1
+    one, other = (np.asarray(tpuconv.load(tmp_path / name)(jnp.array(IDS[:1]))) for name in ("int8", "at-once"))
+    assert np.array_equal(one, other)
+    api.export(tmp_path / "int8", tmp_path / "w8")
+    ignored = json.loads((tmp_path / "w8" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ("score" in ignored) == (returns == SCORES)
+
+    api.convert(headless(PLAIN, returns), tmp_path / "scanned", scan_layers=True)
+    assert api.compare(tmp_path / "scanned").passed

@@ -1,0 +1,262 @@
+"""`convert --target huggingface`: safetensors in one pass, as by a conversion and an export."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.attacks.made import folder_in_memory
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.conversions import assert_same
+from helpers.encoded import fp8, same_bits, write_encoded
+from helpers.families import CASES, one_fast_of_each, save
+from helpers.quantizing import ONE_OF_EACH
+from tpuconv import api
+from tpuconv.convert import export_files
+from tpuconv.convert.export import planned_files
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.sizing import BASE_MEMORY
+from tpuconv.errors import OutputError, ResourceError, SourceError, UsageError
+from tpuconv.models.registry import FAMILIES
+from tpuconv.storage import disk
+from tpuconv.storage.journal import Journal
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+SMALL = next(case for case in CASES if case.family == "qwen3_moe")
+
+
+def one_pass(source: Path, out: Path, **options) -> dict[str, np.ndarray]:
+    api.convert(source, out, target="huggingface", **options)
+    assert api.verify(out).passed
+    return read_tensors(out)
+
+
+def in_two_steps(source: Path, folder: Path, config: str | None) -> Path:
+    api.convert(source, folder / "ckpt", quantize=config)
+    api.export(folder / "ckpt", folder / "export")
+    return folder / "export"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".safetensors", ".json")} | {
+        "tpuconv.json": b""
+    }
+
+
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
+def test_the_tensors_are_those_of_the_source(case, hf, tmp_path):
+    """With what a checkpoint leaves out, such as towers, but for copies of the embedding."""
+    source = hf(case, "bfloat16")
+    want, have = read_tensors(source), one_pass(source, tmp_path / "out")
+    assert have.keys() == want.keys() - api.plan(source).plan.copies.keys()
+    assert not [name for name in have if not same_bits(have[name], want[name])]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", "int4_weight_only"),
+        ("qwen3", "int8_default"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("deepseek_v3", "int8_default"), ("mixtral", "fp8_default"), ("llama", "int4_ends_int8"))
+        ),
+    ],
+)
+def test_quantized_it_is_what_two_steps_write(family, config, hf, tmp_path):
+    source = hf(ONE_OF_EACH[family], "bfloat16")
+    want = in_two_steps(source, tmp_path, config)
+    one_pass(source, tmp_path / "out", quantize=config)
+    assert files(tmp_path / "out") == files(want)
+    summaries = [
+        [(row["name"], row["snr_db"], row["clipped"]) for row in json.loads(text)["quantization"]["tensors"]]
+        for text in (
+            json.dumps(api.convert(source, tmp_path / name, quantize=config, **target).to_json())
+            for name, target in (("out", {"target": "huggingface"}), ("ckpt", {}))
+        )
+    ]
+    assert summaries[0] == summaries[1]
+    assert (tmp_path / "out" / "quantization.html").exists()
+
+
+@pytest.mark.parametrize("scheme", ["compressed-tensors", "awq"])
+def test_packed_weights_are_written_once(scheme, hf, tmp_path):
+    """Their tensors have other names than the weight."""
+    source = hf(ONE_OF_EACH["qwen3"], "bfloat16")
+    one_pass(source, tmp_path / "int4", quantize="int4_weight_only", **({"scheme": scheme} if scheme == "awq" else {}))
+    assert_same(one_pass(tmp_path / "int4", tmp_path / "kept", encoding="keep"), read_tensors(tmp_path / "int4"))
+
+
+def test_encoded_weights_stay_or_are_quantized_again(hf, tmp_path):
+    source, case = tmp_path / "fp8", ONE_OF_EACH["qwen3"]
+    write_encoded(case, fp8, lambda case: hf(case, "bfloat16"), source)
+    want, have = read_tensors(source), one_pass(source, tmp_path / "kept", encoding="keep")
+    assert not [name for name in want if not same_bits(have[name], want[name])]
+    assert "quantization_config" not in json.loads(
+        (one_pass(source, tmp_path / "plain") and tmp_path / "plain" / "config.json").read_text()
+    )
+    one_pass(source, tmp_path / "int8", quantize="int8_default")
+    assert files(tmp_path / "int8") == files(in_two_steps(source, tmp_path, "int8_default"))
+
+
+@pytest.mark.parametrize("config", [None, "int4_weight_only"])
+def test_a_plan_says_what_is_written(config, hf, tmp_path):
+    """Every tensor, their bytes, and the memory; before a weight is read."""
+    source = hf(ONE_OF_EACH["qwen3_moe"], "bfloat16")
+    have = one_pass(source, tmp_path / "out", quantize=config)
+    planned = api.plan(source, target="huggingface", quantize=config)
+    tensors = {tensor.name: tensor for file in planned.files for tensor in file}
+    assert {name: (x.shape, x.nbytes) for name, x in have.items()} == {
+        name: (tensor.shape, tensor.nbytes) for name, tensor in tensors.items()
+    }
+    facts = planned.to_json()
+    assert facts["output_bytes"] == sum(x.nbytes for x in have.values())
+    assert facts["files"] == 1
+    assert sum(each["count"] for each in facts["tensors"].values()) == len(have)
+    assert facts["peak_memory_bytes"] >= BASE_MEMORY + facts["output_bytes"]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("llama4_text", marks=pytest.mark.slow)])
+def test_stacked_experts_are_made_in_slabs(family, hf, tmp_path, monkeypatch):
+    """To the same bytes: plain, quantized, decoded and encoded as they were released."""
+    source, config = hf(ONE_OF_EACH[family], "bfloat16"), {"gpt_oss": "mxfp4_weight_only"}.get(family)
+    complete = {quantize: in_two_steps(source, tmp_path / str(quantize), quantize) for quantize in {None, config}}
+    api.convert(complete[config], tmp_path / "decoded", target="huggingface")
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 2000)
+    slabs = planned_files(api.plan(source, target="huggingface").plan).slabs
+    assert {name.rpartition(".")[2] for name in slabs} >= {"gate_up_proj", "down_proj"}
+    for quantize, folder in complete.items():
+        one_pass(source, tmp_path / f"{quantize}-direct", quantize=quantize)
+        api.export(folder.parent / "ckpt", tmp_path / f"{quantize}-again")
+        assert files(folder) == files(tmp_path / f"{quantize}-direct") == files(tmp_path / f"{quantize}-again")
+    if config:
+        assert_same(one_pass(complete[config], tmp_path / "slabs"), read_tensors(tmp_path / "decoded"))
+        assert_same(one_pass(complete[config], tmp_path / "kept", encoding="keep"), read_tensors(complete[config]))
+
+
+@pytest.mark.slow
+def test_an_export_holds_slabs_of_stacked_experts(tmp_path):
+    """Less than one stacked tensor of 268 MB, besides what a process needs in any case; in processes of their own."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_local_experts": 16, "num_hidden_layers": 1}
+    case = ONE_OF_EACH["gpt_oss"]
+    save(replace(case, config={**case.config, **wide}), tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "ckpt")
+    for argv in (("export", "ckpt", "out"), ("convert", "hf", "direct", "--target", "huggingface")):
+        command = [sys.executable, "-m", "tpuconv", *argv, "--json"]
+        facts = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+        assert facts["peak_memory_bytes"] < BASE_MEMORY + 16 * 1024 * 8192 * 2
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()
+
+
+def test_a_plan_finds_what_no_format_holds(hf):
+    with pytest.raises(UsageError, match="no format of servers has this"):
+        api.plan(hf(ONE_OF_EACH["qwen3"], "bfloat16"), target="huggingface", quantize="nf4_weight_only")
+
+
+def test_a_cast_is_in_the_config(hf, tmp_path):
+    have = one_pass(hf(SMALL, "bfloat16"), tmp_path / "out", dtype="float32")
+    assert {x.dtype.name for x in have.values()} == {"float32"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "float32" in (config.get("dtype"), config.get("torch_dtype"))
+
+
+def stop_after_three_files(source, out, monkeypatch):
+    record, count = Journal.record, 0
+
+    def stops(self, part, facts):
+        nonlocal count
+        record(self, part, facts)
+        count += part.startswith("file")
+        if count == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "record", stops)
+    with pytest.raises(KeyboardInterrupt):
+        one_pass(source, out, quantize="int8_default")
+    monkeypatch.setattr(Journal, "record", record)
+
+
+def test_it_goes_on_where_it_was_stopped(hf, tmp_path, monkeypatch):
+    source = hf(ONE_OF_EACH["qwen3_moe"], "bfloat16")
+    monkeypatch.setattr(export_files, "SHARD_BYTES", 6000)
+    one_pass(source, tmp_path / "want", quantize="int8_default")
+    stop_after_three_files(source, tmp_path / "out", monkeypatch)
+    done = api.convert(source, tmp_path / "out", target="huggingface", quantize="int8_default")
+    assert 0 < done.resumed_bytes < done.source_bytes
+    names = sorted(path.name for path in (tmp_path / "want").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert [
+        name for name in names if (tmp_path / "out" / name).read_bytes() != (tmp_path / "want" / name).read_bytes()
+    ] == []
+    assert api.convert(source, tmp_path / "out", target="huggingface", quantize="int8_default").already_there
+
+
+def test_files_of_another_division_are_not_resumed(hf, tmp_path, monkeypatch):
+    """As of a version that divides tensors otherwise: a file of the same name would hold others."""
+    source = hf(ONE_OF_EACH["qwen3_moe"], "bfloat16")
+    monkeypatch.setattr(export_files, "SHARD_BYTES", 6000)
+    stop_after_three_files(source, tmp_path / "out", monkeypatch)
+    monkeypatch.setattr(export_files, "SHARD_BYTES", 7000)
+    want = one_pass(source, tmp_path / "want", quantize="int8_default")
+    done = api.convert(source, tmp_path / "out", target="huggingface", quantize="int8_default", overwrite=True)
+    assert done.resumed_bytes == 0
+    have = read_tensors(tmp_path / "out")
+    assert have.keys() == want.keys()
+    assert all(same_bits(have[name], want[name]) for name in want)
+
+
+def test_a_source_that_was_replaced_is_not_the_one_before(hf, tmp_path):
+    source = tmp_path / "source"
+    tensors = read_tensors(hf(SMALL, "bfloat16"))
+    write_checkpoint(source, json.loads((hf(SMALL, "bfloat16") / "config.json").read_text()), tensors)
+    one_pass(source, tmp_path / "out")
+    path = source / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(OutputError, match="exists already"):
+        api.convert(source, tmp_path / "out", target="huggingface")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scan_layers": True}, UsageError, "has every layer"),
+        ({"max_memory": 200 << 20}, ResourceError, "too few to write"),
+    ],
+)
+def test_what_is_refused(options, error, message, hf, tmp_path):
+    with pytest.raises(error, match=message):
+        api.convert(hf(SMALL, "bfloat16"), tmp_path / "out", target="huggingface", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_not_finite_are_an_error(hf, tmp_path):
+    config, tensors = json.loads((hf(SMALL) / "config.json").read_text()), read_tensors(hf(SMALL))
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    write_checkpoint(tmp_path / "source", config, tensors)
+    with pytest.raises(SourceError, match=r"norm\.scale is not finite"):
+        api.convert(tmp_path / "source", tmp_path / "out", target="huggingface")
+    one_pass(tmp_path / "source", tmp_path / "allowed", allow_nonfinite=True)
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 4097, 8192, 20_001])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_file_is_what_was_written_in_parts(size, in_memory, tmp_path, monkeypatch):
+    """Around the page cache too, in complete pages, and where the file system has only the cache."""
+    monkeypatch.setattr(disk, "STAGED_BYTES", 4096)
+    data = np.random.default_rng(size).bytes(size)
+    with folder_in_memory() as memory:
+        path = (memory if in_memory else tmp_path) / "file"
+        with disk.Writer(path) as file:
+            for start in range(0, size, 3000):
+                file.write(data[start : start + 3000])
+        assert path.read_bytes() == data
+        assert file.facts()["bytes"] == size

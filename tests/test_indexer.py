@@ -1,0 +1,85 @@
+"""Attention to selected tokens: the indexers select what transformers' do."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import tpuconv
+from helpers.conversions import convert
+from helpers.families import CASES, hf_model, save
+from tpuconv.models.deepseek_v32 import modules
+from tpuconv.models.registry import get_family
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+
+BY_ID = {case.id: case for case in CASES}
+NAMES = ["deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared"]
+LENGTH, PROMPT = 60, 45
+
+
+@pytest.fixture
+def selections(monkeypatch):
+    """The masks [B, T, S] that our indexers return, in the order of the calls."""
+    masks, real = [], modules.Indexer.__call__
+
+    def recorded(self, *args):
+        masks.append(np.asarray(mask := real(self, *args)))
+        return mask
+
+    monkeypatch.setattr(modules.Indexer, "__call__", recorded)
+    return masks
+
+
+def theirs(case, ids):
+    """The masks [B, T, S] of transformers' indexers, of tokens that are seen."""
+    found, hf = [], hf_model(case)
+    for layer in hf.model.layers:
+        if getattr(layer.self_attn, "indexer", None) is not None:
+            layer.self_attn.indexer.register_forward_hook(lambda *args: found.append(args[2]))
+    with torch.no_grad():
+        hf(torch.tensor(ids))
+    masks = []
+    for top in found:
+        mask = np.zeros((*ids.shape, ids.shape[1]), bool)
+        np.put_along_axis(mask, top.numpy().astype(np.int64), True, axis=-1)
+        masks.append(mask & np.tri(ids.shape[1], dtype=bool))
+    return masks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens_are_selected(name, tmp_path, selections):
+    """In a prefill, and in a prefill and steps with the cache."""
+    case = BY_ID[name]
+    ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
+    convert(save(case, tmp_path / "hf"), tmp_path / "out")
+    model = tpuconv.load(tmp_path / "out", "float32")
+    want = theirs(case, ids)
+    assert len(want) == len(model.config.indexers)
+    model(ids)
+    for mask, expected in zip(selections, want, strict=True):
+        assert (mask == expected).all()
+        assert (mask.sum(-1) == np.minimum(np.arange(LENGTH) + 1, model.config.index_topk)).all()
+    selections.clear()
+    _, cache = model(ids[:, :PROMPT], cache=model.init_cache(2, LENGTH))
+    for at in range(PROMPT, LENGTH):
+        _, cache = model(ids[:, at : at + 1], cache=cache)
+    layers = len(want)
+    for layer, expected in enumerate(want):
+        mine = selections[layer::layers]
+        assert (mine[0] == expected[:, :PROMPT]).all()
+        for step, mask in enumerate(mine[1:]):
+            assert (mask == expected[:, PROMPT + step][:, None]).all()
+
+
+def test_few_tokens_are_all_selected():
+    """A token that sees no more than `index_topk` attends to all, as in DeepSeek V3; a later one does not."""
+    case = BY_ID["deepseek_v32-plain"]
+    config = get_family("deepseek_v32").config.from_hf(case.hf_config().to_dict())
+    ids, few = np.random.default_rng(5).integers(3, 101, (2, 20)), config.index_topk
+    sparse, dense = (modules.Model(config, dtype=jnp.float32) for _ in range(2))
+    for layer in dense.layers:
+        layer.attn.indexer.count = len(ids[0])
+    ours, theirs = np.asarray(sparse(ids)), np.asarray(dense(ids))
+    assert np.array_equal(ours[:, :few], theirs[:, :few])
+    assert (ours[:, few:] != theirs[:, few:]).any(-1).all()

@@ -1,0 +1,103 @@
+"""`families --new`: a family that is taken out of the registry is found again, by its neighbours."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import write_checkpoint
+from helpers.families import CASES
+from tpuconv import api
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.types import Options
+from tpuconv.convert.proposal import propose_family
+from tpuconv.convert.source_from_config import source_from_config
+from tpuconv.models import registry
+from tpuconv.models.registry import Family, get_family
+from tpuconv.sources.source import Source
+
+LAYERS = "model.layers.{0,1}."
+
+
+def described(name: str, **changes: Any) -> Source:
+    """The headers of a family's first case."""
+    family, case = get_family(name), next(case for case in CASES if case.family == name)
+    raw = {**json.loads(case.hf_config().to_json_string()), **changes}
+    raw["architectures"] = list(family.architectures)
+    return source_from_config(name, raw, family.table, family.read_config(raw))
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Takes families out of the registry."""
+    kept = registry.FAMILIES
+    return lambda *names: monkeypatch.setattr(
+        registry, "FAMILIES", {name: path for name, path in kept.items() if name not in names}
+    )
+
+
+def test_qwen3_is_llama_with_norms_of_heads(without: Any) -> None:
+    source = described("qwen3")
+    without("qwen3")
+    proposed = propose_family(source)
+    assert proposed.nearest.name == "llama"
+    assert [left.pattern for left in proposed.left] == [f"{LAYERS}self_attn.{x}_norm.weight" for x in "qk"]
+    assert {left.shape for left in proposed.left} == {(source.config["head_dim"],)}
+    assert not proposed.nearest.missing
+    assert {"max_window_layers", "use_sliding_window"} <= proposed.unread.keys()
+    assert len(proposed.explained) == 11
+    json.dumps(proposed.to_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "near", "left", "missing"),
+    [
+        ("glm4", (), "glm", ["post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"], []),
+        ("granite", (), "llama", [], []),
+        ("mixtral", ("minimax_m2", "qwen3_moe", "phimoe"), "llama", ["experts.{}.w1.weight"], ["mlp.gate_proj.weight"]),
+        ("gemma3", (), "qwen3_vl", ["pre_feedforward_layernorm.weight"], []),
+    ],
+)
+def test_neighbours(
+    name: str, out: tuple[str, ...], near: str, left: list[str], missing: list[str], without: Any
+) -> None:
+    source = described(name)
+    without(name, *out)
+    proposed = propose_family(source)
+    assert proposed.nearest.name == near
+    assert all(any(p.endswith(end) for p in proposed.nearest.left) for end in left)
+    assert all(any(p.endswith(end) for p in proposed.nearest.missing) for end in missing)
+    assert len(proposed.nearest.left) >= len(left)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "granite"])
+def test_the_draft_is_a_family_that_plans(name: str, without: Any) -> None:
+    source = described(name)
+    without(name)
+    names: dict[str, Any] = {}
+    exec(compile(propose_family(source).draft, "family.py", "exec"), names)
+    family = names["FAMILY"]
+    assert isinstance(family, Family)
+    assert family.architectures == get_family_of(source)
+    plan = make_plan(source, family.name, family.table, family.read_config(source.config), Options())
+    plan.check()
+    assert plan.parameters == sum(prod(info.shape) for info in source.tensors.values())
+
+
+def get_family_of(source: Source) -> dict[str, str]:
+    return {name: source.config["model_type"] for name in source.config["architectures"]}
+
+
+def test_a_model_of_another_kind(tmp_path: Path) -> None:
+    """Nothing is explained, and all of it is left; what has no letters is a comment."""
+    hostile = 'x"""\nimport os\n'
+    raw = {"model_type": hostile, "architectures": [f"{hostile}ForCausalLM"], "hidden_size": 7, hostile: {"a": 1}}
+    tensors = {"backbone.layers.0.mixer.A_log": ("F32", (5, 3)), "backbone.wte.weight": ("BF16", (11, 7))}
+    proposed = api.propose(write_checkpoint(tmp_path, raw | {"n": hostile}, tensors))
+    assert not proposed.explained
+    assert len(proposed.left) == 2
+    assert '# "backbone.layers.{}.mixer.A_log"  [5, 3]: no letters have these sizes' in proposed.draft
+    compile(proposed.draft, "family.py", "exec")
+    assert not [line for line in proposed.draft.splitlines() if line.startswith("import")]

@@ -1,0 +1,124 @@
+"""Tasks of lm-evaluation-harness: the same scores as its own model of transformers, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval")  # the extra `eval`
+
+from helpers.quantizing import quantize
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import UsageError
+from tpuconv.quantize.config import find_config
+from tpuconv.verify.tasks import TaskList
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LINES = [line for line in (EXAMPLES / "sample.txt").read_text().splitlines() if len(line) > 80]
+
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: '{{question}}'
+doc_to_choice: choices
+doc_to_target: 0
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "text": """
+output_type: loglikelihood_rolling
+doc_to_text: ''
+doc_to_target: '{{text}}'
+metric_list: [{metric: byte_perplexity}]
+""",
+    "words": """
+output_type: generate_until
+doc_to_text: '{{question}}'
+doc_to_target: '{{choices[0]}}'
+generation_kwargs: {until: ["\\n", ","], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: bleu, aggregation: bleu, higher_is_better: true}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a task of each kind, about the lines of examples/sample.txt."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = []
+    for i in range(12):
+        words, others = LINES[i].split(), LINES[i + 1].split()
+        text = "\n".join(LINES[2 * i : 2 * i + 6])  # longer than the 512 positions of the model
+        choices = [" ".join(words[8:11]), " ".join(others[8:11])]
+        rows.append({"question": " ".join(words[:8]), "choices": choices, "text": text})
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, body in TASKS.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{folder / 'data.jsonl'}'}}}}\n"
+        (folder / f"{name}.yaml").write_text(f"task: verses_{name}\n{data}test_split: test{body}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    out = tmp_path_factory.mktemp("example") / "plain"
+    api.convert(EXAMPLES / "tiny-qwen3", out)
+    return out
+
+
+NAMES = tuple(f"verses_{name}" for name in TASKS)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_transformers(tasks, ckpt, monkeypatch):
+    """In float32, by the model of lm_eval that runs transformers."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    reference = HFLM(pretrained=str(EXAMPLES / "tiny-qwen3"), dtype="float32", device="cpu", batch_size=4)
+    manager = TaskManager(include_path=str(tasks))
+    want = simple_evaluate(model=reference, tasks=list(NAMES), task_manager=manager, bootstrap_iters=10)["results"]
+    have = TaskList(NAMES, tasks).run(read_manifest(ckpt), "float32")
+    assert {score.task for score in have} == set(NAMES)
+    for score in have:
+        assert score.value == pytest.approx(want[score.task][f"{score.metric},none"], rel=1e-4)
+    assert 0.5 < next(score.value for score in have if score.metric == "acc") < 1
+    assert all(score.stderr is not None for score in have if score.metric in ("acc", "bleu"))
+
+
+@pytest.mark.slow
+def test_compare_has_both_scores(tasks, ckpt, tmp_path):
+    quantize(ckpt, tmp_path / "q", find_config("int4_weight_only"))
+    flags = ["--tasks", "verses_choice,verses_text", "--task-folder", str(tasks), "--task-limit", "5"]
+    command = [sys.executable, "-m", "tpuconv", "compare", ckpt, tmp_path / "q", *flags, "--gate", "top1=0.1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tasks"]
+    assert [(each["task"], each["metric"]) for each in found] == [
+        ("verses_choice", "acc"),
+        ("verses_text", "byte_perplexity"),
+    ]
+    assert found[1]["reference"] != found[1]["checkpoint"]
+    assert found[0]["stderr"].keys() == {"reference", "checkpoint"}
+
+
+@pytest.mark.slow
+def test_a_task_that_is_not_known_is_an_error(tasks, ckpt):
+    with pytest.raises(UsageError, match="no task verses_unknown"):
+        api.compare_checkpoints(ckpt, ckpt, tasks=["verses_choice", "verses_unknown"], task_folder=tasks)
+
+
+@pytest.mark.slow
+def test_a_task_without_data_is_an_error(tasks, tmp_path):
+    text = (
+        (tasks / "choice.yaml")
+        .read_text()
+        .replace("data.jsonl", "missing.jsonl")
+        .replace("verses_choice", "verses_missing")
+    )
+    (tmp_path / "missing.yaml").write_text(text)
+    with pytest.raises(UsageError, match="the data of verses_missing cannot be read"):
+        TaskList(("verses_missing",), tmp_path).check()

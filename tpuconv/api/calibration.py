@@ -1,0 +1,73 @@
+"""What a quantization is calibrated on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.errors import UsageError
+from tpuconv.location import Location
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.config import QuantConfig
+
+CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 128, 512
+"""How much text a quantization is calibrated on by default: samples, and tokens of each."""
+DRAWN_AT_ONCE = 8
+"""Samples that a model draws at once."""
+
+
+def calibration_data(
+    ckpt: Location, rules: "QuantConfig", text: str | Path | None, samples: int, length: int
+) -> "CalibrationData | None":
+    """What a config with a calibration runs on; None for others.
+
+    Raises:
+        UsageError: there is a text and no calibration; or see `tpuconv.quantize.calibrate.data`.
+    """
+    if rules.calibration is None:
+        if text is not None:
+            raise UsageError(
+                f"{rules.name} has no calibration, so that no text is needed",
+                hint="add `calibration: {method: gptq}` to the config, or leave --calibration out",
+            )
+        return None
+    if not isinstance(ckpt, Path):
+        raise UsageError(f"{ckpt} cannot be calibrated where it is", hint="copy the checkpoint to a local disk")
+    folder = ckpt
+    from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
+
+    if str(text) == SELF:
+        return CalibrationData(SELF, samples, length, "", lambda: _drawn(folder, samples, length))
+    return from_text(ckpt, None if text is None else Path(text), samples, length)
+
+
+def _drawn(ckpt: Path, samples: int, length: int) -> "np.ndarray":
+    """Token ids [samples, length] that the model draws itself, at temperature 1, the same in every run. They begin with
+    the token that begins a text, or, if config.json names none, with a random one."""
+    import numpy as np
+
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import read_checkpoint_config
+    from tpuconv.models.generate import Generator, Sampling
+    from tpuconv.restore import load
+
+    manifest = read_manifest(ckpt)
+    vocabulary = manifest.arrays["embed.embedding"].shape[0]
+    raw = read_checkpoint_config(manifest)
+    begin = raw.get("bos_token_id", (raw.get("text_config") or {}).get("bos_token_id"))
+    if isinstance(begin, int) and 0 <= begin < vocabulary:
+        first = [begin] * samples
+    else:
+        first = np.random.default_rng(0).integers(0, vocabulary, samples).tolist()
+    model: Any = load(ckpt)
+    generator = Generator(model, Sampling(temperature=1.0))
+    out = np.empty((samples, length), np.int32)
+    for start in range(0, samples, DRAWN_AT_ONCE):
+        prompts = [[token] for token in first[start : start + DRAWN_AT_ONCE]]
+        rows = slice(start, start + len(prompts))
+        out[rows, 0] = first[rows]
+        for step, ids_B in enumerate(generator(prompts, length - 1, seed=start)):
+            out[rows, step + 1] = ids_B
+    return out

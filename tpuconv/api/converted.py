@@ -1,0 +1,158 @@
+"""What a conversion did, and what it would do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location
+from tpuconv.names import collapse
+
+if TYPE_CHECKING:
+    from tpuconv.convert.export_tensor import ExportTensor
+    from tpuconv.convert.plan.types import Plan, Skip
+    from tpuconv.models.common.config import IgnoredKey
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.report import Report
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` or `quantize` wrote.
+
+    Attributes:
+        out: the folder of the checkpoint.
+        family: the family of the model, such as "llama".
+        source_state: how the source was checked, as the manifest says it; None if nothing is known.
+        arrays: how many arrays the checkpoint has.
+        parameters: how many parameters the model has; tied ones count once.
+        output_bytes: size of the arrays on the disk.
+        source_bytes: bytes of the source that are converted.
+        resumed_bytes: how many of them an earlier run had converted.
+        seconds: wall-clock time.
+        peak_memory_bytes: peak resident memory of this process.
+        skipped: source tensors that are not converted, and why.
+        ignored_config: keys of config.json that are not read, and why.
+        quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
+        part: which of several processes this was; None if it was the only one.
+        part_bytes: bytes of the source (of the files, for safetensors) in its part.
+        published: whether OUT is complete. If not, the last of the other processes publishes it.
+    """
+
+    out: Location
+    family: str
+    source_state: str | None
+    arrays: int
+    parameters: int
+    output_bytes: int
+    source_bytes: int
+    resumed_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    skipped: Sequence["Skip"]
+    ignored_config: Sequence["IgnoredKey"]
+    quantization: "Report | None"
+    part: ProcessPart | None
+    part_bytes: int
+    published: bool
+
+    @property
+    def source_verified(self) -> bool:
+        """Whether every weight file has the sha256 that the Hub lists."""
+        from tpuconv.sources.source import VERIFIED
+
+        return self.source_state == VERIFIED
+
+    @property
+    def already_there(self) -> bool:
+        """Whether nothing was left to convert."""
+        return self.published and self.resumed_bytes == self.source_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        facts: dict[str, Any] = {
+            "out": str(self.out),
+            "family": self.family,
+            "source_verified": self.source_verified,
+            "arrays": self.arrays,
+            "parameters": self.parameters,
+            "output_bytes": self.output_bytes,
+            "resumed_bytes": self.resumed_bytes,
+            "seconds": round(self.seconds, 3),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "skipped": [vars(skip) for skip in self.skipped],
+            "ignored_config": [key.to_json() for key in self.ignored_config],
+        }
+        if self.part is not None:
+            facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
+            facts["published"] = self.published
+        return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What a conversion would do, from headers alone.
+
+    Attributes:
+        plan: every array, the source tensors it is made of, and what does not fit (`plan.faults`).
+        jobs: threads that would run.
+        peak_memory_bytes: private memory that they would need at most.
+        workspace_bytes: of a streamed source, the most that is on the disk at a time; 0 if nothing is streamed.
+        rules: the quantization config; None without one.
+        files: of a target with safetensors the tensors of each file that would be written; empty for others.
+    """
+
+    plan: "Plan"
+    jobs: int
+    peak_memory_bytes: int
+    workspace_bytes: int
+    rules: "QuantConfig | None"
+    files: "Sequence[Sequence[ExportTensor]]" = ()
+
+    @classmethod
+    def sized(
+        cls, plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jobs: int | None
+    ) -> "ConversionPlan":
+        """The plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
+
+        Raises:
+            ResourceError: the memory does not suffice.
+            UsageError: no format of servers holds what is quantized.
+        """
+        from tpuconv.convert import sizing
+        from tpuconv.convert.steps import workspace_bytes
+
+        limits = sizing.Limits.of_this_machine(jobs, max_memory)
+        if plan.target.is_safetensors:
+            from tpuconv.convert.export import PlannedFiles, planned_files
+
+            planned = PlannedFiles([], {}, 0) if plan.faults else planned_files(plan)
+            count = sizing.jobs_for_tensors(plan, limits, planned.slabs)
+            memory = sizing.planned_memory_for_tensors(plan, count, planned.slabs)
+            return cls(plan, count, memory, planned.workspace_bytes, rules, planned.files)
+        count = sizing.jobs(plan, limits)
+        return cls(plan, count, sizing.planned_memory(plan, count), workspace_bytes(plan), rules)
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of what would be written, without files beside the weights."""
+        return sum(tensor.nbytes for file in self.files for tensor in file) if self.files else self.plan.output_bytes
+
+    def check(self) -> None:
+        """Raises MappingError if source and family do not fit each other."""
+        self.plan.check()
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        facts = self.plan.to_json(self.peak_memory_bytes) | {"workspace_bytes": self.workspace_bytes}
+        if not self.files:
+            return facts
+        tensors = {tensor.name: tensor for file in self.files for tensor in file}
+        return facts | {
+            "output_bytes": self.output_bytes,
+            "files": len(self.files),
+            "tensors": {
+                pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
+                for pattern, names in collapse(tensors).items()
+            },
+        }

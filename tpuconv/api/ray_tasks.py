@@ -1,0 +1,184 @@
+"""Run `convert`, `quantize` or `export` on a Ray cluster (extra `ray`).
+
+Each Ray task is one of several processes, as `tpuconv.hosts` describes them: they meet in the journal of the output.
+Ray chooses the nodes, and runs a task again if its node or its process dies.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tpuconv import libtpu
+from tpuconv.api.converted import Conversion
+from tpuconv.api.exporting import Export
+from tpuconv.errors import ResourceError, TpuconvError, UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location, to_location
+from tpuconv.progress import Listener, Progress, ignore
+
+LOCK_SECONDS = 180.0
+"""How long a task that runs again waits for the lock of the process that it follows. NFS frees it after 90 s."""
+POLL_OF_TASKS_SECONDS = 0.5
+
+Result = TypeVar("Result", Conversion, Export)
+
+
+def on_ray(
+    command: Callable[..., Result],
+    src: str | Location,
+    out: str | Location | None,
+    *,
+    address: str = "auto",
+    count: int | None = None,
+    progress: Listener = ignore,
+    **options: Any,
+) -> Result:
+    """Runs a function of this package as tasks of a Ray cluster, then publishes the output: it is equal to that of one
+    process, bit for bit. Interrupted, the same call continues.
+
+    Args:
+        command: `convert`, `quantize` or `export`.
+        src: its first argument, which every node must be able to read.
+        out: the folder to write, in a bucket or on a disk that all nodes share.
+        address: of the cluster: "auto" for the one that this host belongs to, else `HOST:PORT` or `ray://HOST:PORT`. If
+            `ray.init` was called, that cluster is used.
+        count: of tasks; by default one for each node. A task takes as many CPUs as the smallest node has.
+        progress: called while tasks run.
+        options: further arguments of `command`.
+
+    Raises:
+        UsageError: Ray is not installed, there is no cluster, `out` is missing or not shared by the nodes.
+        ResourceError: a task died again and again.
+        TpuconvError: what a task raised.
+    """
+    if out is None:
+        raise UsageError("--ray needs OUT", hint="name a folder in a bucket, or on a disk that all nodes share")
+    began, to = time.monotonic(), _absolute(to_location(out))
+    with _cluster(address) as ray, _token(to) as token:
+        nodes = [cpus for node in ray.nodes() if node["Alive"] and (cpus := node["Resources"].get("CPU"))]
+        task = ray.remote(_do_part).options(num_cpus=min(nodes, default=1), scheduling_strategy="SPREAD")
+        total = count or len(nodes) or 1
+        given = {name: value for name, value in options.items() if name != "check"}
+        arguments = (command, _absolute(src), to, given, os.getcwd(), token)
+        left = [task.remote(ProcessPart(index, total, publishes=False), *arguments) for index in range(total)]
+        resumed = 0
+        try:
+            while left:
+                progress(Progress(f"{command.__name__} on Ray, {total - len(left)} of {total} parts done"))
+                ended, left = ray.wait(left, timeout=POLL_OF_TASKS_SECONDS)
+                resumed += sum(map(ray.get, ended))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, TpuconvError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise ResourceError(
+                "a task of Ray died, and so did those that repeated it",
+                details=str(error).splitlines()[:10],
+                hint="the same command continues; with too little memory on a node give --max-memory",
+            ) from error
+        finally:
+            for each in left:
+                ray.cancel(each, force=True)
+    # An output of the same plan is left as it is: that is what `overwrite` means to one of several processes.
+    result = command(_absolute(src), to, part=ProcessPart(0, 1), progress=progress, **options)
+    if isinstance(result, Conversion):  # to this process all was done before; the tasks know by which run
+        result = replace(result, resumed_bytes=min(resumed, result.source_bytes))
+    return replace(result, part=None, seconds=time.monotonic() - began)
+
+
+def _do_part(
+    part: ProcessPart,
+    command: Callable[..., Any],
+    src: str | Location,
+    out: Location,
+    options: Mapping[str, Any],
+    folder: str,
+    token: bytes,
+) -> int:
+    """The task: one part, in the working directory of the driver, if this node has it. Returns how many bytes of the
+    source an earlier run had converted."""
+    from tpuconv.storage.shared_journal import PartRunning
+
+    libtpu.hide_without_tpu()
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    _check_shared(out, token)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            done = command(src, out, part=part, **options)
+            break
+        except PartRunning:  # by the process that this one follows, which ends, or whose lock the disk still holds
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+    return done.resumed_bytes * done.part_bytes // max(1, done.source_bytes) if isinstance(done, Conversion) else 0
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    """Ray, connected to a cluster."""
+    if find_spec("ray") is None:
+        raise UsageError("--ray needs the package ray", hint="install it: pip install 'tpuconv[ray]'")
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"no Ray cluster answers at {address}: {str(error).partition(chr(10))[0]}",
+            hint="run this on a node of the cluster, after `ray start`, or give --ray HOST:PORT",
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _token(out: Location) -> Iterator[bytes]:
+    """What is in a random file that is beside an output on a disk while tasks run: a node that does not see it has
+    another disk there. Empty for a bucket."""
+    from tpuconv.storage import disk
+
+    if not isinstance(out, Path):
+        yield b""
+        return
+    path = _token_path(out)
+    if not path.exists():
+        disk.replace_file(path, os.urandom(16))
+    try:
+        yield path.read_bytes()
+    finally:
+        disk.remove(path)
+
+
+def _token_path(out: Path) -> Path:
+    return out.parent / f".{out.name}.tpuconv-ray"
+
+
+def _check_shared(out: Location, token: bytes) -> None:
+    """Raises UsageError if an output is on a disk that this node does not share with the driver."""
+    if isinstance(out, Path) and not (_token_path(out).exists() and _token_path(out).read_bytes() == token):
+        raise UsageError(
+            f"{out} is not on a disk that all nodes of the cluster share: {socket.gethostname()} has another one there",
+            hint="name a folder in a bucket, or on a disk that all nodes and this host mount at the same path",
+        )
+
+
+def _absolute(place: Any) -> Any:
+    """A path that holds in other working directories; a Hub id as it is."""
+    location = to_location(place)
+    if isinstance(location, Path) and (location.exists() or isinstance(place, Path)):
+        return Path(os.path.abspath(location))
+    return place

@@ -1,0 +1,171 @@
+"""`tpuconv compare`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tpuconv import api
+from tpuconv.api.comparison import WINDOW_LENGTH
+from tpuconv.commands import options
+from tpuconv.commands.console import Table, console, print_json, show, styled
+from tpuconv.commands.inputs import read_prompts
+from tpuconv.commands.params import File, LocationParam
+from tpuconv.commands.progress import shown
+from tpuconv.errors import GateError, UsageError
+from tpuconv.location import Location
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.names import collapse
+
+if TYPE_CHECKING:
+    from tpuconv.verify.tasks import TaskScore
+
+MOST_ROWS = 8
+"""Patterns of parameters that the table shows."""
+
+
+@options.command(
+    "compare",
+    "Compare two checkpoints: logits, perplexity, parameters.",
+    "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only",
+    "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --text wiki.txt --length 2048 --stride 512",
+    "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax --cache-dtype int8 --gate mean_kl=0.001",
+    "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --tasks arc_easy,gsm8k --task-limit 200",
+)
+@click.argument("reference", type=LocationParam())
+@click.argument("ckpt", type=LocationParam())
+@options.prompts
+@click.option(
+    "--text",
+    type=File(exists=True, dir_okay=False),
+    help="A text file to run on instead of prompts: perplexity in windows that overlap.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=2, max=options.MOST_TOKENS),
+    default=WINDOW_LENGTH,
+    show_default=True,
+    help="Tokens of a window of the text.",
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1, max=options.MOST_TOKENS),
+    help="Tokens from one window to the next, less than --length.  [default: half of --length]",
+)
+@click.option("--tasks", help="Tasks of lm-evaluation-harness to do with both models: names, separated by commas.")
+@click.option(
+    "--task-folder",
+    type=File(exists=True, file_okay=False),
+    help="A folder with further tasks, YAML files of lm-evaluation-harness.",
+)
+@click.option("--task-limit", type=click.IntRange(min=1), help="Examples of each task at most.  [default: all]")
+@options.dtype
+@options.cache_dtype
+@options.gate
+@options.as_json
+def compare(
+    reference: Location,
+    ckpt: Location,
+    prompts: Path | None,
+    text: Path | None,
+    length: int,
+    stride: int | None,
+    tasks: str | None,
+    task_folder: Path | None,
+    task_limit: int | None,
+    dtype: str,
+    cache_dtype: str | None,
+    gate: dict[str, float] | None,
+    as_json: bool,
+) -> None:
+    """Run the models of the checkpoints REFERENCE and CKPT on the same tokens, and compare their parameters.
+
+    Divergences are KL(REFERENCE || CKPT). One model is in memory at a time, and transformers is not needed. With
+    --cache-dtype the model of CKPT reads its keys and values from such a cache, as in decoding.
+
+    Exit code 3: a gate failed. Gates are those of the quantization config of CKPT, or, if it is not quantized, those of
+    `verify --compare-hf`; --gate replaces them.
+    """
+    if text and prompts:
+        raise UsageError("--text and --prompts exclude each other")
+    options.require_mode("--text", text is not None, "length", "stride")
+    options.require_mode("--tasks", tasks is not None, "task_folder", "task_limit")
+    check_address_space_for_jax()
+    with shown(as_json) as progress:
+        found = api.compare_checkpoints(
+            reference,
+            ckpt,
+            prompts=read_prompts(prompts),
+            text=text,
+            length=length,
+            stride=stride,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            gates=gate,
+            tasks=[name for name in (tasks or "").split(",") if name],
+            task_folder=task_folder,
+            task_limit=task_limit,
+            progress=progress,
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        console().print(_logits_table(found))
+        console().print(_tensors_table(found))
+        found.check()
+        show(("passed", "green"), ": every gate holds") if found.passed else show(
+            "no gates set: nothing passed or failed"
+        )
+    if found.passed is False:
+        sys.exit(GateError.exit_code)
+
+
+def _logits_table(found: api.CheckpointComparison) -> Table:
+    result = found.statistics
+    text = f"{found.text} in windows of {found.length} and strides of {found.stride}" if found.text else "prompts"
+    cache = f", cache in {found.cache_dtype}" if found.cache_dtype else ""
+    table = Table(
+        f"{found.reference} and {found.checkpoint}, {result.dtype}{cache}, {text}, {result.tokens} predictions",
+        ("statistic", "reference", "compared", "gate"),
+        right=("reference", "compared"),
+    )
+    failed = {line.split()[0] for line in result.failures()}
+    for name, before, after, gate in (
+        ("perplexity", f"{result.perplexity_reference:.5g}", f"{result.perplexity:.5g}", ""),
+        ("mean KL divergence (nats)", "", f"{result.mean_kl:.3g}", "mean_kl"),
+        ("99.9th percentile of KL", "", f"{result.p999_kl:.3g}", ""),
+        ("same most likely token", "", f"{100 * result.top1:.2f}%", ""),
+        (f"the same, of {result.decided} without a tie of two", "", f"{100 * result.top1_decided:.2f}%", "top1"),
+        ("largest difference / largest logit", "", f"{result.relative_difference:.2g}", "relative_difference"),
+    ):
+        bound = result.gates.get(gate) if gate else None
+        verdict = ("failed", "red") if gate in failed else ("holds", "green")
+        table.add_row(name, before, after, "" if bound is None else styled(verdict, f": {bound:g}"))
+    for task in found.tasks:
+        before, after = map(_score, (task.reference, task.checkpoint))
+        table.add_row(f"{task.reference.task}: {task.reference.metric}", before, after, "")
+    return table
+
+
+def _score(score: "TaskScore") -> str:
+    error = "" if score.stderr is None else f" ± {score.stderr:.2g}"
+    return f"{score.value:.4g}{error}"
+
+
+def _tensors_table(found: api.CheckpointComparison) -> Table:
+    by_name = {tensor.name: tensor for tensor in found.tensors}
+    patterns = [(pattern, [by_name[name] for name in names]) for pattern, names in collapse(sorted(by_name)).items()]
+    patterns.sort(key=lambda item: min(tensor.snr_db for tensor in item[1]))
+    equal = sum(tensor.largest == 0 for tensor in found.tensors)
+    table = Table(
+        f"{len(found.tensors)} parameters, {equal} of them equal",
+        ("parameters", "count", "worst", "SNR dB", "largest difference"),
+        right=("count", "SNR dB", "largest difference"),
+        optional=("count", "worst"),
+    )
+    for pattern, tensors in patterns[:MOST_ROWS]:
+        worst = min(tensors, key=lambda tensor: tensor.snr_db)
+        largest = max(tensor.largest for tensor in tensors)
+        table.add_row(pattern, str(len(tensors)), worst.name, f"{worst.snr_db:.1f}", f"{largest:.3g}")
+    return table

@@ -1,0 +1,148 @@
+"""Where an export takes its arrays from: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.reader import check_contents, companions_of, copy_companion, read_box, read_checkpoint_config
+from tpuconv.layout import Ranges, lead, parse_axes
+from tpuconv.location import Location
+from tpuconv.sources.config import with_encoding, without_encoding
+from tpuconv.sources.files import ENCODING_FILE
+from tpuconv.storage.sinks import Sink
+
+
+class ArraySource(Protocol):
+    """The arrays of a model, in the tree that the manifest names."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the arrays are. Of a plan, what the manifest of its output would say before any value is known."""
+
+    @property
+    def file_config(self) -> Mapping[str, Any]:
+        """The source's config.json, as the file has it."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The source's config.json, with the description of the weights' encoding that stands beside it."""
+
+    @property
+    def companions(self) -> Mapping[str, Mapping[str, Any]]:
+        """The files that go with the weights, with size and hash."""
+
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """Copies one of these files into an output, as `target`."""
+
+    def check(self) -> None:
+        """Checks, before arrays are read, that they are those of the manifest."""
+
+    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+        """An array, or the box of it with these ranges of letters.
+
+        Args:
+            name: of the array.
+            ranges: of letters that lead axes of the array; the others are complete.
+            made: takes the other arrays that were made with it, for the next call with the same ranges.
+            figures: takes what was found when it was quantized, by parameter.
+        """
+
+    @property
+    def hashed(self) -> Sequence[str]:
+        """The files of the source that are hashed while they are read, by this process or others."""
+
+    def finish_part(self) -> dict[str, str]:
+        """Checks that all was read of one version of the source. Returns the hashes of the files of the source that
+        this process hashed while it read them, by name."""
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """What the manifest says about the source, from the hashes of all its files, if it is unchanged still."""
+
+    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the manifest says besides, and further files, from what was found about quantized parameters."""
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """What tells, by file of the source, that it was changed or replaced. Empty where the identity does."""
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """The same, equal on all hosts that see the files."""
+
+    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+        """Checks that an output was made of the source as it is now; `known` is what its manifest says about it."""
+
+
+class CheckpointArrays:
+    """The arrays of a checkpoint."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self.companions = companions_of(manifest)
+        self.file_config = read_checkpoint_config(manifest)
+        has_file = ENCODING_FILE in self.companions
+        self.config = with_encoding(self.file_config, manifest.folder / ENCODING_FILE) if has_file else self.file_config
+
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """See `ArraySource`. Raises SourceError if it was changed."""
+        copy_companion(self.manifest, name, sink, target, self.companions[name])
+
+    def check(self) -> None:
+        """Raises CorruptOutput if files hold other chunks than the manifest says."""
+        check_contents(self.manifest, self.manifest.arrays)
+
+    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+        """See `ArraySource`. Raises CorruptOutput if it cannot be read."""
+        array = self.manifest.arrays[name]
+        box = array_box(array, ranges)
+        values = np.empty([part.stop - part.start for part in box], np.dtype(array.dtype))
+        read_box(self.manifest, name, box, values)
+        return values
+
+    hashed: Sequence[str] = ()
+    """Chunks have checksums of their own."""
+
+    def finish_part(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """See `ArraySource`. Raises SourceError if the checkpoint was replaced."""
+        self.manifest.check_current()
+        return dict(self.manifest.raw["source"])
+
+    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `ArraySource`."""
+        return {}, {}
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+        """See `ArraySource`: a checkpoint has an identity."""
+
+
+def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:
+    """The box of an array with these ranges of letters, each of which is alone on its axis."""
+    sizes = zip((lead(axis) for axis in parse_axes(array.axes)), array.shape, strict=True)
+    return tuple(slice(*ranges[letter]) if letter in ranges else slice(0, n) for letter, n in sizes)
+
+
+def released_config(manifest: Manifest) -> dict[str, Any]:
+    """The config.json of a checkpoint to export: the source's, without the description of an encoding that was
+    undone."""
+    return exported_config(CheckpointArrays(manifest))
+
+
+def exported_config(arrays: ArraySource) -> dict[str, Any]:
+    """The same of arrays that are exported."""
+    return dict(arrays.config) if arrays.manifest.passthrough else without_encoding(arrays.config)

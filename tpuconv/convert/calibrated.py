@@ -1,0 +1,64 @@
+"""What a calibration leaves for the run that writes the output: files in the work folder with the quantized values of a
+parameter, or with other values of it. The run reads boxes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuconv.errors import OutputError
+from tpuconv.layout import Shape
+from tpuconv.storage import disk
+from tpuconv.storage.journal import CALIBRATED
+
+QVALUES, VALUES = "qvalues", "values"
+"""The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""
+
+
+@dataclass(frozen=True)
+class CalibratedValues:
+    """The files in a work folder. A parameter of stacked layers has one file for each layer."""
+
+    work: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self.work / CALIBRATED
+
+    def write(self, parameter: str, layer: int | None, kind: str, values: np.ndarray) -> None:
+        """Writes a parameter, or one layer of a stacked one, and flushes it."""
+        disk.make_folder(self.folder)
+        with disk.Writer(self._path(parameter, layer, kind), read_soon=True) as file:
+            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+
+    def read(
+        self, parameter: str, kind: str, shape: Shape, box: Sequence[slice], dtype: np.dtype[Any]
+    ) -> np.ndarray | None:
+        """A box of a parameter of this shape; None if there is no file of this kind, as calibration left it alone."""
+        if self._path(parameter, None, kind).name in self._names:
+            return self._map(parameter, None, kind, shape, dtype)[tuple(box)]
+        if self._path(parameter, 0, kind).name in self._names:
+            layers = range(box[0].start, box[0].stop)
+            return np.stack([self._map(parameter, i, kind, shape[1:], dtype)[tuple(box[1:])] for i in layers])
+        return None
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(disk.entries(self.folder) if self.folder.exists() else ())
+
+    def _path(self, parameter: str, layer: int | None, kind: str) -> Path:
+        return self.folder / (f"{parameter}.{kind}" if layer is None else f"{parameter}.{layer}.{kind}")
+
+    def _map(self, parameter: str, layer: int | None, kind: str, shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
+        path = self._path(parameter, layer, kind)
+        try:
+            mapped: np.ndarray = np.memmap(path, np.uint8, "r")
+            return mapped.view(dtype).reshape(shape)
+        except (OSError, ValueError) as e:
+            raise OutputError(
+                f"{path} cannot be read: {e}", hint=f"move {self.work} away, and run again to begin anew"
+            ) from None

@@ -1,0 +1,1 @@
+"""Quantized parameters in the formats that servers read."""

@@ -1,0 +1,94 @@
+"""Reading the source of slabs, and what is checked of it while a plan runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
+from tpuconv.errors import SourceError
+from tpuconv.jsonfile import MIB
+from tpuconv.sources.damaged import wrong_hash
+from tpuconv.sources.reader import Reader
+from tpuconv.sources.shard import SourceShard
+
+CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
+"""Stored dtypes that have NaN and are searched for it. Other quantized values have none."""
+
+
+def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
+    """The source tensors of a slab, in the dtype of its values, one after the other in `values`.
+
+    Args:
+        reader: of the source.
+        plan: the slab's.
+        slab: what to read.
+        values: bytes for all values of the slab.
+        raw: bytes for the values as they are stored, if that is another dtype.
+    """
+    if plan.is_box(slab):
+        (box,) = slab.boxes()
+        out = values[: slab.nbytes].view(slab.dtype).reshape([s.stop - s.start for s in box])
+        reader.read_box(plan.tensors[slab.binding.src[0].names[0]].values, box, out)
+        return [out]
+    sources, used = [], 0
+    for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
+        first = used
+        for name, start, count in parts:
+            out = values[used : used + count * slab.dtype.itemsize].view(slab.dtype)
+            with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
+                plan.tensors[name].read(reader, start, raw, out)
+            used += out.nbytes
+        sources.append(values[first:used].view(slab.dtype).reshape(shape))
+    return sources
+
+
+def check_copy(
+    plan: Plan, reader: Reader, copy: str, original: str, check_cancelled: Callable[[], None] = lambda: None
+) -> None:
+    """Raises SourceError if a tensor that is taken for a copy of another one holds other values."""
+    a, b = (plan.tensors[name].values for name in (copy, original))
+    buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
+    for start in range(0, a.nbytes, 4 * MIB):
+        check_cancelled()
+        views = [buffer[: a.nbytes - start] for buffer in buffers]
+        for info, view in zip((a, b), views, strict=True):
+            reader.read(info, start, view)
+        if views[0] != views[1]:
+            raise SourceError(
+                f"{copy} should be a copy of {original}, but holds other values",
+                hint="set tie_word_embeddings in config.json to what the model was trained with"
+                + (", or leave out --include-mtp" if plan.options.include_mtp else ""),
+            )
+
+
+def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
+    """The hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not that
+    which the Hub promises."""
+    digest = reader.hash_of(shard.name)
+    if digest is not None and shard.sha256 is not None and digest != shard.sha256:
+        raise wrong_hash(plan.source.folder / shard.name, shard.sha256, digest)
+    return digest
+
+
+def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Whether no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
+
+    Those are the patterns from that of infinity on (of NaN, if the dtype has no infinity), of either sign. So the
+    largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
+    """
+    if not bits.size:
+        return True
+    infinity = int(np.array(np.inf, dtype).view(bits.dtype))
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
+
+
+def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
+    """The error for values of a parameter that are not finite."""
+    return SourceError(
+        f"{name} is not finite: there are NaN or infinite values",
+        details=list(details),
+        hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
+        "give --allow-nonfinite to convert it as it is",
+    )

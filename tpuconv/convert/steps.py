@@ -1,0 +1,113 @@
+"""The steps of a run in their order, with the bytes of the source that each reads."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from tpuconv.convert.plan.types import Plan, Slab, WorkUnit
+from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep, merged
+
+COMPARE_STEP = "compared"
+"""In it, copies of tensors are compared with their originals."""
+
+
+def proof_step(shard: int) -> str:
+    """The name of the step, and of the journal's entry, for the hash of a shard, by its number."""
+    return f"hash-{shard:05d}"
+
+
+def work_steps(plan: Plan, units: Sequence[WorkUnit], known: Collection[str] = ()) -> list[ReadStep]:
+    """Units in the order of the source. The hash of a shard, mostly done by then, follows its last unit that is not
+    wide. Copies are compared at the start, or, of a source that is fetched meanwhile, at the end.
+
+    Args:
+        plan: of the run.
+        units: what is left to do.
+        known: the names of other steps that are done.
+    """
+    narrow = [unit for unit in units if not unit.is_wide]
+    last = {shard: unit.uid for unit in narrow for shard in plan.shards_of(unit)}
+    proofs = {
+        shard.name: ReadStep(proof_step(i), proves=shard.name)
+        for i, shard in enumerate(plan.source.shards)
+        if plan.hashes_shards
+        and proof_step(i) not in known
+        and (shard.sha256 is not None or shard.name not in plan.source.remote)
+    }
+    steps = []
+    for unit in narrow:
+        steps.append(_unit_step(plan, unit))
+        steps += [
+            proofs.pop(shard) for shard in sorted(plan.shards_of(unit)) if last[shard] == unit.uid and shard in proofs
+        ]
+    steps += [*proofs.values(), *(_unit_step(plan, unit) for unit in units if unit.is_wide)]
+    compare = compare_steps(plan, known)
+    return [*steps, *compare] if plan.source.remote else [*compare, *steps]
+
+
+def compare_steps(plan: Plan, known: Collection[str]) -> list[ReadStep]:
+    """The step in which copies of tensors are compared, if there are any and it is not among those that are done."""
+    if not plan.copies or COMPARE_STEP in known:
+        return []
+    return [ReadStep(COMPARE_STEP, tuple(map(whole, _copied(plan))), is_wide=True)]
+
+
+def _copied(plan: Plan) -> set[TensorInfo]:
+    return {plan.tensors[name].values for pair in plan.copies.items() for name in pair}
+
+
+def copied_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of copies and their originals in each file that is fetched."""
+    return ranges_by_file(plan, _copied(plan))
+
+
+def _unit_step(plan: Plan, unit: WorkUnit) -> ReadStep:
+    reads = (extent for slab in unit.slabs for extent in slab_reads(plan, slab))
+    return ReadStep(unit.uid, tuple(reads) if plan.source.remote else (), unit.is_wide)
+
+
+def slab_reads(plan: Plan, slab: Slab) -> Iterator[Extent]:
+    """Yields the bytes of the source that a slab is made from; of tensors that are encoded, all."""
+    for parts in slab.reads():
+        spans: dict[str, tuple[int, int]] = {}
+        for name, first, count in parts:
+            start, stop = spans.get(name, (first, first + count))
+            spans[name] = min(start, first), max(stop, first + count)
+        for name, (start, stop) in spans.items():
+            tensor = plan.tensors[name]
+            if tensor.scheme is not None or len(tensor.stored) > 1:
+                yield from map(whole, tensor.stored)
+                continue
+            size = tensor.values.nbytes // max(1, tensor.size)
+            yield tensor.values.shard, tensor.values.offset + start * size, tensor.values.offset + stop * size
+
+
+def whole(info: TensorInfo) -> Extent:
+    """The bytes of a stored tensor."""
+    return info.shard, info.offset, info.offset + info.nbytes
+
+
+def wide_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of each file that is fetched that wide steps read, done or not: complete tensors, so that they do not
+    depend on how slabs are cut."""
+    if not plan.source.remote:
+        return {}
+    wide = (slab for unit in plan.units if unit.is_wide for slab in unit.slabs)
+    infos = {info for slab in wide for name in slab.names() for info in plan.tensors[name].stored}
+    return ranges_by_file(plan, infos | _copied(plan))
+
+
+def ranges_by_file(plan: Plan, infos: Iterable[TensorInfo]) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of tensors in the files that are fetched, sorted and apart."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for info in infos:
+        if info.shard in plan.source.remote:
+            found.setdefault(info.shard, []).append((info.offset, info.offset + info.nbytes))
+    return {name: merged(ranges) for name, ranges in found.items()}
+
+
+def workspace_bytes(plan: Plan) -> int:
+    """The most that a source that is fetched takes on the disk of the workspace; 0 if all of it is here."""
+    sizes = {shard.name: shard.size for shard in plan.source.shards if shard.name in plan.source.remote}
+    if not sizes or plan.faults:
+        return 0
+    return FetchSchedule(sizes, work_steps(plan, plan.units), wide_ranges(plan)).peak_bytes

@@ -1,0 +1,238 @@
+"""The way back of what a trainer saved: which target's table explains the arrays of an Orbax tree.
+
+A tree may have its parameters below other names (`params` of a train state), with or without the leaf `value` of Flax
+NNX, and the state of an optimizer beside them. Everything else must be a parameter of the table.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
+from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
+from tpuconv.convert.plan.types import Skip
+from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
+from tpuconv.layout import Axis, Shape, parse_axes
+from tpuconv.mapping.table import MTP_PARAMETERS, HasAxes, MappingTable
+from tpuconv.models.registry import Family
+from tpuconv.names import collapse
+from tpuconv.targets.compose import target_table
+from tpuconv.targets.registry import get_target, target_names
+from tpuconv.targets.target import Target
+
+LEAF = ".value"
+"""What Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were saved."""
+
+TRAINING_STATES = {
+    **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),
+    **dict.fromkeys(("step", "steps"), "arrays with the number of a step"),
+    **dict.fromkeys(("rng", "rngs"), "arrays of the state of random numbers"),
+}
+"""What a trainer saves beside the parameters, by a part of its name."""
+
+VOCABULARY = Axis("V")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The arrays of a tree as parameters of a target.
+
+    Attributes:
+        target: whose table explains them.
+        scan_layers, include_mtp: the form of the table.
+        table: from released tensors to the arrays.
+        config: the family's, with the letters of the table.
+        names: the name in the tree of each parameter of the table.
+        missing: parameters that the tree lacks.
+        unknown: arrays that are neither parameters nor states.
+        skipped: what is not exported.
+    """
+
+    target: Target
+    scan_layers: bool
+    include_mtp: bool
+    table: MappingTable
+    config: HasAxes
+    names: Mapping[str, str]
+    missing: Sequence[str]
+    unknown: Sequence[str]
+    skipped: tuple[Skip, ...]
+
+    @property
+    def form(self) -> str:
+        """The target and the form of its tree, for messages."""
+        return self.target.name + (" with scanned layers" if self.scan_layers else "")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An array of the table: `shape` is that of the model's config, `stored` what the tree has."""
+
+    name: str
+    shape: Shape
+    axes: str
+    sources: tuple[str, ...]
+    buffer: bool
+    stored: TreeArray
+
+
+def explain_tree(
+    tree: TrainedTree, family: Family, model_type: str, table: MappingTable, config: HasAxes, target: str | None
+) -> Explained:
+    """Returns how a target's table explains a tree.
+
+    Args:
+        tree: what was saved.
+        family, model_type: of config.json.
+        table: of the family, with the names of the release.
+        config: the family's reading of config.json.
+        target: whose tree it is; None: of each target in turn.
+
+    Raises:
+        UnsupportedConfig: the target does not have the model.
+        MappingError: a parameter is missing, or an array is not explained. They are named.
+        UsageError: there is no such target, or it has no arrays.
+    """
+    found: list[Explained] = []
+    for each in _targets(tree, target):
+        try:
+            found += _forms(tree, each, family, model_type, table, config)
+        except UnsupportedConfig:
+            if target is not None:
+                raise
+    best = min(found, key=lambda form: (len(form.missing) + len(form.unknown), len(form.missing)))
+    if not best.names:
+        raise MappingError(
+            f"no array of {tree.folder} has the name of a parameter of {family.name}"
+            + (f" as {target} has it" if target else ", as any target has it"),
+            details=shorten(list(collapse(sorted(tree.names)))),
+            hint="give the config of the model that was trained" + (", or leave out --target" if target else ""),
+        )
+    if best.missing or best.unknown:
+        lines = [f"{name}: missing" for name in collapse(best.missing)]
+        lines += [f"{name}: not a parameter of the model, and no known state" for name in collapse(best.unknown)]
+        raise MappingError(
+            f"{tree.folder} is not a checkpoint of this {family.name}: as {best.form} has it, "
+            f"{len(best.missing)} arrays are missing and {len(best.unknown)} are not explained",
+            details=shorten(lines),
+            hint="give the config of the model that was trained; what is no part of the model must not be in the tree",
+        )
+    return best
+
+
+def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Parameter], tuple[Skip, ...]]:
+    """Opens the arrays. Returns them, and what is left out of them: rows of the vocabulary beyond that of the model.
+
+    Raises:
+        MappingError: an array has another shape, or a dtype that cannot be exported. They are named.
+        SourceError: an array cannot be read.
+    """
+    stored = tree.open(explained.names.values())
+    found: list[Parameter] = []
+    faults, padded = [], []
+    for binding in explained.table.bind(explained.config, explained.include_mtp):
+        axes, shapes = binding.dst_axes(), binding.dst_shapes()
+        sources = tuple(name for stack in binding.src for name in stack.names)
+        dtypes = {stored[explained.names[name]].dtype for name in shapes}
+        for name, shape in shapes.items():
+            array = stored[explained.names[name]]
+            if array.dtype not in SAFETENSORS_DTYPES or len(dtypes) > 1:
+                why = f"with {', '.join(sorted(dtypes))} in one tensor of the release" if len(dtypes) > 1 else ""
+                faults.append(f"{array.name}: cannot be exported, of dtype {array.dtype} {why}".rstrip())
+            elif array.shape != shape and not _is_padded(array.shape, shape, axes[name]):
+                faults.append(f"{array.name}: {list(array.shape)} instead of {list(shape)}")
+            elif array.shape != shape:
+                rows = max(n - m for n, m in zip(array.shape, shape, strict=True))
+                padded.append(Skip(array.name, rows, "rows of padding after the vocabulary"))
+            found.append(Parameter(name, shape, axes[name], sources, binding.row.buffer, array))
+    if faults:
+        raise MappingError(
+            f"{len(faults)} arrays of {tree.folder} are not those of the config",
+            details=shorten(faults),
+            hint="give the config of the model that was trained",
+        )
+    return found, tuple(padded)
+
+
+def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
+    """The targets to try: first those whose names end as most of the tree's do."""
+    if name is not None:
+        target = get_target(name)
+        if target.is_safetensors:
+            raise UsageError(f"the target {name} has no arrays of Orbax", hint="leave out --target")
+        return [target]
+    leaf = LEAF if 2 * sum(array.endswith(LEAF) for array in tree.names) > len(tree.names) else ""
+    targets = [target for target in map(get_target, target_names()) if not target.is_safetensors]
+    return sorted(targets, key=lambda target: (target.leaf != leaf, target.name != OWN_TARGET))
+
+
+def _forms(
+    tree: TrainedTree, target: Target, family: Family, model_type: str, table: MappingTable, config: HasAxes
+) -> Iterator[Explained]:
+    has_mtp = any(MTP_PARAMETERS in name for name in tree.names)
+    refused: UnsupportedConfig | None = None
+    count = 0
+    for scan in (False, True) if target.layer_axis is not None else (False,):
+        for mtp in (False, True) if has_mtp else (False,):
+            try:
+                own = target_table(target, family.name, model_type, table, config, scan_layers=scan, include_mtp=mtp)
+            except UnsupportedConfig as error:
+                refused = error
+                continue
+            count += 1
+            yield _explained(tree, target, scan, mtp, *own)
+    if refused and not count:
+        raise refused
+
+
+def _explained(
+    tree: TrainedTree, target: Target, scan: bool, mtp: bool, table: MappingTable, config: HasAxes
+) -> Explained:
+    wanted = {
+        name.removeprefix(target.root).removesuffix(target.leaf): name
+        for binding in table.bind(config, mtp)
+        for name in binding.dst_shapes()
+    }
+    found = {name.removesuffix(LEAF): name for name in tree.names}
+    front = _front(found, wanted)
+    names = {name: found[front + key] for key, name in wanted.items() if front + key in found}
+    used = set(names.values())
+    states: dict[str, list[str]] = {}
+    unknown = []
+    for name in sorted(tree.names - used):
+        if reason := _state(name):
+            states.setdefault(reason, []).append(name)
+        else:
+            unknown.append(name)
+    skipped = tuple(
+        Skip(pattern, len(members), reason)
+        for reason, own in states.items()
+        for pattern, members in collapse(own).items()
+    )
+    missing = [name for name in wanted.values() if name not in names]
+    return Explained(target, scan, mtp, table, config, names, missing, unknown, skipped)
+
+
+def _front(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """What stands before the names of parameters in a tree: before most of them, states aside."""
+    counts: Counter[str] = Counter()
+    for name in found:
+        parts = name.split(".")
+        for i in range(len(parts) if not _state(name) else 0):
+            if ".".join(parts[i:]) in wanted:
+                counts["".join(f"{part}." for part in parts[:i])] += 1
+    return max(counts, key=lambda front: (counts[front], -len(front)), default="")
+
+
+def _state(name: str) -> str:
+    """What a trainer's array is besides a parameter, by its name; empty if it may be one."""
+    return next((TRAINING_STATES[part] for part in name.split(".") if part in TRAINING_STATES), "")
+
+
+def _is_padded(stored: Shape, shape: Shape, axes: str) -> bool:
+    """Whether an array only has more rows of the vocabulary."""
+    own = parse_axes(axes)
+    return len(stored) == len(shape) and all(
+        n == m or (n > m and axis == VOCABULARY) for n, m, axis in zip(stored, shape, own, strict=True)
+    )

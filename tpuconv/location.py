@@ -1,0 +1,127 @@
+"""Where files are: a local path, or the URL of a folder or object in a bucket.
+
+to_location("out")            Path("out")
+to_location("gs://b/models")  BucketPath("gs", "b", "models")
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpuconv.errors import UsageError
+
+SCHEMES = {"gs": "Google Cloud Storage", "s3": "Amazon S3", "az": "Azure Blob Storage"}
+"""The schemes of URLs of buckets. In Azure a bucket is called a container."""
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
+"""A scheme, a colon, and one or two slashes. `my-lora:0.5` is no address."""
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NOT_IN_KEYS = re.compile(r"[\0-\x1f\x7f*?\\]")
+
+
+@dataclass(frozen=True, order=True)
+class BucketPath:
+    """A folder or an object in a bucket: `scheme://bucket/key`. It has the methods of a `Path` that only change text;
+    what reads and writes is in `tpuconv.buckets`. `key` is empty for the bucket itself, and ends without a slash."""
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: "str | Path") -> "BucketPath":
+        added = str(name).strip("/")
+        return self if added in ("", ".") else replace(self, key=f"{self.key}/{added}".lstrip("/"))
+
+    @property
+    def root(self) -> str:
+        """The URL of the bucket."""
+        return f"{self.scheme}://{self.bucket}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the key, or the name of the bucket."""
+        return self.key.rpartition("/")[2] or self.bucket
+
+    @property
+    def suffix(self) -> str:
+        """As of a `Path`."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> "BucketPath":
+        """The folder that holds it; of a bucket itself the bucket."""
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    @property
+    def parents(self) -> "list[BucketPath]":
+        """The folders that hold it, from the nearest to the bucket."""
+        if not self.key:
+            return []
+        return [self.parent, *self.parent.parents]
+
+    def with_name(self, name: str) -> "BucketPath":
+        """The same with another last part of the key."""
+        return self.parent / name
+
+    def absolute(self) -> "BucketPath":
+        """Itself."""
+        return self
+
+    def resolve(self) -> "BucketPath":
+        """Itself: buckets have no links."""
+        return self
+
+
+Location = Path | BucketPath
+
+
+def is_address(text: object) -> bool:
+    """Whether a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
+    return _ADDRESS.match(str(text)) is not None
+
+
+def to_location(place: "str | Path | BucketPath") -> Location:
+    """The location that a user gives.
+
+    Raises:
+        UsageError: it is an address that is not of a bucket.
+    """
+    if isinstance(place, BucketPath):
+        return place
+    found = _ADDRESS.match(str(place))
+    if found is None:
+        return Path(place)
+    scheme, slash, rest = found[1].lower(), found[2], found[3]
+    if scheme not in SCHEMES:
+        names = ", ".join(f"{name}://" for name in SCHEMES)
+        raise UsageError(
+            f"{place} cannot be used: tpuconv does not know the scheme {found[1]}:",
+            hint=f"give a local path, or the URL of a bucket ({names})",
+        )
+    if not slash:
+        hint = f"write {scheme}://{rest}"
+        if isinstance(place, Path):
+            hint += ", as text: a pathlib.Path drops one of the two slashes"
+        raise UsageError(f"{place} is not the URL of a bucket: a slash is missing", hint=hint)
+    bucket, _, key = rest.partition("/")
+    parts = key.rstrip("/").split("/") if key.rstrip("/") else []
+    if not _BUCKET.fullmatch(bucket) or any(part in ("", ".", "..") or _NOT_IN_KEYS.search(part) for part in parts):
+        raise UsageError(
+            f"{str(place)!r} is not the URL of a folder in a bucket", hint=f"write {scheme}://BUCKET/FOLDER"
+        )
+    return BucketPath(scheme, bucket, "/".join(parts))
+
+
+def local_path(place: "str | Path | BucketPath", why: str = "it is read here from a local disk only") -> Path:
+    """The local path that a user gives.
+
+    Raises:
+        UsageError: it is an address. `why` says why it must be a local path.
+    """
+    location = to_location(place)
+    if isinstance(location, BucketPath):
+        raise UsageError(f"{place} is in a bucket: {why}", hint="give a local path")
+    return location

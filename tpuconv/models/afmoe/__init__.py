@@ -1,0 +1,1 @@
+"""Trinity (AFMoE)."""

@@ -1,0 +1,1 @@
+"""Ling 3 and Bailing, hybrid."""

@@ -1,0 +1,161 @@
+"""Ling 3 (Bailing, hybrid): config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, PRE_NORMS, SHARED, when
+from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.kimi_linear import family as kimi_linear
+from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
+from tpuconv.models.registry import Family
+
+LING_ROPE = Rope(theta=6e6)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config, StateConfig):
+    """The keys of config.json. The last of every `layer_group_size` layers has latent attention. The head dimension of
+    linear attention is `linear_head_dim`; releases call it `head_dim`."""
+
+    model_type: ClassVar[str] = "bailing_hybrid"
+    only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (True,), "attention_bias": (False,)}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LING_ROPE.theta}
+    aliases: ClassVar = {
+        **kimi_linear.Config.aliases,
+        "num_mtp_layers": "num_nextn_predict_layers",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+
+    vocab_size: int = 157184
+    hidden_size: int = 2560
+    intermediate_size: int = 6144
+    moe_intermediate_size: int = 768
+    num_hidden_layers: int = 42
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    n_routed_experts: int = 512
+    q_lora_rank: int | None = None
+    first_k_dense_replace: int = 2
+    max_position_embeddings: int = 262144
+    rope: Rope = LING_ROPE
+    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
+    layer_group_size: int = 6
+    linear_head_dim: int = 128
+    linear_num_heads: int | None = None
+    linear_conv_kernel_dim: int = 4
+    kda_safe_gate: bool = True
+    kda_lower_bound: float = -5.0
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `StateConfig.from_hf`. In files without `linear_head_dim`, `head_dim` is that of linear attention.
+        transformers writes a `rope_theta` that has no effect beside that of `rope_parameters`."""
+        check_rope_keys(raw)
+        if "rope_theta" in (raw.get("rope_parameters") or {}):
+            raw = {key: value for key, value in raw.items() if key != "rope_theta"}
+        heads = {"linear_head_dim": raw["head_dim"]} if raw.get("head_dim") is not None else {}
+        return super().from_hf({**heads, **{key: value for key, value in raw.items() if key != "head_dim"}})
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from self.contradictions_of_kinds()
+        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        if self.q_lora_rank is not None:
+            yield f"q_lora_rank={self.q_lora_rank}, but queries of {self.model_type} have no latent vector"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(1, self.num_hidden_layers + 1)
+        return tuple("linear_attention" if i % self.layer_group_size else "full_attention" for i in layers)
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        return self.mlp_layer_types or mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            **layers_by_mlp(self.mlp_kinds),
+            "f": self.layers_of("full_attention"),
+            "l": self.layers_of("linear_attention"),
+            "n": self.linear_num_heads or self.num_attention_heads,
+            "k": self.linear_head_dim,
+            "w": self.linear_head_dim,
+            "c": self.linear_conv_kernel_dim,
+        }
+
+
+def latent_rows() -> tuple[Map, ...]:
+    """Returns the rows of DeepSeek V3's attention without a latent vector of queries, under this family's names."""
+    rows = [
+        row
+        for row in deepseek_v3.ATTENTION_ROWS[1:-1]
+        if "q_a_" not in row.hf_names[0] and row.when != "has_query_latent"
+    ]
+    names = [row.hf_names[0].replace("self_attn.o_proj", "attention.dense") for row in rows]
+    return tuple(
+        replace(row, hf=name.replace("self_attn.", "attention.")) for row, name in zip(rows, names, strict=True)
+    )
+
+
+LING_DELTA_ROWS = (
+    *KDA_INPUTS,
+    Map("f_proj.weight", "f.kernel", "(n k) D -> D n k"),
+    Map("g_proj.weight", "g.kernel", "(n w) D -> D n w"),
+    *KDA_CONVOLUTIONS,
+    Map("A_log", "a_log", "n"),
+    Map("dt_bias", "dt_bias", "(n k) -> n k"),
+    Map("o_norm.weight", "norm.scale", "w"),
+    Map("dense.weight", "o.kernel", "D (n w) -> n w D"),
+)
+
+TABLE = MappingTable(
+    (
+        Map("model.word_embeddings.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            *PRE_NORMS,
+        ),
+        *under(
+            "model.layers.{f}",
+            "layers.{f}",
+            *latent_rows(),
+            Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"),
+        ),
+        *under("model.layers.{l}.attention", "layers.{l}.attn", *LING_DELTA_ROWS),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("gate.expert_bias", "router.correction", "E", buffer=True),
+            *EXPERT_MLPS,
+            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+        ),
+        Map("model.norm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{U}.*": FURTHER_TOKENS},
+    copies={"lm_head.weight": "model.word_embeddings.weight"},
+)
+
+FAMILY = Family(
+    name="bailing_hybrid",
+    summary="Ling 3",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.bailing_hybrid.modules:Model",
+    architectures={"BailingHybridForCausalLM": "bailing_hybrid"},
+)

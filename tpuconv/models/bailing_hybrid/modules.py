@@ -1,0 +1,66 @@
+"""Ling 3 (Bailing, hybrid): Kimi delta attention with bounded decays, and latent attention with a gate for each
+head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.bailing_hybrid.family import Config
+from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.kda import KimiDelta
+from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.deepseek_v3 import modules as deepseek_v3
+from tpuconv.models.deepseek_v3.modules import Latent
+from tpuconv.models.kimi_linear import modules as kimi_linear
+
+
+class Attention(deepseek_v3.Attention):
+    """DeepSeek V3's attention; the output of each head has a gate."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
+    ) -> tuple[jax.Array, Latent]:
+        kv = self.appended(kv, self.latents(x_BTD, step), step)
+        gate_BTN = nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
+        y_BTNH = self.weighted_values(*self.queries(x_BTD, step), kv, step.visible(window))
+        return self.o(y_BTNH * gate_BTN[..., None]), kv
+
+
+class DeltaAttention(KimiDelta):
+    """Kimi delta attention whose rates of decay and gates are made by one matrix each. Decays are bounded, or as
+    Kimi's; their logarithms are rounded to the dtype of activations."""
+
+    def add_gates(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
+        self.f = Einsum("BTD,Dnk->BTnk", config.axes, dtype=dtype, keys=keys)
+        self.g = Einsum("BTD,Dnw->BTnw", config.axes, dtype=dtype, keys=keys)
+
+    def rates(self, x_BTD: jax.Array) -> jax.Array:
+        config: Any = self.config
+        f_BTnk = self.f(x_BTD).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        rate_n1 = jnp.exp(self.a_log[...].astype(jnp.float32))[:, None]
+        bounded = config.kda_lower_bound * nnx.sigmoid(rate_n1 * f_BTnk)
+        g_BTnk = bounded if config.kda_safe_gate else -rate_n1 * nnx.softplus(f_BTnk)
+        return g_BTnk.astype(x_BTD.dtype).astype(jnp.float32)
+
+    def gates(self, x_BTD: jax.Array) -> jax.Array:
+        return self.g(x_BTD)
+
+
+class Block(kimi_linear.Block):
+    """One layer: linear or latent attention, then experts or an MLP, each after a norm, with residual connections."""
+
+    attention_type = Attention
+    mixer_type = DeltaAttention
+
+
+class Model(kimi_linear.Model):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

@@ -1,0 +1,84 @@
+"""Bamba: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(MambaConfig, PartialRopeConfig):
+    """The keys of config.json. The layers `attn_layer_indices` have attention; half of each head has rotary positions
+    unless `rope_parameters` says otherwise. `partial_rotary_factor` has no effect outside of them."""
+
+    model_type: ClassVar[str] = "bamba"
+
+    vocab_size: int = 128000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 0.5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attn_layer_indices: tuple[int, ...] | None = None
+    layer_types: tuple[str, ...] | None = None
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int | None = None
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return super().from_hf({key: value for key, value in raw.items() if key != "partial_rotary_factor"})
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        chosen = self.attn_layer_indices or ()
+        return tuple("full_attention" if i in chosen else self.state_kind for i in range(self.num_hidden_layers))
+
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("pre_ff_layernorm.weight", "mlp_norm.scale", "D"),
+            *under("feed_forward", "mlp", *MLP, *when("mlp_bias", *MLP_BIAS)),
+        ),
+        *under("model.layers.{f}", "layers.{f}", *ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS)),
+        *under("model.layers.{l}.mamba", "layers.{l}.attn", *MAMBA_ROWS),
+        Map("model.final_layernorm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = Family(
+    name="bamba",
+    summary="Bamba",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.bamba.modules:Model",
+    architectures={"BambaForCausalLM": "bamba"},
+)

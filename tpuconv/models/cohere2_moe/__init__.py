@@ -1,0 +1,1 @@
+"""Cohere 2, mixture of experts: Command A+."""

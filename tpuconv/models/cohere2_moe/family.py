@@ -1,0 +1,167 @@
+"""Cohere 2, mixture of experts: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    EXPERT_MLPS,
+    MLP,
+    O_BIAS,
+    QKV_BIAS,
+    SHARED_EXPERT_ROWS,
+    decoder_table,
+    when,
+)
+from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(PatternConfig):
+    """The keys of config.json. The first `first_k_dense_replace` layers are dense, with their own pattern of windows.
+    `intermediate_size` is the width of one expert. If there is an `rms_norm_eps`, norms are RMS norms."""
+
+    model_type: ClassVar[str] = "cohere2_moe"
+    only: ClassVar = {
+        "expert_selection_fn": ("softmax", "sigmoid"),
+        "shared_expert_combination_strategy": ("average", "sum"),
+    }
+    least: ClassVar = {"num_shared_experts": 0, "first_k_dense_replace": 0}
+    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"has_rms_norms"}
+
+    vocab_size: int = 256000
+    hidden_size: int = 8192
+    intermediate_size: int = 22528
+    prefix_dense_intermediate_size: int | None = None
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = None
+    head_dim: int | None = 128
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    num_shared_experts: int = 0
+    shared_expert_combination_strategy: str = "average"
+    expert_selection_fn: str = "softmax"
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = 0
+    mlp_layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: int = 8192
+    layer_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-5
+    has_rms_norms: bool = False
+    tie_word_embeddings: bool = True
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    logit_scale: float = 0.0625
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int = 4
+    prefix_dense_sliding_window_pattern: int = 1
+    layer_types: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        given = {key: value for key, value in raw.items() if key != "rms_norm_eps" or value is not None}
+        config = super().from_hf(given)
+        if "rms_norm_eps" in given:
+            return replace(config, has_rms_norms=True)
+        return replace(config, rms_norm_eps=config.layer_norm_eps)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        first = min(self.first_k_dense_replace, self.num_hidden_layers)
+        parts = (
+            (first, self.prefix_dense_sliding_window_pattern),
+            (self.num_hidden_layers - first, self.sliding_window_pattern),
+        )
+        ends = (i % pattern == 0 for count, pattern in parts for i in range(1, count + 1))
+        return tuple("full_attention" if is_end else "sliding_attention" for is_end in ends)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """Layers with the window have rotary positions, and dense layers if all of them see all tokens."""
+        forced = self.prefix_dense_sliding_window_pattern == 1
+        return tuple(
+            self.rope if kind == "sliding_attention" or (forced and mlp == "dense") else None
+            for kind, mlp in zip(self.kinds, self.mlp_kinds, strict=True)
+        )
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "F": self.prefix_dense_intermediate_size or self.intermediate_size,
+            "E": self.num_experts,
+            "M": self.intermediate_size,
+            "W": self.intermediate_size * self.num_shared_experts,
+            **layers_by_mlp(self.mlp_kinds),
+        }
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return not self.axes["I"]
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return not self.all_experts
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether there are experts that every token uses, which are stored as one MLP."""
+        return bool(self.num_shared_experts)
+
+    @property
+    def all_shared(self) -> bool:
+        """Whether every layer has shared experts."""
+        return self.all_experts and self.has_shared_experts
+
+    @property
+    def some_shared(self) -> bool:
+        """Whether there are shared experts in layers beside dense ones."""
+        return self.some_dense and self.has_shared_experts
+
+
+CHOSEN_EXPERTS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
+
+TABLE = decoder_table(
+    Map("input_layernorm.weight", "norm.scale", "D"),
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    others=(
+        *when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *CHOSEN_EXPERTS)),
+        *when("all_shared", *under("model.layers.{L}.mlp", "layers.{L}.moe", *SHARED_EXPERT_ROWS)),
+        *when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *CHOSEN_EXPERTS)),
+        *when("some_shared", *under("model.layers.{J}.mlp", "layers.{J}.moe", *SHARED_EXPERT_ROWS)),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+    ),
+)
+
+FAMILY = Family(
+    name="cohere2_moe",
+    summary="Command A+",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.cohere2_moe.modules:Model",
+    architectures={"Cohere2MoeForCausalLM": "cohere2_moe"},
+)

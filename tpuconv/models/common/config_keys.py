@@ -1,0 +1,115 @@
+"""Keys of config.json that no family reads: they have no effect on logits, or the reference does not read them."""
+
+import json
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tpuconv.errors import UnsupportedConfig, shorten
+from tpuconv.jsonfile import short
+from tpuconv.models.common.rope import ROPE_KEYS
+
+NO_EFFECT = frozenset(
+    {
+        # description and origin
+        *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "torch_dtype", "tokenizer_class"),
+        *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        "auto_map",
+        # storage of weights, read by tpuconv.encodings.decode
+        *("quantization_config", "compression_config"),
+        # training
+        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
+        *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        *("router_aux_loss_coef", "router_jitter_noise"),
+        *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
+        *("router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "for_llm_compressor"),
+        *("classifier_dropout", "mtp_loss_scaling_factor", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),
+        *("linear_dt_max", "linear_dt_init_floor"),
+        # generation, and options of the forward pass
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "use_cache", "max_length"),
+        *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "output_attentions"),
+        *("output_hidden_states", "min_length", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "cache_implementation"),
+        *("num_return_sequences", "output_scores", "typical_p", "return_dict_in_generate", "remove_invalid_values"),
+        *("output_router_logits", "tf_legacy_loss", "return_dict", "torchscript", "attn_implementation"),
+        *("_attn_implementation", "_attn_implementation_autoset", "num_logits_to_keep"),
+        # of layers with a state: how it is computed, and initial values
+        *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "z_loss_coefficient"),
+        *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
+        *("mamba_dt_max", "mamba_dt_init_floor", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    }
+)
+"""Keys that do not change the logits of a forward pass."""
+
+SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "use_bfloat16": (False,),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+"""Keys for which only these values are implemented, in every family. The key may be absent."""
+
+
+def ignored_keys(
+    raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]], model_type: str
+) -> dict[str, Any]:
+    """Returns the keys of a parsed config.json, with their values, that are neither `known` nor in `only` nor read by
+    the reference. If the reference's keys are not known for a model type, every unknown key is an error.
+
+    Raises:
+        UnsupportedConfig: see `DecoderConfig.ignored_keys`.
+    """
+    read = keys_of_reference(model_type)
+    faults: list[str] = []
+    ignored: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key in only:
+            if value not in only[key]:
+                allowed = " or ".join(map(repr, only[key]))
+                faults.append(f"{key}={short(value)} is not implemented for {model_type}, only {allowed}")
+        # A null means that the key is absent; a False may have an effect.
+        elif value is not None and key not in known and key not in NO_EFFECT and key not in ROPE_KEYS:
+            if read is not None and key not in read and len(key) <= LONGEST_KEY and len(ignored) < MOST_IGNORED:
+                ignored[key] = value
+            else:  # finding a similar key takes time
+                near = near_key(key, known, only) if len(faults) < MOST_HINTS else ""
+                faults.append(f"{key[:100]}={short(value)}{near}")
+    if faults:
+        names = " ".join(f"--allow-config {fault.partition('=')[0]}" for fault in faults[:3])
+        raise UnsupportedConfig(
+            f"config.json has keys or values that {model_type} does not support",
+            details=shorten(faults),
+            hint=f"if you know that they do not change the model, convert without them: {names}",
+        )
+    return ignored
+
+
+@cache
+def keys_of_reference(model_type: str) -> frozenset[str] | None:
+    """Returns the keys of config.json that transformers reads for a model type; None if they are not known. The table
+    is generated by tools/reference_keys.py."""
+    table = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
+    return frozenset(table["shared"] + table[model_type]) if model_type in table else None
+
+
+MOST_IGNORED, LONGEST_KEY = 200, 200
+"""The largest number of ignored keys, and the largest length of one. A config.json with more is an error."""
+
+MOST_HINTS = 20
+"""The number of unknown keys for which a similar known key is suggested."""
+
+
+def near_key(key: str, *known: Collection[str]) -> str:
+    """Returns the key of these that is most like `key`, as the end of a message; empty if none is."""
+    near = get_close_matches(key[:100], [*(name for names in known for name in names), *ROPE_KEYS], n=1)
+    return f" (near: {near[0]})" if near else ""

@@ -1,0 +1,138 @@
+"""What a model returns: logits, or scores of a text (`...ForSequenceClassification`), or hidden states (`...Model`).
+
+Every family has all three. `architectures` of config.json says which it is; where the tensors show another, they count.
+A model without logits has the family's table without the head: `headed` makes it.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import MTP_PARAMETERS, Map, MappingTable
+
+LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
+"""What models return."""
+
+CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration")
+HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
+"""The ends of architectures' names, in place of those of `CAUSAL_ENDS`."""
+
+MOST_LABELS = 1 << 16
+TWO_LABELS = 2
+"""The number of labels where config.json does not say it, as transformers has it."""
+
+NO_HEAD = "of a head for logits, which this model does not have"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model.
+
+    Attributes:
+        kind: `LOGITS`, `SCORES` or `HIDDEN`.
+        labels: number of scores; 0 for hidden states.
+        pad: id of the token that fills batches, which is not scored; None if there is none.
+    """
+
+    kind: str = LOGITS
+    labels: int = 0
+    pad: int | None = None
+
+    @classmethod
+    def from_hf(cls, kind: str, raw: Mapping[str, Any]) -> "Head":
+        """Returns the head that a parsed config.json describes.
+
+        Raises:
+            ConfigError: the labels or the id of padding are malformed.
+        """
+        if kind != SCORES:
+            return cls(kind)
+        named, text = raw.get("id2label"), raw.get("text_config")
+        labels = len(named) if isinstance(named, Mapping) else raw.get("num_labels", TWO_LABELS)
+        if type(labels) is not int or not 1 <= labels <= MOST_LABELS:
+            raise ConfigError(f"config.json has {short(labels)} labels, which are not 1 to {MOST_LABELS}")
+        pad = (text if isinstance(text, Mapping) else raw).get("pad_token_id")
+        if pad is not None and type(pad) is not int:
+            raise ConfigError(f"config.json: pad_token_id={short(pad)} is not an integer")
+        return cls(SCORES, labels, pad)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the letters that only this head has."""
+        return {"O": self.labels} if self.kind == SCORES else {}
+
+
+LANGUAGE_MODEL = Head()
+
+
+def named_head(architecture: str, causal: Collection[str]) -> str | None:
+    """Returns what a model of an architecture returns; None unless it is of the same family as one of the
+    architectures `causal`, which return logits."""
+    if architecture in causal:
+        return LOGITS
+    for own in causal:
+        stem = next((own.removesuffix(end) for end in CAUSAL_ENDS if own.endswith(end)), own)
+        for end, kind in HEADLESS_ENDS.items():
+            if architecture in (stem + end, f"{stem}Text{end}"):
+                return kind
+    return None
+
+
+def shown_head(named: str, tensors: Collection[str]) -> str:
+    """Returns what a model returns whose architecture says `named`, and that has tensors with these names. Releases of
+    embedding models keep the name of the language model that they were made of, and lack its head."""
+    if not tensors:
+        return named
+    has_scores = any(name.startswith("score.") for name in tensors)
+    if any("lm_head." in name or name == "head.weight" for name in tensors):
+        return named if named == SCORES and has_scores else LOGITS
+    if has_scores:
+        return SCORES
+    # Language models and classifiers have a prefix, which a `...Model` of transformers does not write. Only DeepSeek's
+    # own names, which call the embedding `embed`, have none.
+    without_prefix = any(name.startswith(("layers.", "language_model.layers.")) for name in tensors)
+    without_prefix = without_prefix and "embed.weight" not in tensors
+    return HIDDEN if named == HIDDEN or without_prefix else named
+
+
+def headed(tables: Collection[MappingTable], kind: str) -> tuple[MappingTable, ...]:
+    """Returns the tables of models that return `kind`, made of those that return logits. Without a head the names have
+    a prefix in some releases, and none in others."""
+    if kind == LOGITS:
+        return tuple(tables)
+    if kind == SCORES:
+        return tuple(_headless(table, kind, Map("score.weight", "score.kernel", "O D -> D O")) for table in tables)
+    complete = [_headless(table, kind) for table in tables]
+    return (*complete, *(_without_prefix(table) for table in complete if _prefix(table)))
+
+
+def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:
+    heads = [row for row in table if row.jax_names[0].startswith("lm_head.")]
+    names = {name: NO_HEAD for row in heads for name in row.hf_names}
+    return MappingTable(
+        [*(row for row in table if row not in heads), *rows],
+        ignore={**table.ignore, **names},
+        copies={name: original for name, original in table.copies.items() if name not in names},
+        variant=table.variant,
+        returns=kind,
+    )
+
+
+def _prefix(table: MappingTable) -> str:
+    """The prefix that all tensors' names have, such as `model.`; empty if they have none."""
+    names = [name for row in table for name in row.hf_names if not name.startswith(MTP_PARAMETERS)]
+    prefix = names[0].partition(".")[0] + "."
+    return prefix if all(name.startswith(prefix) for name in names) else ""
+
+
+def _without_prefix(table: MappingTable) -> MappingTable:
+    prefix = _prefix(table)
+    return MappingTable(
+        [replace(row, hf=tuple(name.removeprefix(prefix) for name in row.hf_names)) for row in table],
+        ignore={name.removeprefix(prefix): why for name, why in table.ignore.items()},
+        copies={a.removeprefix(prefix): b.removeprefix(prefix) for a, b in table.copies.items()},
+        variant=f"{table.variant} without {prefix}",
+        returns=table.returns,
+    )

@@ -1,0 +1,144 @@
+"""Configs of models in which some layers keep a state instead of keys and values."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.models.common.config import DecoderConfig
+
+OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Entries of `layer_types` in files of older releases of transformers."""
+
+
+@dataclass(frozen=True)
+class StateConfig(DecoderConfig):
+    """A decoder whose layers are of several kinds, which `layer_types` lists.
+
+    Class attributes: `aliases` has further keys of config.json and the keys that they stand for, over which they win;
+    `state_kind` is the kind of layers with a state, `other_kinds` those without, with attention first.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    state_kind: ClassVar[str] = "linear_attention"
+    other_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
+
+    layer_types: tuple[str, ...] | None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`, with `aliases` and older names of kinds."""
+        raw = dict(cls._renamed(raw))
+        key = cls._key("layer_types")
+        if isinstance(kinds := raw.get(key), list):
+            raw[key] = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        return super().from_hf(raw)
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._ignored(cls._renamed(raw))
+
+    @classmethod
+    def _renamed(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parsed config.json without `aliases`."""
+        given = {key: raw[alias] for alias, key in cls.aliases.items() if raw.get(alias) is not None}
+        return {key: value for key, value in raw.items() if key not in cls.aliases} | given
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from self.contradictions_of_kinds()
+
+    def contradictions_of_kinds(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between the kinds of layers."""
+        if len(self.kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.kinds) - {self.state_kind, *self.other_kinds}:
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers; those of a config.json without are attention."""
+        return self.layer_types or (self.other_kinds[0],) * self.num_hidden_layers
+
+    def layers_of(self, kind: str) -> tuple[int, ...]:
+        """Returns the numbers of the layers of a kind."""
+        return tuple(layer for layer, other in enumerate(self.kinds) if other == kind)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "f": self.layers_of(self.other_kinds[0]), "l": self.layers_of(self.state_kind)}
+
+
+NO_LIMIT = 3e38
+"""Stands for infinity, which is no number in JSON: nearly the largest float32."""
+
+
+@dataclass(frozen=True)
+class MambaConfig(StateConfig):
+    """A decoder with Mamba-2 in some layers. `mamba_d_head` is that of `mamba_expand` times the model width if it is
+    absent or "auto"."""
+
+    mamba_n_heads: int
+    mamba_n_groups: int
+    mamba_d_state: int
+    mamba_d_head: int | None
+    mamba_d_conv: int
+    mamba_expand: int
+    mamba_conv_bias: bool
+    mamba_proj_bias: bool
+    time_step_limit: tuple[float, ...]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `StateConfig.from_hf`. Limits of time steps may be infinite."""
+        raw, size, limits = dict(raw), cls._key("mamba_d_head"), raw.get("time_step_limit")
+        if raw.get(size) == "auto":
+            del raw[size]
+        if limits is None:
+            raw.pop("time_step_limit", None)
+        elif isinstance(limits, list):
+            raw["time_step_limit"] = [NO_LIMIT if limit in INFINITIES else limit for limit in limits]
+        return super().from_hf(raw)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        heads, groups = self.mamba_n_heads, self.mamba_n_groups
+        if heads % groups:
+            yield f"{self._key('mamba_n_heads')}={heads} is not a multiple of {self._key('mamba_n_groups')}={groups}"
+        if len(self.time_step_limit) != 2 or not 0 <= self.time_step_limit[0] <= self.time_step_limit[1]:
+            yield f"time_step_limit={self.time_step_limit} is not a smallest and a largest time step"
+        if self.layers_of(self.state_kind) and self.mamba_width != heads * self.mamba_head:
+            yield (
+                f"{heads} heads of {self.mamba_head} are not mamba_expand={self.mamba_expand} times "
+                f"hidden_size={self.hidden_size}"
+            )
+
+    @property
+    def mamba_width(self) -> int:
+        """The width of all heads of Mamba-2 together."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def mamba_head(self) -> int:
+        """The dimension of a head of Mamba-2."""
+        return self.mamba_d_head or max(1, self.mamba_width // self.mamba_n_heads)
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        """The smallest and the largest time step."""
+        low, high = self.time_step_limit
+        return low, high
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "n": self.mamba_n_groups,
+            "r": self.mamba_n_heads // self.mamba_n_groups,
+            "k": self.mamba_d_state,
+            "w": self.mamba_head,
+            "c": self.mamba_d_conv,
+        }
+
+
+INFINITIES = (float("inf"), {"__float__": "Infinity"})
+"""Infinity in config.json; the second is that of transformers 5."""

@@ -1,0 +1,75 @@
+"""Modules for multi-token prediction (MTP): from a token's hidden state and the embedding of the next token they
+predict the token after it (arXiv:2412.19437, section 2.2)."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.decoder import NO_WINDOW, Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
+
+
+class JoinedInputs(nnx.Module):
+    """The parts of a module besides its layer: norms, the products that join both inputs, and the norm before the
+    head, which is the model's own."""
+
+    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+
+    def add_parts(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
+        """Creates the parts."""
+        sizes, eps = config.axes, config.rms_norm_eps
+        self.embed_norm, self.hidden_norm, self.norm = (self.norm_type("D", sizes, eps, dtype=dtype) for _ in range(3))
+        self.from_embed = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
+        self.from_hidden = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
+
+    def joined_inputs(self, next_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns the layer's input [B, T, D], made of the embeddings of the next tokens and of hidden states."""
+        return self.from_embed(self.embed_norm(next_BTD)) + self.from_hidden(self.hidden_norm(x_BTD))
+
+
+class MTPLayer(JoinedInputs):
+    """A layer that has these parts beside its own, as in DeepSeek V3. A family's class derives from this one and from
+    its `Block`."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)  # type: ignore[call-arg]  # of the family's `Block`
+        self.add_parts(config, dtype=dtype, keys=keys)
+
+    def predict(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        """Returns hidden states for the head [B, T, D] and the cache; see `MTPModule`."""
+        block: Any = self
+        y_BTD, kv = block(self.joined_inputs(next_BTD, x_BTD), step, NO_WINDOW, kv)
+        return self.norm(y_BTD), kv
+
+
+class MTPModule(nnx.Module):
+    """The module of a model whose further layers have numbers that follow those of its own layers. Only the first one
+    is used, which predicts the token after the next.
+
+    Attributes:
+        layer_type: creates the layer, an `MTPLayer`.
+    """
+
+    layer_type: ClassVar[Callable[..., Any]]
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.number = str(config.axes["U"][0])  # the name of the attribute that has the layer
+        setattr(self, self.number, self.layer_type(config, config.num_hidden_layers, dtype=dtype, keys=keys))
+
+    def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        """Runs the module.
+
+        Args:
+            next_BTD: embeddings of the tokens after these.
+            x_BTD: hidden states of these tokens, after the model's last norm.
+            step: positions of these tokens.
+            kv: cache of the module's layer.
+
+        Returns:
+            Hidden states for the model's head [B, T, D], and the cache with these tokens.
+        """
+        y_BTD, kv = getattr(self, self.number).predict(next_BTD, x_BTD, step, kv)
+        return y_BTD, kv

@@ -1,0 +1,82 @@
+"""Hyper-connections (arXiv:2409.19606), constrained to a manifold (arXiv:2512.24880): several residual streams in place
+of one. Between layers they are one array [B, T, (r D)]."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpuconv.models.common.layers import Keys, ScaledRMSNorm, exact_product, normal, normalize
+
+
+def to_streams(x_BTD: jax.Array, count: int) -> jax.Array:
+    """Returns `count` copies of the hidden states, [B, T, (r D)]."""
+    return jnp.tile(x_BTD, (1, 1, count))
+
+
+def by_stream(x_BTD: jax.Array, count: int) -> jax.Array:
+    """Returns the streams [B, T, r, D] of [B, T, (r D)]."""
+    return x_BTD.reshape(*x_BTD.shape[:2], count, -1)
+
+
+class Streams(nnx.Module):
+    """The streams' weights for a part of a layer: what it reads of each, writes to each, and how they are mixed. All in
+    float32. The config has `hc_mult`, `hc_eps`, `hc_sinkhorn_iters` and `rms_norm_eps`."""
+
+    def __init__(self, config: Any, *, keys: Keys):
+        sizes = config.axes
+        self.config = config
+        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDk"), jnp.float32))
+        self.base = nnx.Param(jnp.zeros(sizes["k"], jnp.float32))
+        self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
+        self.post_scale = nnx.Param(jnp.ones(1, jnp.float32))
+        self.mix_scale = nnx.Param(jnp.ones(1, jnp.float32))
+
+    def __call__(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the input [B, T, D] of the part, the weights [B, T, r] of its output in each stream, and the mixing
+        matrices [B, T, r, w], whose rows and columns sum to 1 (Sinkhorn-Knopp; arXiv:2512.24880, section 4.2)."""
+        config, r, eps = self.config, self.config.hc_mult, self.config.hc_eps
+        base = self.base[...].astype(jnp.float32)
+        weights_BTk = exact_product("BTrD,rDk->BTk", normalize(x_BTrD, 2, config.rms_norm_eps), self.kernel[...])
+        pre_BTr = nnx.sigmoid(weights_BTk[..., :r] * self.pre_scale[...] + base[:r]) + eps
+        post_BTr = 2 * nnx.sigmoid(weights_BTk[..., r : 2 * r] * self.post_scale[...] + base[r : 2 * r])
+        mix_BTrw = (weights_BTk[..., 2 * r :] * self.mix_scale[...] + base[2 * r :]).reshape(*pre_BTr.shape, r)
+        mix_BTrw = nnx.softmax(mix_BTrw) + eps
+        mix_BTrw /= mix_BTrw.sum(axis=-2, keepdims=True) + eps
+
+        def balanced(_: int, mix_BTrw: jax.Array) -> jax.Array:
+            mix_BTrw = mix_BTrw / (mix_BTrw.sum(axis=-1, keepdims=True) + eps)
+            balanced_BTrw: jax.Array = mix_BTrw / (mix_BTrw.sum(axis=-2, keepdims=True) + eps)
+            return balanced_BTrw
+
+        mix_BTrw = jax.lax.fori_loop(0, config.hc_sinkhorn_iters - 1, balanced, mix_BTrw)
+        return read_streams(x_BTrD, pre_BTr), post_BTr, mix_BTrw
+
+
+def read_streams(x_BTrD: jax.Array, pre_BTr: jax.Array) -> jax.Array:
+    """Returns the weighted sum [B, T, D] of the streams, in their dtype."""
+    return (pre_BTr[..., None] * x_BTrD).sum(axis=2).astype(x_BTrD.dtype)
+
+
+def write_streams(x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array, mix_BTrw: jax.Array) -> jax.Array:
+    """Returns the streams [B, T, r, D], mixed, with the output of a part."""
+    mixed_BTrD = jnp.einsum("BTrw,BTrD->BTwD", mix_BTrw.astype(x_BTrD.dtype), x_BTrD)
+    return post_BTr.astype(x_BTrD.dtype)[..., None] * y_BTD[:, :, None] + mixed_BTrD
+
+
+class JoinedNorm(ScaledRMSNorm):
+    """The last norm: of the weighted sum of the streams, x [B, T, (r D)] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: Any, keys: Keys):
+        super().__init__("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.config, sizes = config, config.axes
+        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDw"), jnp.float32))
+        self.base = nnx.Param(jnp.zeros(sizes["w"], jnp.float32))
+        self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x_BTrD = by_stream(x, self.config.hc_mult)
+        weights_BTw = exact_product("BTrD,rDw->BTw", normalize(x_BTrD, 2, self.eps), self.kernel[...])
+        pre_BTr = nnx.sigmoid(weights_BTw * self.pre_scale[...] + self.base[...]) + self.config.hc_eps
+        return super().__call__(read_streams(x_BTrD, pre_BTr))

@@ -1,0 +1,103 @@
+"""DeepSeek V3.2: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
+from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""The `layer_types` of layers that attend to selected tokens, in newer and older files."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense."""
+
+    model_type: ClassVar[str] = "deepseek_v32"
+    only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (True,), "mlp_bias": (False,)}
+    least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+
+    max_position_embeddings: int = 163840
+    q_lora_rank: int = 1536
+    n_shared_experts: int = 1
+    mlp_layer_types: tuple[str, ...] | None = None
+    layer_types: tuple[str, ...] | None = None
+    index_topk: int = 2048
+    index_head_dim: int = 128
+    index_n_heads: int = 64
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        if self.index_head_dim < self.qk_rope_head_dim:
+            yield f"index_head_dim={self.index_head_dim} is less than qk_rope_head_dim={self.qk_rope_head_dim}"
+        if unknown := set(self.layer_types or ()) - set(INDEXED):
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if len(self.layer_types or ()) not in (0, self.num_hidden_layers):
+            yield f"layer_types has another number of entries than num_hidden_layers={self.num_hidden_layers}"
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def indexers(self) -> tuple[int, ...]:
+        """The layers with an indexer of their own."""
+        return tuple(range(self.num_hidden_layers))
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            **layers_by_mlp(self.mlp_kinds),
+            "n": self.index_n_heads,
+            "x": self.index_head_dim,
+            "f": self.indexers,
+        }
+
+
+INDEXER = under(
+    "self_attn.indexer",
+    "attn.indexer",
+    Map("wq_b.weight", "q.kernel", "(n x) Q -> Q n x"),
+    Map("wk.weight", "k.kernel", "x D -> D x"),
+    Map("k_norm.weight", "k_norm.scale", "x"),
+    Map("k_norm.bias", "k_norm.bias", "x"),
+    Map("weights_proj.weight", "router.kernel", "n D -> D n"),
+)
+
+TABLE = decoder_table(
+    *deepseek_v3.ATTENTION_ROWS,
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *INDEXER),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *deepseek_v3.EXPERT_ROWS),
+        *under(
+            "model.layers.{U}",
+            "mtp.{U}",
+            *deepseek_v3.ATTENTION_ROWS,
+            *INDEXER,
+            *under("mlp", "moe", *deepseek_v3.EXPERT_ROWS),
+            *MTP_HEAD,
+        ),
+    ),
+    ignore=MTP_IGNORE,
+    copies=MTP_COPIES,
+)
+
+FAMILY = Family(
+    name="deepseek_v32",
+    summary="DeepSeek V3.2",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.deepseek_v32.modules:Model",
+    architectures={"DeepseekV32ForCausalLM": "deepseek_v32"},
+)

@@ -1,0 +1,305 @@
+"""DeepSeek V4: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
+from tpuconv.models.registry import Family
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+"""The entries of `compress_ratios` of the releases, and the `layer_types` that they stand for."""
+RATES = {"compress_rate_csa": SPARSE, "compress_rate_hca": HEAVY}
+"""Keys of older files, and the keys of `compress_rates` that they stand for."""
+HASHED, SCORED = "hash_moe", "moe"
+OLDER_KEYS = ("compress_ratios", "num_hash_layers", "compress_rates", "partial_rotary_factor", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `intermediate_size` is the width of an expert; the releases have `compress_ratios` in
+    place of `layer_types`, and `num_hash_layers` in place of `mlp_layer_types`."""
+
+    model_type: ClassVar[str] = "deepseek_v4"
+    only: ClassVar = {
+        "scoring_func": ("sqrtsoftplus",),
+        "topk_method": ("noaux_tc",),
+        "norm_topk_prob": (True,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "n_shared_experts": (1,),
+        "num_key_value_heads": (1,),
+        "expert_dtype": ("fp4", "fp8", "bf16", "bfloat16"),  # read by tpuconv.encodings
+    }
+    least: ClassVar = {"num_nextn_predict_layers": 0}
+    derived: ClassVar = DecoderConfig.derived | {"compress_rope"}
+    hf_names: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
+
+    vocab_size: int = 129280
+    hidden_size: int = 4096
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 43
+    num_nextn_predict_layers: int = 1
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 1
+    head_dim: int = 512
+    qk_rope_head_dim: int | None = None
+    q_lora_rank: int = 1024
+    n_routed_experts: int = 256
+    num_experts_per_tok: int = 6
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    max_position_embeddings: int = 1048576
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    compress_rope: Rope = PLAIN_ROPE
+    compress_rope_theta: float = 160000.0
+    compress_rate_csa: int = 4
+    compress_rate_hca: int = 128
+    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
+    sliding_window: int = 128
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 512
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`, with the keys of the releases."""
+        raw = cls._renamed(raw)
+        check_rope_keys(raw)
+        nested = raw.get("rope_parameters") or {}
+        flat = raw.get("rope_scaling") or {k: v for k, v in nested.items() if k not in ("main", "compress")}
+        main, compress = (nested.get(kind) for kind in ("main", "compress"))
+        if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
+            main = {"rope_theta": raw.get("rope_theta", PLAIN_ROPE.theta)}
+            compress = {**flat, "rope_theta": raw.get("compress_rope_theta", cls.compress_rope_theta)}
+        if compress.get("rope_type", compress.get("type")) == "yarn":
+            compress = {"attention_factor": 1.0, **compress}
+        plain = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+        config = super().from_hf(plain)
+        main, compress = (
+            Rope.from_hf(
+                {"rope_parameters": {k: v for k, v in given.items() if k != "partial_rotary_factor"}},
+                cls.model_type,
+                config.max_position_embeddings,
+            )
+            for given in (main, compress)
+        )
+        return replace(config, rope=main, compress_rope=compress)
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._ignored(cls._renamed(raw))
+
+    @classmethod
+    def _renamed(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A parsed config.json without `OLDER_KEYS`."""
+        out = {key: value for key, value in raw.items() if key not in OLDER_KEYS}
+        layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
+        ratios, hashed, rates = (raw.get(key) for key in OLDER_KEYS[:3])
+        if raw.get("intermediate_size") is not None:
+            out.setdefault("moe_intermediate_size", raw["intermediate_size"])
+        if isinstance(rates, Mapping):
+            out |= {key: rates[kind] for key, kind in RATES.items() if kind in rates and raw.get(key) is None}
+        if out.get("layer_types") is None and isinstance(ratios, list):
+            out["layer_types"] = [RATIOS.get(ratio, f"ratio {ratio}") for ratio in ratios[:layers]]
+        if out.get("mlp_layer_types") is None and type(hashed) is int:
+            out["mlp_layer_types"] = [HASHED if layer < hashed else SCORED for layer in range(layers)]
+        part = raw.get("partial_rotary_factor")
+        if out.get("qk_rope_head_dim") is None and isinstance(part, int | float):
+            out["qk_rope_head_dim"] = int(raw.get("head_dim", cls.head_dim) * part)
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        heads, groups = self.num_attention_heads, self.o_groups
+        if heads % groups:
+            yield f"num_attention_heads={heads} is not a multiple of o_groups={groups}"
+        for name, kinds, known in (
+            ("layer_types", self.kinds, set(RATIOS.values())),
+            ("mlp_layer_types", self.mlp_kinds, {HASHED, SCORED}),
+        ):
+            if len(kinds) != self.num_hidden_layers:
+                yield f"{name} has {len(kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+            if unknown := set(kinds) - known:
+                yield f"{name} has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= min(self.head_dim, self.index_head_dim):
+            yield f"qk_rope_head_dim={self.rope_dim} is not an even part of head_dim and index_head_dim"
+        if self.num_experts_per_tok > self.n_routed_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts"
+        if self.rms_norm_eps < 0:
+            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(self.num_hidden_layers)
+        return tuple(SPARSE if layer > 2 and layer % 2 else HEAVY for layer in layers)
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        return tuple(HASHED if layer < 3 else SCORED for layer in range(self.num_hidden_layers))
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        layers = range(self.num_hidden_layers)
+        return {
+            **super().axes,
+            "K": self.o_groups,
+            "G": self.num_attention_heads // self.o_groups,
+            "Q": self.q_lora_rank,
+            "C": self.o_lora_rank,
+            "E": self.n_routed_experts,
+            "M": self.intermediate_size,
+            "W": self.intermediate_size,
+            "X": self.num_experts_per_tok,
+            "n": self.index_n_heads,
+            "x": self.index_head_dim,
+            "c": self.compress_rate_csa,
+            "p": self.compress_rate_hca,
+            "r": self.hc_mult,
+            "w": self.hc_mult,
+            "k": (2 + self.hc_mult) * self.hc_mult,
+            "f": tuple(layer for layer in layers if self.kinds[layer] == SPARSE),
+            "l": tuple(layer for layer in layers if self.kinds[layer] == HEAVY),
+            "I": tuple(layer for layer in layers if self.mlp_kinds[layer] == HASHED),
+            "J": tuple(layer for layer in layers if self.mlp_kinds[layer] == SCORED),
+        }
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim // 8 if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.rope if kind == SLIDING else self.compress_rope for kind in self.kinds)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
+
+    @property
+    def unscannable(self) -> str:
+        return "its layers compress keys and choose experts in different ways"
+
+    @property
+    def unrounded_cache(self) -> str:
+        return "rounded entries would be rounded again when they are compressed"
+
+    @property
+    def inseparable(self) -> str:
+        return "its layers pass on several residual streams, and some choose experts by the ids of tokens"
+
+
+def compressor(width: str, tokens: str, *series: str) -> tuple[Map, ...]:
+    """Returns the rows of a compressor of keys of this width: each entry is made of so many tokens, by one or two
+    series of vectors."""
+    parts = " + ".join(width for _ in series)
+    return (
+        Map(
+            "wkv.weight",
+            tuple(f"{name}.kv.kernel" for name in series),
+            f"({parts}) D -> " + ", ".join(f"D {width}" for _ in series),
+        ),
+        Map(
+            "wgate.weight",
+            tuple(f"{name}.gate.kernel" for name in series),
+            f"({parts}) D -> " + ", ".join(f"D {width}" for _ in series),
+        ),
+        Map(
+            "ape",
+            tuple(f"{name}.bias" for name in series),
+            f"{tokens} ({parts}) -> " + ", ".join(f"{tokens} {width}" for _ in series),
+        ),
+        Map("norm.weight", "norm.scale", width),
+    )
+
+
+SPARSE_SERIES = ("before", "current")
+
+
+def streams(hf: str, jax: str) -> tuple[Map, ...]:
+    """Returns the rows of the hyper-connections of a part of a layer."""
+    return (
+        Map(f"{hf}_fn", f"{jax}.kernel", "k (r D) -> r D k"),
+        Map(f"{hf}_base", f"{jax}.base", "k"),
+        Map(f"{hf}_scale", tuple(f"{jax}.{name}_scale" for name in ("pre", "post", "mix")), "(1 + 1 + 1) -> 1, 1, 1"),
+    )
+
+
+TABLE = MappingTable(
+    (
+        Map("embed.weight", "embed.embedding", "V D"),
+        *under(
+            "layers.{L}",
+            "layers.{L}",
+            Map("attn_norm.weight", "attn_norm.scale", "D"),
+            Map("ffn_norm.weight", "moe_norm.scale", "D"),
+            *streams("hc_attn", "attn_streams"),
+            *streams("hc_ffn", "moe_streams"),
+            *under(
+                "attn",
+                "attn",
+                Map("wq_a.weight", "q_a.kernel", "Q D -> D Q"),
+                Map("q_norm.weight", "q_a_norm.scale", "Q"),
+                Map("wq_b.weight", "q.kernel", "(N H) Q -> Q N H"),
+                Map("wkv.weight", "kv.kernel", "H D -> D H"),
+                Map("kv_norm.weight", "kv_norm.scale", "H"),
+                Map("wo_a.weight", "o_a.kernel", "(K C) (G H) -> K G H C"),
+                Map("wo_b.weight", "o_b.kernel", "D (K C) -> K C D"),
+                Map("attn_sink", "sinks", "N"),
+            ),
+            *under(
+                "ffn",
+                "moe",
+                Map("gate.weight", "router.kernel", "E D -> D E"),
+                *NUMBERED_EXPERT_MLPS,
+                Map("shared_experts.w1.weight", "shared.gate.kernel", "W D -> D W"),
+                Map("shared_experts.w3.weight", "shared.up.kernel", "W D -> D W"),
+                Map("shared_experts.w2.weight", "shared.down.kernel", "D W -> W D"),
+            ),
+        ),
+        *under("layers.{l}.attn.compressor", "layers.{l}.attn.compressor", *compressor("H", "p", SPARSE_SERIES[1])),
+        *under("layers.{f}.attn.compressor", "layers.{f}.attn.compressor", *compressor("H", "c", *SPARSE_SERIES)),
+        *under(
+            "layers.{f}.attn.indexer",
+            "layers.{f}.attn.indexer",
+            Map("wq_b.weight", "q.kernel", "(n x) Q -> Q n x"),
+            Map("weights_proj.weight", "router.kernel", "n D -> D n"),
+            *under("compressor", "compressor", *compressor("x", "c", *SPARSE_SERIES)),
+        ),
+        Map("layers.{I}.ffn.gate.tid2eid", "layers.{I}.moe.experts_of_token", "V X", buffer=True),
+        Map("layers.{J}.ffn.gate.bias", "layers.{J}.moe.correction", "E", buffer=True),
+        Map("hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
+        Map("hc_head_base", "norm.base", "w"),
+        Map("hc_head_scale", "norm.pre_scale", "1"),
+        Map("norm.weight", "norm.scale", "D"),
+        Map("head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"mtp.*": FURTHER_TOKENS},
+    copies={"head.weight": "embed.weight"},
+)
+
+FAMILY = Family(
+    name="deepseek_v4",
+    summary="DeepSeek V4",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.deepseek_v4.modules:Model",
+    architectures={"DeepseekV4ForCausalLM": "deepseek_v4"},
+)

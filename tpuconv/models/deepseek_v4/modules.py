@@ -1,0 +1,343 @@
+"""DeepSeek V4: few keys for each token, compressed ones for those further back, and several residual streams."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
+from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.common.placement import placed
+from tpuconv.models.common.recurrence import PackedTokens, exact_einsum
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams, write_streams
+from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Compressed:
+    """What a compressor keeps: its entries, and of the last tokens what the next ones are made of. `axes` are the
+    letters of each array: H is the width of an entry, S counts entries, P the last tokens of each series."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S H", "B P X H", "B P X H")
+
+    entries_BSH: jax.Array
+    kv_BPXH: jax.Array
+    gate_BPXH: jax.Array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], width: int, series: int, rate: int, dtype: DTypeLike) -> Self:
+        """Returns zeros; `shape` is [B, S], of tokens."""
+        last = (*shape[:-1], series * rate - 1, series, width)
+        entries = (*shape[:-1], max(1, shape[-1] // rate), width)
+        return cls(jnp.zeros(entries, dtype), jnp.zeros(last, dtype), jnp.zeros(last, dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowKeys:
+    """The cache of a layer: the key of each token of the window, which is its value too. `axes` are the letters of each
+    array."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B P H",)
+
+    kv_BPH: jax.Array
+
+    @classmethod
+    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns zeros; `shape` is [B, S]."""
+        return cls(jnp.zeros((*shape[:-1], config.sliding_window - 1, config.axes["H"]), dtype))
+
+
+def empty_cache(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
+    """Returns the empty cache of a layer; `shape` is [B, S]."""
+    kind, sizes = config.kinds[layer], config.axes
+    local = WindowKeys.empty(config, shape, dtype)
+    if kind == SLIDING:
+        return (local,)
+    if kind == HEAVY:
+        return local, Compressed.empty(shape, sizes["H"], 1, sizes["p"], dtype)
+    return local, *(Compressed.empty(shape, sizes[width], 2, sizes["c"], dtype) for width in "Hx")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a call, with padding at the end of each row: their positions [B, T], how many were before, and how
+    many there are."""
+
+    pos_BT: jax.Array
+    seen_B: jax.Array
+    length_B: jax.Array
+
+    @classmethod
+    def of(cls, packed: PackedTokens, step: Step) -> Self:
+        """Returns the positions of packed tokens."""
+        seen_B = step.pos_BS.max(axis=1) + 1 - packed.length_B
+        return cls(seen_B[:, None] + jnp.arange(packed.x_BTD.shape[1]), seen_B, packed.length_B)
+
+    def last(self, x: jax.Array, count: int) -> jax.Array:
+        """Returns what belongs to the last `count` tokens of x [B, count + T, ...]."""
+        at = self.length_B[:, None] + jnp.arange(count)
+        return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def turned(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (2i, 2i + 1) of the last R dimensions of each head, and leaves their order as it is."""
+    cos, sin = (each.astype(x_BTNH.dtype).astype(jnp.float32) for each in cos_sin)
+    rest, x = jnp.split(x_BTNH, [x_BTNH.shape[-1] - 2 * cos.shape[-1]], axis=-1)
+    a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    return jnp.concatenate([rest, pairs.astype(x_BTNH.dtype)], axis=-1)
+
+
+class Series(nnx.Module):
+    """Vectors of tokens that entries are weighted sums of, and the logits of their weights. `bias` is added by a
+    token's place among those of an entry."""
+
+    def __init__(self, width: str, tokens: str, sizes: Any, *, dtype: DTypeLike, keys: Keys):
+        self.kv = Einsum(f"BTD,D{width}->BT{width}", sizes, dtype=dtype, keys=keys)
+        self.gate = Einsum(f"BTD,D{width}->BT{width}", sizes, dtype=dtype, keys=keys)
+        self.bias = nnx.Param(jnp.zeros((sizes[tokens], sizes[width]), jnp.float32))
+
+
+class Compressor(nnx.Module):
+    """One entry for so many `tokens`, x [B, T, D] to entries of this `width`. Each channel of an entry has weights of
+    its own. With two series, an entry is made of one of its own tokens, and the other of the tokens before them."""
+
+    def __init__(self, config: Config, width: str, tokens: str, series: int, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.rate, self.rope, self.rope_dim = sizes[tokens], config.compress_rope, config.rope_dim
+        if series == 2:
+            self.before = Series(width, tokens, sizes, dtype=dtype, keys=keys)
+        self.current = Series(width, tokens, sizes, dtype=dtype, keys=keys)
+        self.norm = ScaledRMSNorm(width, sizes, config.rms_norm_eps, dtype=dtype)
+        self.series = SPARSE_SERIES[-series:]
+
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens, state: Compressed) -> Compressed:
+        rate, T = self.rate, x_BTD.shape[1]
+        parts: list[Series] = [getattr(self, name) for name in self.series]
+        count = len(parts) * rate - 1
+        kv_BSXH = jnp.concatenate([state.kv_BPXH, jnp.stack([part.kv(x_BTD) for part in parts], axis=2)], axis=1)
+        gate_BSXH = jnp.concatenate([state.gate_BPXH, jnp.stack([part.gate(x_BTD) for part in parts], axis=2)], axis=1)
+        # As many entries as may be complete with these tokens; numbers and first tokens differ by row.
+        entry_BS = tokens.seen_B[:, None] // rate + jnp.arange(-(-T // rate))
+        kvs, gates = [], []
+        for i, part in enumerate(parts):
+            first_BS = (entry_BS - (len(parts) - 1 - i)) * rate
+            pos_BSc = first_BS[..., None] + jnp.arange(rate)
+            at_BS1 = (pos_BSc - tokens.seen_B[:, None, None] + count).reshape(len(x_BTD), -1, 1)
+            shape = (*pos_BSc.shape, -1)
+            kv, gate = (jnp.take_along_axis(x[:, :, i], at_BS1, axis=1, mode="clip") for x in (kv_BSXH, gate_BSXH))
+            gate = gate.reshape(shape).astype(jnp.float32) + part.bias[...].astype(jnp.float32)
+            kvs.append(kv.reshape(shape))
+            gates.append(jnp.where(pos_BSc[..., None] >= 0, gate, MASKED_SCORE))
+        kv, gate = (jnp.concatenate(each, axis=2) for each in (kvs, gates))
+        entries_BSH = self.norm((kv * nnx.softmax(gate, axis=2).astype(kv.dtype)).sum(axis=2))
+        cos_sin = rope_cos_sin(self.rope, self.rope_dim, entry_BS * rate)
+        entries_BSH = turned(entries_BSH[:, :, None], cos_sin)[:, :, 0]
+        is_complete = (entry_BS + 1) * rate <= (tokens.seen_B + tokens.length_B)[:, None]
+        slots = jnp.where(is_complete, entry_BS, state.entries_BSH.shape[1])
+        rows = jnp.arange(len(x_BTD))[:, None]
+        entries = state.entries_BSH.at[rows, slots].set(entries_BSH.astype(state.entries_BSH.dtype), mode="drop")
+        return Compressed(entries, tokens.last(kv_BSXH, count), tokens.last(gate_BSXH, count))
+
+
+class EntryIndexer(nnx.Module):
+    """Selects for each token the `index_topk` entries with the highest scores, as DeepSeek V3.2 does for tokens. It has
+    narrower entries of its own."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.count = config.index_topk
+        self.q = Einsum("BTQ,Qnx->BTnx", sizes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,Dn->BTn", sizes, dtype=dtype, keys=keys)
+        self.compressor = Compressor(config, "x", "c", 2, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, x_BTQ: jax.Array, cos_sin: Any, entries_BSx: jax.Array, visible_BTS: jax.Array
+    ) -> jax.Array:
+        """Returns the mask [B, T, S] of the selected entries among the visible ones."""
+        q_BTnx = turned(self.q(x_BTQ), cos_sin).astype(jnp.float32)
+        weights_BTn = self.router(x_BTD).astype(jnp.float32) * (q_BTnx.shape[2] * q_BTnx.shape[3]) ** -0.5
+        if visible_BTS.shape[-1] <= self.count:
+            return visible_BTS
+        products_BnTS = nnx.relu(exact_einsum("BTnx,BSx->BnTS", q_BTnx, entries_BSx.astype(jnp.float32)))
+        scores_BTS = exact_einsum("BTn,BnTS->BTS", weights_BTn, products_BnTS)
+        ids_BTX = jax.lax.top_k(jnp.where(visible_BTS, scores_BTS, MASKED_SCORE), self.count)[1]
+        rows, columns = jnp.arange(len(x_BTD))[:, None, None], jnp.arange(x_BTD.shape[1])[None, :, None]
+        return visible_BTS & jnp.zeros(visible_BTS.shape, bool).at[rows, columns, ids_BTX].set(True)
+
+
+class Attention(nnx.Module):
+    """Attention of N heads to one key for each token of the window, and to the compressed entries of all tokens before,
+    x [B, T, D] to [B, T, D]. Keys are values too; so their rotary positions are taken off the output again. Each head
+    has a score without a value, and each group of heads a projection of its own."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, eps, kind = config.axes, config.rms_norm_eps, config.kinds[layer]
+        self.config, self.layer, self.dtype = config, layer, dtype
+        self.q_a = Einsum("BTD,DQ->BTQ", sizes, dtype=dtype, keys=keys)
+        self.q_a_norm = ScaledRMSNorm("Q", sizes, eps, dtype=dtype)
+        self.q = Einsum("BTQ,QNH->BTNH", sizes, dtype=dtype, keys=keys)
+        self.kv = Einsum("BTD,DH->BTH", sizes, dtype=dtype, keys=keys)
+        self.kv_norm = ScaledRMSNorm("H", sizes, eps, dtype=dtype)
+        self.o_a = Einsum("BTKGH,KGHC->BTKC", sizes, dtype=dtype, keys=keys)
+        self.o_b = Einsum("BTKC,KCD->BTD", sizes, dtype=dtype, keys=keys)
+        self.sinks = nnx.Param(jnp.zeros(sizes["N"], jnp.float32))
+        self.rope: Rope = config.rope if kind == SLIDING else config.compress_rope
+        self.rate = 0
+        if kind == HEAVY:
+            self.rate, self.compressor = sizes["p"], Compressor(config, "H", "p", 1, dtype=dtype, keys=keys)
+        elif kind != SLIDING:
+            self.rate, self.compressor = sizes["c"], Compressor(config, "H", "c", 2, dtype=dtype, keys=keys)
+            self.indexer = EntryIndexer(config, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: tuple[Any, ...] | None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        if state is None:
+            state = empty_cache(self.config, self.layer, x_BTD.shape[:2], x_BTD.dtype)
+        packed = PackedTokens.of(x_BTD, step)
+        x_BTD, tokens = packed.x_BTD, Tokens.of(packed, step)
+        cos_sin = rope_cos_sin(self.rope, self.config.rope_dim, tokens.pos_BT)
+        x_BTQ = self.q_a_norm(self.q_a(x_BTD))
+        q_BTNH = self.q(x_BTQ)
+        length = jax.lax.rsqrt(jnp.square(q_BTNH.astype(jnp.float32)).mean(-1, keepdims=True) + self.q_a_norm.eps)
+        q_BTNH = placed(turned(q_BTNH * length.astype(q_BTNH.dtype), cos_sin), "B T N H")
+        new_BTH = turned(self.kv_norm(self.kv(x_BTD))[:, :, None], cos_sin)[:, :, 0]
+
+        count = state[0].kv_BPH.shape[1]
+        kv_BSH = jnp.concatenate([state[0].kv_BPH.astype(x_BTD.dtype), new_BTH], axis=1)
+        pos_BS = tokens.seen_B[:, None] - count + jnp.arange(kv_BSH.shape[1])
+        distance_BTS = tokens.pos_BT[:, :, None] - pos_BS[:, None]
+        visible_BTS = (pos_BS[:, None] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
+        caches: list[Any] = [WindowKeys(tokens.last(kv_BSH, count))]
+        if self.rate:
+            caches += [self.compressor(x_BTD, tokens, state[1])]
+            entries_BSH = caches[1].entries_BSH
+            complete_BT1 = ((tokens.pos_BT + 1) // self.rate)[..., None]
+            seen_BTS = jnp.arange(entries_BSH.shape[1]) < complete_BT1
+            if len(state) > 2:
+                caches += [self.indexer.compressor(x_BTD, tokens, state[2])]
+                seen_BTS = self.indexer(x_BTD, x_BTQ, cos_sin, caches[2].entries_BSH, seen_BTS)
+            kv_BSH = jnp.concatenate([kv_BSH, entries_BSH.astype(kv_BSH.dtype)], axis=1)
+            visible_BTS = jnp.concatenate([visible_BTS, seen_BTS], axis=2)
+        y_BTNH = turned(self._attend(q_BTNH, kv_BSH, visible_BTS), (cos_sin[0], -cos_sin[1]))
+        sizes = self.config.axes
+        y_BTKGH = y_BTNH.reshape(*y_BTNH.shape[:2], sizes["K"], sizes["G"], sizes["H"])
+        return packed.unpacked(self.o_b(self.o_a(y_BTKGH))), tuple(caches)
+
+    def _attend(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+        scores_BNTS = jnp.einsum("BTNH,BSH->BNTS", q_BTNH, kv_BSH, preferred_element_type=jnp.float32)
+        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * q_BTNH.shape[-1] ** -0.5, MASKED_SCORE)
+        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
+        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
+        weights_BNTS = nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
+        return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
+
+
+def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns silu(gate) * up, with gates of at most `limit`, and `up` between -limit and limit."""
+    return nnx.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+class SharedExpert(GatedMLP):
+    """The expert that every token uses, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, "W", dtype=dtype, keys=keys)
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(clamped(self.gate(x_BTD), self.up(x_BTD), self.limit))
+
+
+class MoE(Experts):
+    """X experts of each token and one that all use, x [B, T, D] to [B, T, D]. Their weights are sqrt(softplus(score)),
+    normalized. Which they are says the token's id, or the highest weights with a correction."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        super().__init__(sizes, nnx.silu, dtype=dtype, keys=keys)
+        self.config = config
+        self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
+        self.shared = SharedExpert(config, dtype=dtype, keys=keys)
+        if config.mlp_kinds[layer] == HASHED:
+            self.experts_of_token = nnx.Param(jnp.zeros((sizes["V"], sizes["X"]), jnp.int32))
+        else:
+            self.correction = nnx.Param(jnp.zeros(sizes["E"], jnp.float32))
+
+    def weighted(self, x_BTD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] for tokens with these ids."""
+        scores_BTE = jnp.sqrt(nnx.softplus(placed(self.router(x_BTD), "B T E").astype(jnp.float32)))
+        if hasattr(self, "correction"):
+            wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+            ids_BTX = jax.lax.top_k(wanted_BTE, self.config.num_experts_per_tok)[1]
+        else:
+            ids_BTX = self.experts_of_token[...].astype(jnp.int32)[ids_BT]
+        weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
+        weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True) + 1e-20
+        limit = self.config.swiglu_limit
+
+        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            return down(clamped(gate(rows.x, rows), up(rows.x, rows), limit), rows)
+
+        matrices = (self.gate, self.up, self.down)
+        y_BTD = routed(feed, matrices, x_BTD, ids_BTX, weights_BTX * self.config.routed_scaling_factor)
+        return y_BTD + self.shared(x_BTD)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then experts, each after a norm and between the streams."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.count = config.hc_mult
+        self.attn_streams = Streams(config, keys=keys)
+        self.attn_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(config, layer, dtype=dtype, keys=keys)
+        self.moe_streams = Streams(config, keys=keys)
+        self.moe_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe = MoE(config, layer, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: tuple[Any, ...] | None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        x_BTrD = by_stream(x_BTD, self.count)
+        y_BTD, post_BTr, mix_BTrw = self.attn_streams(x_BTrD)
+        y_BTD, state = self.attn(self.attn_norm(y_BTD), step, window, state)
+        x_BTrD = write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw)
+        y_BTD, post_BTr, mix_BTrw = self.moe_streams(x_BTrD)
+        y_BTD = self.moe.weighted(self.moe_norm(y_BTD), step.input)
+        return write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), state
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block: ClassVar[Any] = Block
+    config: Config
+
+    def __init__(
+        self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any
+    ):
+        super().__init__(config, dtype=dtype, rngs=rngs, **options)
+        self.norm = JoinedNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
+
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of the embeddings."""
+        return to_streams(x_BTD, self.config.hc_mult)
+
+    def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
+        """Returns the token ids, for each layer."""
+        return [ids_BT] * self.config.num_hidden_layers
+
+    def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Returns the empty cache of a layer; `shape` is [B, S]."""
+        return empty_cache(config, layer, shape, dtype)

@@ -1,0 +1,31 @@
+"""dots.llm1 (arXiv:2506.05767)."""
+
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Keys
+from tpuconv.models.deepseek_v3.modules import MoE
+from tpuconv.models.dots1.family import Config
+
+
+class Attention(blocks.NormedAttention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        bias = config.attention_bias
+        super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
+
+
+class Block(blocks.PreNormBlock):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
+
+    attention_type = Attention
+    moe_type = MoE
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

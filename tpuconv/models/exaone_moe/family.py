@@ -1,0 +1,73 @@
+"""K-EXAONE: config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    EXPERT_MLPS,
+    FURTHER_TOKENS,
+    HEAD_NORMS,
+    PRE_NORMS,
+    SHARED_EXPERT_ROWS,
+    decoder_table,
+    mlp_rows,
+)
+from tpuconv.models.common.sparse import SparseConfig
+from tpuconv.models.exaone4 import family as exaone4
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(SparseConfig, exaone4.Config):
+    """The keys of config.json. Windows and rotary positions are those of EXAONE 4."""
+
+    model_type: ClassVar[str] = "exaone_moe"
+    least: ClassVar = {"first_k_dense_replace": 0, "sliding_window_pattern": 0}
+    hf_names: ClassVar = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 16384
+    moe_intermediate_size: int = 1024
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    head_dim: int | None = None
+    n_routed_experts: int = 64
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 2.5
+    num_experts_per_tok: int = 8
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int | str | None = 4
+    layer_types: tuple[str, ...] | None = None
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *HEAD_NORMS,
+    others=mlp_rows(
+        Map("gate.weight", "router.kernel", "E D -> D E"),
+        Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+        *EXPERT_MLPS,
+        *SHARED_EXPERT_ROWS,
+    ),
+    ignore={"mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="exaone_moe",
+    summary="K-EXAONE",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.exaone_moe.modules:Model",
+    architectures={"ExaoneMoeForCausalLM": "exaone_moe"},
+)

@@ -1,0 +1,130 @@
+"""Falcon-H1: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    MAMBA,
+    MAMBA_CONV_BIAS,
+    MAMBA_IN_BIAS,
+    MAMBA_NORM,
+    MAMBA_OUT_BIAS,
+    MLP,
+    MLP_BIAS,
+    O_BIAS,
+    QKV_BIAS,
+    when,
+)
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(MambaConfig):
+    """The keys of config.json. Each layer has both attention and Mamba-2. `mamba_d_ssm` is the width of Mamba-2, if it
+    is not `mamba_expand` times that of the model; `ssm_multipliers` are the factors of z, x, B, C and dt."""
+
+    model_type: ClassVar[str] = "falcon_h1"
+    other_kinds: ClassVar[tuple[str, ...]] = ("hybrid",)
+
+    vocab_size: int = 128000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+    mamba_d_ssm: int | None = 1024
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int | None = None
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_norm_before_gate: bool = True
+    mamba_rms_norm: bool = False
+    projectors_bias: bool = False
+    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
+    lm_head_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, ...] | None = None
+    key_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, ...] | None = None
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.mamba_width != self.mamba_n_heads * self.mamba_head:
+            yield f"{self.mamba_n_heads} heads of {self.mamba_head} are not the width {self.mamba_width} of Mamba-2"
+        if len(self.mlp_factors) != 2:
+            yield f"mlp_multipliers has {len(self.mlp_factors)} numbers, not 2"
+        if len(self.ssm_factors) != 5:
+            yield f"ssm_multipliers has {len(self.ssm_factors)} numbers, not 5"
+
+    @property
+    def mamba_width(self) -> int:
+        return super().mamba_width if self.mamba_d_ssm is None else self.mamba_d_ssm
+
+    @property
+    def mlp_factors(self) -> tuple[float, ...]:
+        """The factors of the gate and of the output of an MLP."""
+        return self.mlp_multipliers or (1.0, 1.0)
+
+    @property
+    def ssm_factors(self) -> tuple[float, ...]:
+        """The factors of z, x, B, C and dt."""
+        return self.ssm_multipliers or (1.0,) * 5
+
+
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(
+            "model.layers.{L}",
+            "layers.{L}",
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("pre_ff_layernorm.weight", "mlp_norm.scale", "D"),
+            *ATTENTION,
+            *when("attention_bias", *QKV_BIAS, O_BIAS),
+            *under(
+                "mamba",
+                "mamba",
+                *MAMBA,
+                *when("mamba_rms_norm", MAMBA_NORM),
+                *when("mamba_conv_bias", MAMBA_CONV_BIAS),
+                *when("mamba_proj_bias", MAMBA_IN_BIAS),
+                *when("projectors_bias", MAMBA_OUT_BIAS),
+            ),
+            *under("feed_forward", "mlp", *MLP, *when("mlp_bias", *MLP_BIAS)),
+        ),
+        Map("model.final_layernorm.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = Family(
+    name="falcon_h1",
+    summary="Falcon-H1",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.falcon_h1.modules:Model",
+    architectures={"FalconH1ForCausalLM": "falcon_h1"},
+)

@@ -1,0 +1,74 @@
+"""FlexOlmo: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    NORMS_OF_ALL_HEADS,
+    O_BIAS,
+    POST_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
+from tpuconv.models.qwen3_moe.family import MOE_ROWS
+from tpuconv.models.registry import Family
+
+FLEX_ROPE = Rope(theta=500_000.0)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
+
+    model_type: ClassVar[str] = "flex_olmo"
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": FLEX_ROPE.theta}
+
+    vocab_size: int = 100352
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_experts: int = 7
+    num_experts_per_tok: int = 5
+    norm_topk_prob: bool = False
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = FLEX_ROPE
+    attention_bias: bool = False
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_experts, "M": self.intermediate_size}
+
+
+TABLE = decoder_table(
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *NORMS_OF_ALL_HEADS,
+    *POST_NORMS,
+    *under("mlp", "moe", *MOE_ROWS),
+)
+
+FAMILY = Family(
+    name="flex_olmo",
+    summary="FlexOlmo 7x7B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.flex_olmo.modules:Model",
+    architectures={"FlexOlmoForCausalLM": "flex_olmo"},
+)

@@ -1,0 +1,35 @@
+"""GLM-4.1V: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.glm4 import family as glm4
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, MropeConfig, glm4.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "glm4v"
+    only: ClassVar = {"attention_bias": (True,)}
+
+    head_dim: int | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float = 1.0
+
+
+TABLE, *VARIANTS = tables(glm4.TABLE, "model.language_model.", {"visual": SEES})
+
+FAMILY = Family(
+    name="glm4v",
+    summary="GLM-4.1V-9B, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.glm4v.modules:Model",
+    architectures={"Glm4vForConditionalGeneration": "glm4v"},
+)

@@ -1,0 +1,35 @@
+"""GLM-4.5V and 4.6V: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.glm4_moe import family as glm4_moe
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, MropeConfig, glm4_moe.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "glm4v_moe"
+    only: ClassVar = {"use_qk_norm": (False,)}
+
+    vocab_size: int = 151424
+    num_nextn_predict_layers: int = 0
+    max_position_embeddings: int = 65536
+    attention_bias: bool = True
+
+
+TABLE, *VARIANTS = tables(glm4_moe.TABLE, "model.language_model.", {"visual": SEES})
+
+FAMILY = Family(
+    name="glm4v_moe",
+    summary="GLM-4.5V, GLM-4.6V, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.glm4v_moe.modules:Model",
+    architectures={"Glm4vMoeForConditionalGeneration": "glm4v_moe"},
+)

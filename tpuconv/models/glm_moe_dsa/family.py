@@ -1,0 +1,84 @@
+"""GLM-5: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.deepseek_v32 import family as deepseek_v32
+from tpuconv.models.registry import Family
+
+INDEXER_KINDS = {"F": "full", "S": "shared"}
+"""The letters of `index_topk_pattern`."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v32.Config):
+    """The keys of config.json. The layers that are "full" in `indexer_types` have an indexer; the others attend to the
+    tokens that the last one before them selected. In files without it `index_topk_pattern` says the same, or every
+    `index_topk_freq`-th layer after the first `index_skip_topk_offset` ones is "full"."""
+
+    model_type: ClassVar[str] = "glm_moe_dsa"
+    least: ClassVar = {**deepseek_v32.Config.least, "index_topk_freq": 0, "index_skip_topk_offset": 0}
+
+    vocab_size: int = 154880
+    hidden_size: int = 6144
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 78
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 64
+    q_lora_rank: int = 2048
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    index_n_heads: int = 32
+    indexer_types: tuple[str, ...] | None = None
+    index_topk_pattern: str | tuple[str, ...] | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.indexer_kinds) != self.num_hidden_layers:
+            yield f"indexer_types has {len(self.indexer_kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.indexer_kinds) - {"full", "shared"}:
+            yield f"indexer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if self.indexer_kinds[:1] == ("shared",):
+            yield "indexer_types begins with 'shared': no layer before it selects tokens"
+
+    @property
+    def indexer_kinds(self) -> tuple[str, ...]:
+        """The `indexer_types` of all layers."""
+        if self.indexer_types is not None:
+            return self.indexer_types
+        if self.index_topk_pattern is not None:
+            return tuple(INDEXER_KINDS.get(kind, kind) for kind in self.index_topk_pattern)
+        every, first = max(self.index_topk_freq, 1), self.index_skip_topk_offset
+        layers = range(self.num_hidden_layers)
+        return tuple("shared" if max(i - first + 1, 0) % every else "full" for i in layers)
+
+    @property
+    def unscannable(self) -> str:
+        return "some of its layers attend to the tokens that an earlier one selected"
+
+    @property
+    def indexers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.indexer_kinds) if kind == "full")
+
+    @property
+    def inseparable(self) -> str:
+        return "layers hand the tokens that they selected on to later ones"
+
+
+TABLE = deepseek_v32.TABLE
+
+FAMILY = Family(
+    name="glm_moe_dsa",
+    summary="GLM-5, GLM-5.1",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.glm_moe_dsa.modules:Model",
+    architectures={"GlmMoeDsaForCausalLM": "glm_moe_dsa"},
+)

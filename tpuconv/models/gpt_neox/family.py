@@ -1,0 +1,108 @@
+"""GPT-NeoX: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when
+from tpuconv.models.registry import Family
+
+NEOX_NAMES = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+"""Keys of config.json, and the keys that they stand for."""
+
+
+@dataclass(frozen=True)
+class Config(PartialRopeConfig):
+    """The keys of config.json. Every head has keys and values of its own."""
+
+    model_type: ClassVar[str] = "gpt_neox"
+    only: ClassVar = {"hidden_act": ("gelu",)}
+    hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
+
+    vocab_size: int = 50432
+    hidden_size: int = 6144
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 44
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 0.25
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `PartialRopeConfig.from_hf`, with `NEOX_NAMES`. `num_key_value_heads` has no effect."""
+        return super().from_hf({k: v for k, v in cls._renamed(raw).items() if k != "num_key_value_heads"})
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._ignored(cls._renamed(raw))
+
+    @classmethod
+    def _renamed(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        given = {key: raw[old] for old, key in NEOX_NAMES.items() if raw.get(old) is not None}
+        return {**given, **{key: value for key, value in raw.items() if key not in NEOX_NAMES}}
+
+
+NEOX_QKV = ("attn.q", "attn.k", "attn.v")
+
+TABLE = MappingTable(
+    (
+        Map("gpt_neox.embed_in.weight", "embed.embedding", "V D"),
+        *under(
+            "gpt_neox.layers.{L}",
+            "layers.{L}",
+            *PRE_NORMS,
+            *PRE_NORM_BIASES,
+            Map(
+                "attention.query_key_value.weight",
+                tuple(f"{name}.kernel" for name in NEOX_QKV),
+                "(N (H + H + H)) D -> D N H, D N H, D N H",
+            ),
+            Map("attention.dense.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            *when(
+                "attention_bias",
+                Map(
+                    "attention.query_key_value.bias",
+                    tuple(f"{name}.bias" for name in NEOX_QKV),
+                    "(N (H + H + H)) -> N H, N H, N H",
+                ),
+                Map("attention.dense.bias", "attn.o.bias", "D"),
+            ),
+            *under(
+                "mlp",
+                "mlp",
+                Map("dense_h_to_4h.weight", "up.kernel", "F D -> D F"),
+                Map("dense_h_to_4h.bias", "up.bias", "F"),
+                Map("dense_4h_to_h.weight", "down.kernel", "D F -> F D"),
+                Map("dense_4h_to_h.bias", "down.bias", "D"),
+            ),
+        ),
+        Map("gpt_neox.final_layer_norm.weight", "norm.scale", "D"),
+        Map("gpt_neox.final_layer_norm.bias", "norm.bias", "D"),
+        Map("embed_out.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={
+        "gpt_neox.layers.{L}.attention.rotary_emb.inv_freq": "computed from config.json",
+        "gpt_neox.layers.{L}.attention.bias": "the causal mask",
+        "gpt_neox.layers.{L}.attention.masked_bias": "the score of a masked key",
+    },
+    copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+)
+
+FAMILY = Family(
+    name="gpt_neox",
+    summary="GPT-NeoX-20B, Pythia",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.gpt_neox.modules:Model",
+    architectures={"GPTNeoXForCausalLM": "gpt_neox"},
+)

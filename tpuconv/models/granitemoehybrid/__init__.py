@@ -1,0 +1,1 @@
+"""Granite 4, hybrid."""

@@ -1,0 +1,99 @@
+"""Granite 4: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import under
+from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.granite import family as granite
+from tpuconv.models.granitemoe.family import FUSED_EXPERTS, FUSED_SHARED
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(granite.Config, MambaConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert, `shared_intermediate_size` that of the
+    MLP which all tokens pass. There may be no experts, and no layers with Mamba-2."""
+
+    model_type: ClassVar[str] = "granitemoehybrid"
+    aliases: ClassVar = {"layers_block_type": "layer_types"}
+    only: ClassVar = {"mlp_bias": (False,)}
+    least: ClassVar[Mapping[str, int]] = {"num_local_experts": 0, "num_experts_per_tok": 0}
+
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+    position_embedding_type: str | None = None
+    layer_types: tuple[str, ...] | None = None
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int | None = None
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        chosen, experts = self.num_experts_per_tok, self.num_local_experts
+        if experts and not 0 < chosen <= experts:
+            yield f"num_experts_per_tok={chosen} is not between 1 and num_local_experts={experts}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.layer_types or (self.state_kind,) * self.num_hidden_layers
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return super().ropes if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "J": tuple(range(self.num_hidden_layers)) if self.has_experts else (),
+            "E": self.num_local_experts,
+            "M": self.intermediate_size,
+            "W": self.shared_intermediate_size,
+        }
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts, besides the MLP that all tokens pass."""
+        return self.num_local_experts > 0
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether all tokens pass an MLP beside experts."""
+        return self.has_experts
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether there are no experts."""
+        return not self.has_experts
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *under("block_sparse_moe", "moe", *when("has_experts", *FUSED_EXPERTS)),
+    *under("shared_mlp", "moe.shared", *when("has_experts", *FUSED_SHARED)),
+    *under("shared_mlp", "mlp", *when("is_dense", *FUSED_SHARED)),
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS)),
+        *under("model.layers.{l}.mamba", "layers.{l}.attn", *MAMBA_ROWS),
+    ),
+)
+
+FAMILY = Family(
+    name="granitemoehybrid",
+    summary="Granite 4",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.granitemoehybrid.modules:Model",
+    architectures={"GraniteMoeHybridForCausalLM": "granitemoehybrid"},
+)

@@ -1,0 +1,177 @@
+"""Kimi Linear: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeGuard
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED, decoder_table, when
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+LINEAR_KEYS = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+"""The keys of `linear_attn_config`, which counts layers from 1, and their newer names."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config, StateConfig):
+    """The keys of config.json. Rotary positions have no effect: there are none."""
+
+    model_type: ClassVar[str] = "kimi_linear"
+    only: ClassVar = {
+        "mla_use_nope": (True,),
+        "moe_layer_freq": (1,),
+        "moe_router_activation_func": ("sigmoid",),
+        "tie_word_embeddings": (False,),
+        "use_grouped_topk": (True,),
+    }
+    aliases: ClassVar = {
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    }
+
+    vocab_size: int = 163840
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    moe_intermediate_size: int = 1024
+    num_hidden_layers: int = 27
+    num_nextn_predict_layers: int = 0
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    routed_scaling_factor: float = 2.446
+    q_lora_rank: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 1048576
+    rms_norm_eps: float = 1e-5
+    rope_interleave: bool = False
+    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
+    linear_head_dim: int = 128
+    linear_num_heads: int = 32
+    linear_conv_kernel_dim: int = 4
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `StateConfig.from_hf`. Also reads `linear_attn_config`; `head_dim` has no effect."""
+        raw = {key: value for key, value in raw.items() if key != "head_dim"}
+        inside = raw.pop("linear_attn_config", None)
+        if isinstance(inside, Mapping):
+            raw |= {name: inside[key] for key, name in LINEAR_KEYS.items() if key in inside}
+            full, linear = inside.get("full_attn_layers"), inside.get("kda_layers")
+            if raw.get("layer_types") is None and _is_numbers(full) and _is_numbers(linear):
+                kinds = dict.fromkeys(full, "full_attention") | dict.fromkeys(linear, "linear_attention")
+                raw["layer_types"] = [kinds[number] for number in sorted(kinds)]
+        return super().from_hf(raw)
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        known = ("head_dim", "linear_attn_config")
+        return super()._ignored({key: value for key, value in raw.items() if key not in known})
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from self.contradictions_of_kinds()
+        kinds = self.mlp_layer_types
+        if kinds is not None and (len(kinds) != self.num_hidden_layers or set(kinds) - {"dense", "sparse"}):
+            yield f"mlp_layer_types is not 'dense' or 'sparse' for each of {self.num_hidden_layers} layers"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(self.num_hidden_layers)
+        return tuple("full_attention" if i and i % 4 == 0 else "linear_attention" for i in layers)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention scores."""
+        return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        axes, kinds = super().axes, self.mlp_layer_types
+        if kinds is not None:
+            axes |= {"I": tuple(i for i, kind in enumerate(kinds) if kind == "dense")}
+            axes |= {"J": tuple(i for i, kind in enumerate(kinds) if kind == "sparse")}
+        return {
+            **axes,
+            "f": self.layers_of("full_attention"),
+            "l": self.layers_of("linear_attention"),
+            "n": self.linear_num_heads,
+            "k": self.linear_head_dim,
+            "w": self.linear_head_dim,
+            "c": self.linear_conv_kernel_dim,
+        }
+
+
+def _is_numbers(value: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of the numbers of layers."""
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+KDA_INPUTS = (
+    Map("q_proj.weight", "q.kernel", "(n k) D -> D n k"),
+    Map("k_proj.weight", "k.kernel", "(n k) D -> D n k"),
+    Map("v_proj.weight", "v.kernel", "(n w) D -> D n w"),
+    Map("b_proj.weight", "b.kernel", "n D -> D n"),
+)
+
+KDA_CONVOLUTIONS = (
+    Map("q_conv1d.weight", "q_conv.kernel", "(n k) 1 c -> n k c"),
+    Map("k_conv1d.weight", "k_conv.kernel", "(n k) 1 c -> n k c"),
+    Map("v_conv1d.weight", "v_conv.kernel", "(n w) 1 c -> n w c"),
+)
+
+KDA_ROWS = (
+    *KDA_INPUTS,
+    Map("f_a_proj.weight", "f_a.kernel", "w D -> D w"),
+    Map("f_b_proj.weight", "f_b.kernel", "(n k) w -> w n k"),
+    Map("g_a_proj.weight", "g_a.kernel", "k D -> D k"),
+    Map("g_b_proj.weight", "g_b.kernel", "(n w) k -> k n w"),
+    *KDA_CONVOLUTIONS,
+    Map("A_log", "a_log", "1 1 n 1 -> n"),
+    Map("dt_bias", "dt_bias", "(n k) -> n k"),
+    Map("o_norm.weight", "norm.scale", "w"),
+    Map("o_proj.weight", "o.kernel", "D (n w) -> n w D"),
+)
+
+KIMI_NORMS = (deepseek_v3.ATTENTION_ROWS[0], deepseek_v3.ATTENTION_ROWS[-1])
+
+TABLE = decoder_table(
+    *KIMI_NORMS,
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *deepseek_v3.ATTENTION_ROWS[1:-1]),
+        *under("model.layers.{l}.self_attn", "layers.{l}.attn", *KDA_ROWS),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under(
+            "model.layers.{J}.block_sparse_moe",
+            "layers.{J}.moe",
+            *deepseek_v3.EXPERT_ROWS[:2],
+            *NUMBERED_EXPERT_MLPS,
+            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+        ),
+    ),
+)
+
+FAMILY = Family(
+    name="kimi_linear",
+    summary="Kimi Linear",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.kimi_linear.modules:Model",
+    architectures={"KimiLinearForCausalLM": "kimi_linear"},
+)

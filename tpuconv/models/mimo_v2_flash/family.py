@@ -1,0 +1,228 @@
+"""MiMo-V2-Flash: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import Rope, rope_of_layers
+from tpuconv.models.common.rows import (
+    CORRECTED_ROUTER,
+    EXPERT_MLPS,
+    FURTHER_TOKENS,
+    PRE_NORMS,
+    decoder_table,
+    mlp_rows,
+    when,
+)
+from tpuconv.models.common.sparse import SparseConfig
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.registry import Family
+
+ROTARY_PART = 0.334
+MIMO_ROPE, MIMO_LOCAL_ROPE = Rope(theta=5_000_000.0), Rope(theta=10_000.0)
+THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROPE.theta}
+"""The part of a head with rotary positions, and their bases, of a config.json without."""
+
+
+@dataclass(frozen=True)
+class Config(SparseConfig, PatternConfig):
+    """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
+    their own, `local_rope`. Keys of the release that transformers replaces by others are read as these, or must agree
+    with them."""
+
+    model_type: ClassVar[str] = "mimo_v2_flash"
+    only: ClassVar = {
+        "n_shared_experts": (None, 0),
+        "add_swa_attention_sink_bias": (True,),
+        "add_full_attention_sink_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+    least: ClassVar = {"n_shared_experts": 0}
+    derived: ClassVar[frozenset[str]] = SparseConfig.derived | {
+        *("local_rope", "full_rotary", "local_rotary", "first_k_dense_replace")
+    }
+
+    vocab_size: int = 152576
+    hidden_size: int = 4096
+    intermediate_size: int = 16384
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 192
+    v_head_dim: int = 128
+    attention_value_scale: float | None = 0.707
+    n_routed_experts: int = 256
+    n_shared_experts: int = 0
+    routed_scaling_factor: float = 1.0
+    num_experts_per_tok: int = 8
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = 129
+    layer_types: tuple[str, ...] | None = None
+    rope: Rope = MIMO_ROPE
+    local_rope: Rope = MIMO_LOCAL_ROPE
+    full_rotary: float = ROTARY_PART
+    local_rotary: float = ROTARY_PART
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_hf(_as_transformers(raw))
+        if faults := list(_disagreements(raw, config)):
+            raise ConfigError("config.json contradicts itself", details=faults)
+        return config
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().ignored_keys(_as_transformers(raw))
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`, for each type of layer, with the part of a head that has rotary positions."""
+        out: dict[str, Any] = {}
+        for kind, rope_field, part_field in (
+            ("full_attention", "rope", "full_rotary"),
+            ("sliding_attention", "local_rope", "local_rotary"),
+        ):
+            given = rope_of_layers(raw, kind, THETAS[kind])
+            part = given["rope_parameters"].pop("partial_rotary_factor", ROTARY_PART)
+            if type(part) not in (int, float) or not 0 < part <= 1:
+                raise ConfigError(f"config.json: partial_rotary_factor={short(part)} is not a part of a head")
+            out |= {rope_field: Rope.from_hf(given, cls.model_type, context), part_field: float(part)}
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if min(self.rope_dims) < 2:
+            yield "partial_rotary_factor leaves no pair of dimensions"
+        if self.num_attention_heads % (2 * (self.num_key_value_heads or self.num_attention_heads)):
+            yield f"num_attention_heads={self.num_attention_heads} is not a multiple of twice num_key_value_heads"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        layers = range(self.num_hidden_layers)
+        return tuple("full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in layers)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        sizes, layers = super().axes, range(self.num_hidden_layers)
+        return {
+            **sizes,
+            "K": 2 * sizes["K"],
+            "G": sizes["N"] // (2 * sizes["K"]),
+            "m": sizes["K"],
+            "w": self.v_head_dim,
+            "s": tuple(i for i in layers if self.kinds[i] == "sliding_attention"),
+            "g": tuple(i for i in layers if self.kinds[i] == "full_attention"),
+        }
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
+        has rotary positions."""
+        parts = {"full_attention": self.full_rotary, "sliding_attention": self.local_rotary}
+        return tuple(int(self.axes["H"] * parts[kind]) for kind in self.kinds)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+
+
+def _as_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json in which keys of the release alone are those that transformers has for them."""
+    out = {key: value for key, value in raw.items() if key not in RELEASED_KEYS}
+    if out.get("routed_scaling_factor", 1) is None:
+        out["routed_scaling_factor"] = 1.0
+    if out.get("n_shared_experts", 0) is None:
+        out["n_shared_experts"] = 0
+    if raw.get("sliding_window_size") is not None:  # tokens before the token itself
+        out["sliding_window"] = raw["sliding_window_size"] + 1
+    lists = (
+        ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention")),
+        ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
+    )
+    for key, newer, names in lists:
+        if (given := raw.get(key)) is None or raw.get(newer) is not None:
+            continue
+        if not isinstance(given, list) or any(x not in (0, 1) for x in given):
+            raise ConfigError(f"config.json: {key}={short(given)} is not a list of 0 and 1")
+        out[newer] = [names[x] for x in given]
+    if raw.get("layernorm_epsilon") is not None:
+        out.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
+    if raw.get("rope_parameters") is None:
+        part = raw.get("partial_rotary_factor")
+        out["rope_parameters"] = {
+            kind: {"rope_theta": THETAS[kind] if raw.get(key) is None else raw[key]}
+            | ({} if part is None else {"partial_rotary_factor": part})
+            for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+        }
+    return out
+
+
+def _disagreements(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yields a sentence for each size of layers with the window that is not what follows from other keys."""
+    expected = {
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": config.axes["K"],
+        "swa_head_dim": config.axes["H"],
+        "swa_v_head_dim": config.v_head_dim,
+        "sliding_window_size": (config.sliding_window or 0) - 1,
+        "layernorm_epsilon": config.rms_norm_eps,
+    }
+    for key, value in expected.items():
+        if raw.get(key) not in (None, value):
+            yield f"{key}={short(raw[key])} is not {value}, which follows from other keys"
+
+
+RELEASED_KEYS = {
+    *("sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "partial_rotary_factor"),
+    *("rope_theta", "swa_rope_theta", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"),
+    *("swa_v_head_dim", "attention_chunk_size"),
+}
+"""Keys of the released config.json that `_as_transformers` and `_disagreements` read. No layer attends in chunks."""
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N w) -> N w D"),
+    *when("attention_bias", Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H")),
+    others=(
+        *under(
+            "model.layers.{s}.self_attn",
+            "layers.{s}.attn",
+            Map("k_proj.weight", "k.kernel", "(K H) D -> D K H"),
+            Map("v_proj.weight", "v.kernel", "(K w) D -> D K w"),
+            *when("attention_bias", Map("k_proj.bias", "k.bias", "(K H) -> K H")),
+            *when("attention_bias", Map("v_proj.bias", "v.bias", "(K w) -> K w")),
+            Map("attention_sink_bias", "sinks", "N"),
+        ),
+        *under(
+            "model.layers.{g}.self_attn",
+            "layers.{g}.attn",
+            Map("k_proj.weight", "k.kernel", "(m H) D -> D m H"),
+            Map("v_proj.weight", "v.kernel", "(m w) D -> D m w"),
+            *when("attention_bias", Map("k_proj.bias", "k.bias", "(m H) -> m H")),
+            *when("attention_bias", Map("v_proj.bias", "v.bias", "(m w) -> m w")),
+        ),
+        *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
+    ),
+    ignore={"model.mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="mimo_v2_flash",
+    summary="MiMo-V2-Flash",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.mimo_v2_flash.modules:Model",
+    architectures={"MiMoV2FlashForCausalLM": "mimo_v2_flash"},
+)

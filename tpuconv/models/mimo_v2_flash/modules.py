@@ -1,0 +1,68 @@
+"""MiMo-V2-Flash (arXiv:2601.02780)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import KV, append_kv, empty_vectors
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, times
+from tpuconv.models.deepseek_v3.modules import MoE
+from tpuconv.models.gpt_oss.modules import attention_with_sinks
+from tpuconv.models.mimo_v2_flash.family import Config
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Values
+    have another width than keys, and a factor. Layers with a sliding window have other key-value heads, and sinks."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias, K = config.axes, config.attention_bias, kv_heads(config, layer)
+        self.factor = 1.0 if config.attention_value_scale is None else config.attention_value_scale
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum(f"BTD,D{K}H->BT{K}H", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum(f"BTD,D{K}w->BT{K}w", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNw,NwD->BTD", sizes, dtype=dtype, keys=keys)
+        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer in sizes["s"] else None
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
+        kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), times(self.v(x_BTD), self.factor), step.slot)
+        visible_BTS = step.visible(window)
+        if self.sinks is None:
+            return self.o(attention(q_BTNH, kv, visible_BTS)), kv
+        return self.o(attention_with_sinks(q_BTNH, kv, visible_BTS, self.sinks[...])), kv
+
+
+def kv_heads(config: Config, layer: int) -> str:
+    """Returns the letter of a layer's key-value heads."""
+    return "K" if layer in config.axes["s"] else "m"
+
+
+def new_kv(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> KV:
+    """Returns the empty cache of a layer; `shape` is [B, S]."""
+    sizes = config.axes
+    K = sizes[kv_heads(config, layer)]
+    (k, k_scale), (v, v_scale) = (empty_vectors((*shape, K, sizes[width]), dtype) for width in "Hw")
+    return KV(k, v, k_scale, v_scale)
+
+
+class Block(blocks.PreNormBlock):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
+
+    moe_type = MoE
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        return Attention(config, layer, dtype=dtype, keys=keys)
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    cached = staticmethod(new_kv)

@@ -1,0 +1,1 @@
+"""Ministral 8B."""

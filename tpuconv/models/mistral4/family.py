@@ -1,0 +1,128 @@
+"""Mistral 4: the text model's config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.mapping.table import Map
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, decoder_table, mlp_rows
+from tpuconv.models.common.sparse import layers_by_mlp, mlp_kinds_of
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.ministral3.family import GrowingQueries
+from tpuconv.models.registry import Family
+
+MISTRAL4_ROPE = Rope("yarn", factor=128.0, original_max_position_embeddings=8192, mscale=1.0, mscale_all_dim=1.0)
+"""The rotary positions of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
+    """The keys of `text_config`. `head_dim`, the width of a query, follows from other keys."""
+
+    model_type: ClassVar[str] = "mistral3"
+    tied: ClassVar[bool] = True
+    only: ClassVar = {"topk_method": (None, "greedy", "group_limited_greedy"), "scoring_func": ("softmax",)}
+    least: ClassVar = {"first_k_dense_replace": 0}
+    derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {"llama_4_scaling_beta"}
+    default_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": MISTRAL4_ROPE.type,
+        "rope_theta": MISTRAL4_ROPE.theta,
+        "factor": MISTRAL4_ROPE.factor,
+        "original_max_position_embeddings": MISTRAL4_ROPE.original_max_position_embeddings,
+        "mscale": MISTRAL4_ROPE.mscale,
+        "mscale_all_dim": MISTRAL4_ROPE.mscale_all_dim,
+    }
+
+    vocab_size: int = 131072
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 36
+    num_nextn_predict_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    n_routed_experts: int = 128
+    n_shared_experts: int | None = 1
+    routed_scaling_factor: float = 1.0
+    kv_lora_rank: int = 256
+    q_lora_rank: int | None = 1024
+    qk_nope_head_dim: int = 64
+    n_group: int = 1
+    topk_group: int = 1
+    num_experts_per_tok: int = 4
+    first_k_dense_replace: int = 0
+    max_position_embeddings: int = 1048576
+    rope: Rope = MISTRAL4_ROPE
+    llama_4_scaling_beta: float = 0.1
+
+    @classmethod
+    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `WrapperConfig.text_of`, without `head_dim`, which transformers computes anew."""
+        text = super().text_of(raw)
+        text.pop("head_dim", None)
+        return text
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. The part of a query that has rotary positions may stand among them."""
+        check_rope_keys(raw)
+        raw, name = dict(raw), "partial_rotary_factor"
+        rotary, plain = (
+            raw.get("qk_rope_head_dim", cls.qk_rope_head_dim),
+            raw.get("qk_nope_head_dim", cls.qk_nope_head_dim),
+        )
+        for key in ROPE_KEYS[1:]:
+            inside = dict(raw.get(key) or {})
+            if inside.pop(name, None) not in (None, rotary / (rotary + plain)):
+                raise UnsupportedConfig(
+                    f"config.json: {name} of the rotary positions is not qk_rope_head_dim={rotary} of "
+                    f"{rotary + plain} dimensions"
+                )
+            raw[key] = inside
+        return super().read_ropes(raw, context)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if not self.n_shared_experts:
+            yield f"n_shared_experts={self.n_shared_experts} is less than 1"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, **layers_by_mlp(mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers))}
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return not self.first_k_dense_replace
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return not self.all_experts
+
+
+TEXT_TABLE = decoder_table(
+    *deepseek_v3.ATTENTION_ROWS,
+    others=mlp_rows(
+        Map("gate.weight", "router.kernel", "E D -> D E"),
+        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+        *SHARED_EXPERT_ROWS,
+    ),
+)
+
+TABLE, *VARIANTS = tables(TEXT_TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
+
+FAMILY = Family(
+    name="mistral4",
+    summary="Mistral Small 4, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    text_types=("mistral4",),
+    model="tpuconv.models.mistral4.modules:Model",
+    architectures={"Mistral3ForConditionalGeneration": "mistral3"},
+)

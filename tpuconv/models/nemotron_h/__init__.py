@@ -1,0 +1,1 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3."""

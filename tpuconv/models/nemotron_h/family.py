@@ -1,0 +1,229 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, FURTHER_TOKENS, MAMBA_ROWS, PLAIN_MLP, PLAIN_MLP_BIAS, when
+from tpuconv.models.common.sparse import contradictions_of_groups
+from tpuconv.models.registry import Family
+
+PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""The letters of `hybrid_override_pattern`."""
+
+UNREAD_KEYS = {
+    *("rms_norm_eps", "attention_bias", "mamba_proj_bias", "residual_in_fp32", "sliding_window"),
+    "tie_word_embeddings",
+}
+"""Keys of releases that the model of the reference does not read, though its config has them."""
+
+
+@dataclass(frozen=True)
+class Config(MambaConfig):
+    """The keys of config.json. Each layer is one part: Mamba-2, attention, an MLP or experts. `num_hidden_layers` and
+    `n_shared_experts` have no effect."""
+
+    model_type: ClassVar[str] = "nemotron_h"
+    other_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "mlp", "moe")
+    only: ClassVar = {
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu",),
+    }
+    least: ClassVar[Mapping[str, int]] = {"n_shared_experts": 0, "num_nextn_predict_layers": 0}
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "rms_norm_eps": "layer_norm_epsilon",
+        "layer_types": "layers_block_type",
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_proj_bias": "use_bias",
+    }
+    aliases: ClassVar = {
+        "layer_types": "layers_block_type",
+        "num_local_experts": "n_routed_experts",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_limit": "time_step_limit",
+        "mamba_conv_bias": "use_conv_bias",
+    }
+
+    vocab_size: int = 131072
+    hidden_size: int = 4096
+    intermediate_size: int = 21504
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int = 128
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    mlp_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 8
+    mamba_d_state: int = 128
+    mamba_d_head: int | None = 64
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
+    time_step_min: float = 0.001
+    n_routed_experts: int = 8
+    n_shared_experts: int = 1
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    moe_latent_size: int | None = None
+    num_experts_per_tok: int = 2
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = 0
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `MambaConfig.from_hf`. The kinds of layers are those of `layers_block_type`, or else of
+        `hybrid_override_pattern`."""
+        raw = dict(cls._renamed(raw))
+        pattern = raw.pop("hybrid_override_pattern", None)
+        if raw.get("layers_block_type") is None and isinstance(pattern, str):
+            raw["layers_block_type"] = [PATTERN.get(letter, letter) for letter in pattern]
+        if isinstance(kinds := raw.get("layers_block_type"), list):
+            raw["num_hidden_layers"] = len(kinds)
+        return super().from_hf(raw)
+
+    @classmethod
+    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        known = ("hybrid_override_pattern", *UNREAD_KEYS)
+        return super()._ignored({key: value for key, value in raw.items() if key not in known})
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from contradictions_of_groups(self)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.layer_types or ("linear_attention", "moe", "full_attention", "mlp")
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The numbers of groups of experts and of those that a token's experts are chosen from."""
+        return self.n_group, self.topk_group
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def mamba_width(self) -> int:
+        return self.mamba_n_heads * self.mamba_head
+
+    @property
+    def mamba_head(self) -> int:
+        return self.mamba_d_head or 64
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        return self.time_step_min, NO_LIMIT
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "I": self.layers_of("mlp"),
+            "J": self.layers_of("moe"),
+            "E": self.n_routed_experts,
+            "M": self.moe_intermediate_size,
+            "W": self.moe_shared_expert_intermediate_size,
+            "C": self.moe_latent_size or self.hidden_size,
+        }
+
+    @property
+    def has_lm_head(self) -> bool:
+        """The reference has a matrix of its own also where tie_word_embeddings is true."""
+        return not self.head.kind
+
+    @property
+    def has_latent(self) -> bool:
+        """Whether experts read a vector that is narrower than the model."""
+        return self.moe_latent_size is not None
+
+    @property
+    def has_latent_bias(self) -> bool:
+        """Whether the projections to and from that vector have biases."""
+        return self.has_latent and self.mlp_bias
+
+    @property
+    def is_full_width(self) -> bool:
+        """Whether experts read hidden states."""
+        return not self.has_latent
+
+
+def plain_experts(D: str) -> tuple[Map, ...]:
+    """Returns the rows of experts without gates that read vectors of the width `D`."""
+    return (
+        Map("experts.{E}.up_proj.weight", "up.kernel", f"M {D} -> E {D} M"),
+        Map("experts.{E}.down_proj.weight", "down.kernel", f"{D} M -> E M {D}"),
+    )
+
+
+TABLE = MappingTable(
+    (
+        Map("backbone.embeddings.weight", "embed.embedding", "V D"),
+        Map("backbone.layers.{L}.norm.weight", "layers.{L}.norm.scale", "D"),
+        *under("backbone.layers.{l}.mixer", "layers.{l}.attn", *MAMBA_ROWS),
+        *(
+            Map(str(row.hf).replace("self_attn", "backbone.layers.{f}.mixer"), f"layers.{{f}}.{row.jax}", row.layout)
+            for row in ATTENTION
+        ),
+        *under("backbone.layers.{I}.mixer", "layers.{I}.mlp", *PLAIN_MLP, *when("mlp_bias", *PLAIN_MLP_BIAS)),
+        *under(
+            "backbone.layers.{J}.mixer",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+            *when("is_full_width", *plain_experts("D")),
+            *when(
+                "has_latent",
+                *plain_experts("C"),
+                Map("fc1_latent_proj.weight", "to_latent.kernel", "C D -> D C"),
+                Map("fc2_latent_proj.weight", "from_latent.kernel", "D C -> C D"),
+            ),
+            *when(
+                "has_latent_bias",
+                Map("fc1_latent_proj.bias", "to_latent.bias", "C"),
+                Map("fc2_latent_proj.bias", "from_latent.bias", "D"),
+            ),
+            Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W"),
+            Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D"),
+            *when(
+                "mlp_bias",
+                Map("shared_experts.up_proj.bias", "shared.up.bias", "W"),
+                Map("shared_experts.down_proj.bias", "shared.down.bias", "D"),
+            ),
+        ),
+        Map("backbone.norm_f.weight", "norm.scale", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V"),
+    ),
+    ignore={"mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="nemotron_h",
+    summary="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.nemotron_h.modules:Model",
+    architectures={"NemotronHForCausalLM": "nemotron_h"},
+)

@@ -1,0 +1,75 @@
+"""Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.blocks import Attention, PlainMLP
+from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm
+from tpuconv.models.common.mamba2 import Mamba2, MambaState
+from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.recurrence import HybridDecoder
+from tpuconv.models.deepseek_v3.modules import Router
+from tpuconv.models.nemotron_h.family import Config
+
+
+class MoE(nnx.Module):
+    """The chosen experts, which have no gate, and the shared one, x [B, T, D] to [B, T, D]. The experts may read and
+    write a latent vector instead of hidden states."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias = config.axes, config.mlp_bias
+        latent = {**sizes, "D": sizes["C"]}
+        self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]  # it has the same keys
+        self.up = Expert("EDM", latent, dtype=dtype, keys=keys)
+        self.down = Expert("EMD", latent, dtype=dtype, keys=keys)
+        has_latent = config.has_latent
+        self.to_latent = Einsum("BTD,DC->BTC", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
+        self.from_latent = Einsum("BTC,CD->BTD", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
+        self.shared = PlainMLP(config, "W", bias=bias, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        def feed(up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            return down(self.shared.act(up(rows.x, rows)), rows)
+
+        x_BTC = x_BTD if self.to_latent is None else self.to_latent(x_BTD)
+        y_BTC = routed(feed, (self.up, self.down), x_BTC, *self.router(x_BTD))
+        return (y_BTC if self.from_latent is None else self.from_latent(y_BTC)) + self.shared(x_BTD)
+
+
+class Block(nnx.Module):
+    """One layer: Mamba-2, attention, an MLP or experts, after a norm, with a residual connection."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        match config.kinds[layer]:
+            case "linear_attention":
+                self.attn: Any = Mamba2(config, dtype=dtype, keys=keys)
+            case "full_attention":
+                self.attn = Attention(config, dtype=dtype, keys=keys)
+            case "mlp":
+                self.mlp = PlainMLP(config, bias=config.mlp_bias, dtype=dtype, keys=keys)
+            case _:
+                self.moe = MoE(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD = self.norm(x_BTD)
+        if hasattr(self, "attn"):
+            y_BTD, kv = self.attn(y_BTD, step, window, kv)
+        else:
+            y_BTD = self.moe(y_BTD) if hasattr(self, "moe") else self.mlp(y_BTD)
+        return x_BTD + y_BTD, kv
+
+
+class Model(HybridDecoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = ScaledRMSNorm
+    state_type = MambaState
+
+    def cached_keys(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        return super().cached_keys(config, layer, shape, dtype) if layer in config.axes["f"] else None

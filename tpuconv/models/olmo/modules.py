@@ -1,0 +1,58 @@
+"""OLMo 1 (arXiv:2402.00838)."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Keys, apply_rope, normalize
+from tpuconv.models.olmo.family import Config
+
+
+class PlainLayerNorm(nnx.Module):
+    """Layer norm (arXiv:1607.06450) over the last axis, without scale and bias."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        centered = x.astype(jnp.float32)
+        centered -= centered.mean(axis=-1, keepdims=True)
+        return normalize(centered, 1, self.eps).astype(x.dtype)
+
+
+class Attention(blocks.Attention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far.
+    Queries, keys and values may be clipped. Rotary positions are in float32."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
+        self.limit = config.clip_qkv
+
+    def clipped(self, x: jax.Array) -> jax.Array:
+        """Returns x, no element of which is farther from 0 than `clip_qkv`."""
+        return x if self.limit is None else jnp.clip(x, -self.limit, self.limit)
+
+    def values(self, x_BTD: jax.Array) -> jax.Array:
+        return self.clipped(self.v(x_BTD))
+
+    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        return apply_rope(self.clipped(q_BTNH), step.cos_sin), apply_rope(self.clipped(k_BTKH), step.cos_sin)
+
+
+class Block(blocks.PreNormBlock):
+    """One layer: attention and MLP, each after a norm, with residual connections."""
+
+    attention_type = Attention
+    norm_type = PlainLayerNorm
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = PlainLayerNorm

@@ -1,0 +1,140 @@
+"""OLMo Hybrid: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    MLP,
+    NORMS_OF_ALL_HEADS,
+    O_BIAS,
+    POST_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(StateConfig):
+    """The keys of config.json. With a `rope_theta` of null there are no rotary positions, as in the releases."""
+
+    model_type: ClassVar[str] = "olmo_hybrid"
+
+    vocab_size: int = 100352
+    hidden_size: int = 3840
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 30
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 65536
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    has_rope: bool = True
+    attention_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_allow_neg_eigval: bool = True
+
+    derived: ClassVar = StateConfig.derived | {"has_rope"}
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        check_rope_keys(raw)
+        given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        name = "rope_theta"
+        is_null = (given if name in given else {name: raw.get(name, PLAIN_ROPE.theta)})[name] is None
+        return {"has_rope": not is_null, **({} if is_null else super().read_ropes(raw, context))}
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        keys, values = self.key_heads, self.linear_num_value_heads or self.num_attention_heads
+        if values % keys:
+            yield f"linear_num_value_heads={values} is not a multiple of linear_num_key_heads={keys}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        last = self.num_hidden_layers - 1
+        layers = range(self.num_hidden_layers)
+        return tuple("full_attention" if i % 4 == 3 or i == last < 3 else "linear_attention" for i in layers)
+
+    @property
+    def key_heads(self) -> int:
+        """The number of key heads of linear attention."""
+        return self.linear_num_key_heads or self.num_attention_heads
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        keys = self.linear_key_head_dim or int(0.75 * self.hidden_size / self.key_heads)
+        return {
+            **super().axes,
+            "n": self.key_heads,
+            "r": (self.linear_num_value_heads or self.num_attention_heads) // self.key_heads,
+            "k": keys,
+            "w": self.linear_value_head_dim or 2 * keys,
+            "c": self.linear_conv_kernel_dim,
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (self.rope if self.has_rope else None,) * self.num_hidden_layers
+
+
+DELTA_ROWS = (
+    Map("q_proj.weight", "q.kernel", "(n k) D -> D n k"),
+    Map("k_proj.weight", "k.kernel", "(n k) D -> D n k"),
+    Map("v_proj.weight", "v.kernel", "(n r w) D -> D n r w"),
+    Map("g_proj.weight", "z.kernel", "(n r w) D -> D n r w"),
+    Map("a_proj.weight", "a.kernel", "(n r) D -> D n r"),
+    Map("b_proj.weight", "b.kernel", "(n r) D -> D n r"),
+    Map("q_conv1d.weight", "q_conv.kernel", "(n k) 1 c -> n k c"),
+    Map("k_conv1d.weight", "k_conv.kernel", "(n k) 1 c -> n k c"),
+    Map("v_conv1d.weight", "v_conv.kernel", "(n r w) 1 c -> n r w c"),
+    Map("A_log", "a_log", "(n r) -> n r"),
+    Map("dt_bias", "dt_bias", "(n r) -> n r"),
+    Map("o_norm.weight", "norm.scale", "w"),
+    Map("o_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+)
+
+TABLE: MappingTable = decoder_table(
+    *under("mlp", "mlp", *MLP),
+    others=(
+        *under(
+            "model.layers.{f}",
+            "layers.{f}",
+            *ATTENTION,
+            *when("attention_bias", *QKV_BIAS, O_BIAS),
+            *NORMS_OF_ALL_HEADS,
+            *POST_NORMS,
+        ),
+        *under(
+            "model.layers.{l}",
+            "layers.{l}",
+            Map("attention_layer_norm.weight", "attn_norm.scale", "D"),
+            Map("feedforward_layer_norm.weight", "mlp_norm.scale", "D"),
+            *under("linear_attn", "attn", *DELTA_ROWS),
+        ),
+    ),
+)
+
+FAMILY = Family(
+    name="olmo_hybrid",
+    summary="OLMo Hybrid",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.olmo_hybrid.modules:Model",
+    architectures={"OlmoHybridForCausalLM": "olmo_hybrid"},
+)

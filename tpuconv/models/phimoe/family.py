@@ -1,0 +1,109 @@
+"""Phi-3.5-MoE: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    NORM_BIAS,
+    NUMBERED_EXPERT_MLPS,
+    O_BIAS,
+    PRE_NORM_BIASES,
+    PRE_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    when,
+)
+from tpuconv.models.registry import Family
+
+PHI_ROPE = Rope(theta=1e6)
+"""The rotary positions of a config.json without any."""
+FACTORS = ("short_mscale", "long_mscale")
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert. `router_jitter_noise` limits which other
+    experts count in the probability of a chosen one."""
+
+    model_type: ClassVar[str] = "phimoe"
+    only: ClassVar = {"num_experts_per_tok": (2,)}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": PHI_ROPE.theta}
+
+    vocab_size: int = 32064
+    hidden_size: int = 4096
+    intermediate_size: int = 6400
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PHI_ROPE
+    sliding_window: int | None = None
+    num_local_experts: int = 16
+    router_jitter_noise: float = 0.01
+    attention_bias: bool = False
+    lm_head_bias: bool = False
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. Cosine and sine have the factor `short_mscale`, equal to `long_mscale`."""
+        check_rope_keys(raw)
+        raw = dict(raw)
+        for key in ("rope_scaling", "rope_parameters"):
+            given = raw.get(key) or {}
+            if FACTORS[0] not in given and FACTORS[1] not in given:
+                continue
+            small, large = (given.get(name) for name in FACTORS)
+            if small != large:
+                raise UnsupportedConfig(
+                    f"{key} with short_mscale={short(small)} and long_mscale={short(large)} is not implemented for "
+                    f"{cls.model_type}: they must be equal"
+                )
+            raw[key] = {k: v for k, v in given.items() if k not in FACTORS} | {"attention_factor": small}
+        return super().read_ropes(raw, context)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_local_experts < 2:
+            yield f"num_local_experts={self.num_local_experts} is less than 2"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+
+    @property
+    def has_head_bias(self) -> bool:
+        return self.lm_head_bias and self.has_lm_head
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *PRE_NORM_BIASES,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    Map("block_sparse_moe.gate.weight", "moe.router.kernel", "E D -> D E"),
+    *under("block_sparse_moe", "moe", *NUMBERED_EXPERT_MLPS),
+    others=(NORM_BIAS, Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias")),
+)
+
+FAMILY = Family(
+    name="phimoe",
+    summary="Phi-3.5-MoE, Phi-mini-MoE",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.phimoe.modules:Model",
+    architectures={"PhimoeForCausalLM": "phimoe"},
+)

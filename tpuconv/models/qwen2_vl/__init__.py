@@ -1,0 +1,1 @@
+"""Qwen2-VL: the text model alone is converted."""

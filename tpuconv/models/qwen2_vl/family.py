@@ -1,0 +1,27 @@
+"""Qwen2-VL: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.qwen2_5_vl import family as qwen2_5_vl
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(qwen2_5_vl.Config):
+    """The keys of `text_config`, which releases have at the root."""
+
+    model_type: ClassVar[str] = "qwen2_vl"
+
+
+TABLE = qwen2_5_vl.TABLE
+
+FAMILY = Family(
+    name="qwen2_vl",
+    summary="Qwen2-VL, QVQ, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(qwen2_5_vl.VARIANTS),
+    model="tpuconv.models.qwen2_vl.modules:Model",
+    architectures={"Qwen2VLForConditionalGeneration": "qwen2_vl"},
+)

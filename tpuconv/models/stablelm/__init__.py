@@ -1,0 +1,1 @@
+"""StableLM 2 and 3B."""

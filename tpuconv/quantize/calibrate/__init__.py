@@ -1,0 +1,1 @@
+"""Calibrated quantization: weights are rounded so that the outputs of products change less."""

@@ -1,0 +1,79 @@
+"""The text that a model is calibrated on, as token ids."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tpuconv.errors import UsageError
+from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+
+SELF = "self"
+"""The name of text that the model itself draws."""
+DEFAULT_TEXT = "calibration.txt"
+"""The text of this package."""
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Samples of equal length.
+
+    Attributes:
+        text: where they are from: a file, `DEFAULT_TEXT` or `SELF`.
+        samples, length: how many, and of how many tokens.
+        digest: equal for equal ids.
+        ids: makes the token ids [samples, length].
+    """
+
+    text: str
+    samples: int
+    length: int
+    digest: str
+    ids: Callable[[], np.ndarray]
+
+    def to_json(self) -> dict[str, str | int]:
+        """What the manifest says about it."""
+        return {"text": self.text, "samples": self.samples, "length": self.length, "xxh3_128": self.digest}
+
+
+def from_ids(text: str, ids_ST: np.ndarray) -> CalibrationData:
+    """The data of token ids [samples, length]."""
+    ids_ST = np.ascontiguousarray(ids_ST, np.int32)
+    digest = xxhash.xxh3_128_hexdigest(ids_ST.tobytes())
+    samples, length = ids_ST.shape
+    return CalibrationData(text, samples, length, digest, lambda: ids_ST)
+
+
+def from_text(folder: Path, file: Path | None, samples: int, length: int) -> CalibrationData:
+    """At most `samples` samples of `length` tokens, evenly spaced over a text.
+
+    Args:
+        folder: with a tokenizer.
+        file: with the text, in UTF-8; the text of this package if it is None.
+        samples, length: how many, and of how many tokens.
+
+    Raises:
+        UsageError: there is no tokenizer, the file cannot be read, or it has less than one sample.
+    """
+    if not has_tokenizer(folder):
+        raise UsageError(
+            f"{folder} has no tokenizer for the text to calibrate on",
+            hint=f"copy tokenizer.json into it, or give --calibration {SELF}, which draws text from the model",
+        )
+    try:
+        text = (file or files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{file} is no text file: {e}") from None
+    ids = np.asarray(load_tokenizer(folder)(text, verbose=False)["input_ids"], np.int32)
+    count = min(samples, len(ids) // length)
+    name = file.name if file else DEFAULT_TEXT
+    if count == 0:
+        raise UsageError(
+            f"{name} has {len(ids)} tokens, and a sample has {length}",
+            hint="give --calibration a longer text, or a smaller --length",
+        )
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return from_ids(name, np.stack([ids[start : start + length] for start in starts]))

@@ -1,0 +1,326 @@
+"""The layers of a checkpoint's model, run one at a time in float32, and the inputs of their products.
+
+Only one layer's weights are in memory. The hidden states between two layers are the caller's. In some families layers
+read more: inputs of their own (Gemma 4, DeepSeek V4), or what an earlier layer hands on (Gemma 4's keys and values,
+GLM-5's selected tokens). Then it is behind the hidden states of each token, as further columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import read_array
+from tpuconv.models.common.decoder import NO_WINDOW, Steps
+from tpuconv.models.common.observe import observing
+from tpuconv.models.common.periods import LayerStacks
+from tpuconv.models.registry import get_family
+from tpuconv.models.stored import model_config
+
+HEAD_STAGE = "lm_head"
+"""The stage after the last layer: the product with the head."""
+
+Weights = dict[str, jax.Array]
+"""The arrays of a stage, by the names that they have in a model of separate layers."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The input of one or more products.
+
+    Attributes:
+        summed_axes: the axes of each kernel that the product sums over, by the kernel's name within the stage.
+        x: [tokens, I], I in the order of these axes; or rows sorted by expert.
+        counts_E: the rows of each expert; None without experts.
+    """
+
+    summed_axes: Mapping[str, tuple[int, ...]]
+    x: np.ndarray
+    counts_E: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of states that hold a tree of arrays.
+
+    Attributes:
+        start: the first column.
+        leaves: shape [1, T, ...] and dtype of each array.
+        form: of the tree.
+    """
+
+    start: int
+    leaves: Sequence[tuple[tuple[int, ...], Any]]
+    form: Any
+
+    @property
+    def stop(self) -> int:
+        """The column after the last one."""
+        return self.start + sum(prod(shape[2:]) for shape, _ in self.leaves)
+
+    def read(self, states_TW: np.ndarray) -> Any:
+        """The tree."""
+        out, start = [], self.start
+        for shape, dtype in self.leaves:
+            stop = start + prod(shape[2:])
+            out.append(jnp.asarray(states_TW[:, start:stop].reshape(shape)).astype(dtype))
+            start = stop
+        return jax.tree.unflatten(self.form, out)
+
+    def write(self, states_TW: np.ndarray, tree: Any) -> None:
+        """Replaces the tree."""
+        start = self.start
+        for leaf in jax.tree.leaves(tree):
+            stop = start + prod(leaf.shape[2:])
+            states_TW[:, start:stop] = np.asarray(leaf, np.float32).reshape(len(states_TW), -1)
+            start = stop
+
+
+class LayerRunner:
+    """Runs the stages of a model: its layers, and `HEAD_STAGE`, if it has a matrix of its own.
+
+    Args:
+        manifest: the checkpoint, not quantized.
+        length: tokens of each sample.
+
+    Attributes:
+        width: columns W of the states of a token between two layers.
+        changing: how many of them, the first ones, layers change.
+    """
+
+    def __init__(self, manifest: Manifest, length: int):
+        family = get_family(manifest.family)
+        config = model_config(manifest)
+        self.manifest = manifest
+        self.model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.float32))
+        layers = len(self.model.layers)
+        self.stages = [f"layers.{i}" for i in range(layers)] + [HEAD_STAGE] * (self.model.lm_head is not None)
+        self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
+        pos_BT = jnp.arange(length)[None]
+        self.steps = Steps.of(config, pos_BT, pos_BT, 0)
+        self._run = nnx.jit(_run, static_argnames="window")
+        self._observe = nnx.jit(_observe, static_argnames="window")
+        self._sources = [self.model.source_of(i) for i in range(layers)]
+        self._plan_columns(length)
+
+    def _plan_columns(self, length: int) -> None:
+        """Finds the columns of the states: of hidden states, of what each layer hands on, of inputs."""
+        ids_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)  # type: ignore[no-untyped-call]
+        self._input_of: Sequence[int] | None = None
+
+        def first(ids_BT: jax.Array, model: Any) -> tuple[jax.Array, list[jax.Array]]:
+            x_BTD = model.scaled(model.embed(ids_BT))
+            inputs = model.layer_inputs(ids_BT, x_BTD)
+            distinct = {id(each): each for each in inputs or ()}
+            self._input_of = None if inputs is None else [list(distinct).index(id(each)) for each in inputs]
+            return x_BTD, list(distinct.values())
+
+        x_BTD, inputs = nnx.eval_shape(first, ids_BT, self.model)
+        self.hidden = self.width = x_BTD.shape[-1]
+        self._handed: dict[int, _Columns] = {}
+        for i in sorted({source for source in self._sources if source is not None}):
+            graph, state = nnx.split(self.model.layers[i])
+            step = self.steps[i]._replace(input=None if self._input_of is None else inputs[self._input_of[i]])
+
+            def handed(
+                state: Any, x_BTD: jax.Array, step: Any, graph: Any = graph, window: int = self.windows[i]
+            ) -> Any:
+                return self.model.handed_on(nnx.merge(graph, state)(x_BTD, step, window, None)[1])
+
+            self._handed[i] = self._columns(jax.eval_shape(handed, state, x_BTD, step))
+        self.changing = self.width
+        self._inputs = [self._columns(each) for each in inputs]
+
+    def _columns(self, shapes: Any) -> "_Columns":
+        """Columns for arrays [1, T, ...]."""
+        leaves, form = jax.tree.flatten(shapes)
+        columns = _Columns(self.width, [(leaf.shape, leaf.dtype) for leaf in leaves], form)
+        self.width = columns.stop
+        return columns
+
+    def _arguments(self, layer: int, states_TW: np.ndarray) -> tuple[jax.Array, Any, Any]:
+        """The hidden states, the step and the cache of a layer."""
+        step, kv = self.steps[layer], None
+        if self._input_of is not None:
+            step = step._replace(input=self._inputs[self._input_of[layer]].read(states_TW))
+        if (source := self._sources[layer]) is not None:
+            step, kv = self.model.given(step, self._handed[source].read(states_TW))
+        return jnp.asarray(states_TW[:, : self.hidden])[None], step, kv
+
+    def layer(self, stage: str) -> int | None:
+        """The number of a stage's layer; None of the head."""
+        return None if stage == HEAD_STAGE else int(stage.rpartition(".")[2])
+
+    def stored_name(self, name: str) -> tuple[str, int | None]:
+        """The parameter of the checkpoint that holds an array of a model of separate layers, and the layer within it,
+        if layers are stacked."""
+        top, number, *rest = name.split(".")
+        if self.manifest.scan_layers and top == "layers":
+            prefix, index = LayerStacks(len(self.windows), self.model.config.period).find(int(number))
+            return ".".join([prefix, *rest]), index
+        return name, None
+
+    def embedded(self, ids_ST: np.ndarray) -> Any:
+        """Yields the states [T, W] of each sample before the first layer."""
+        names = ["embed", *(name for name in self.model.input_modules if hasattr(self.model, name))]
+        whole = {name: _filled(getattr(self.model, name), name, self._stored(name)) for name in names}
+        abstract = {name: getattr(self.model, name) for name in names[1:]}
+        for ids_T in ids_ST:
+            ids_BT = jnp.asarray(ids_T)[None]
+            with jax.default_matmul_precision("highest"):
+                x_BTD = self.model.scaled(whole["embed"](ids_BT).astype(jnp.float32))
+                for name in abstract:
+                    setattr(self.model, name, whole[name])
+                inputs = self.model.layer_inputs(ids_BT, x_BTD)
+                for name, module in abstract.items():
+                    setattr(self.model, name, module)
+            states_TW = np.zeros((len(ids_T), self.width), np.float32)
+            states_TW[:, : self.hidden] = x_BTD[0]
+            for number, each in zip(self._input_of or (), inputs or (), strict=True):
+                self._inputs[number].write(states_TW, each)
+            yield states_TW
+
+    def _stored(self, name: str) -> Weights:
+        """The arrays of a module of the model, in the dtypes that they are stored in."""
+        return {n: jnp.asarray(read_array(self.manifest, n, None)) for n in _names({name: getattr(self.model, name)})}
+
+    def names(self, stage: str) -> dict[str, Any]:
+        """The names of a stage's arrays, with their dtypes in the model; those of the head with the norm before it."""
+        return _names(self._modules(stage))
+
+    def weights(self, stage: str) -> Weights:
+        """Reads the arrays of a stage, in float32."""
+        return self._read(self._modules(stage))
+
+    def _modules(self, stage: str) -> dict[str, Any]:
+        if stage == HEAD_STAGE:
+            return {"norm": self.model.norm, HEAD_STAGE: self.model.lm_head}
+        return {stage: self.model.layers[self.layer(stage)]}
+
+    def _read(self, modules: Mapping[str, Any]) -> Weights:
+        names = _names(modules).items()
+        return {n: jnp.asarray(read_array(self.manifest, *self.stored_name(n)).astype(dtype)) for n, dtype in names}
+
+    def observe(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[Observed]:
+        """Runs a stage on the states [T, W] of one sample. Returns the inputs of its products with kernels. A kernel
+        that has two of them is left out, and one whose product is for each of a batch of heads."""
+        if stage == HEAD_STAGE:
+            norm = _filled(self.model.norm, "norm", weights)
+            with jax.default_matmul_precision("highest"):
+                x_BTD = norm(jnp.asarray(x_TD[:, : self.hidden])[None])
+                return [Observed({"kernel": (0,)}, np.asarray(x_BTD[0]), None)]
+        i = int(stage.rpartition(".")[2])
+        block = _filled(self.model.layers[i], stage, weights)
+        with jax.default_matmul_precision("highest"):
+            seen = self._observe(block, *self._arguments(i, x_TD), window=self.windows[i])
+        out = []
+        for key, (x, counts_E) in seen.items():
+            products = (product.rpartition(":") for product in key.split(" ")[1:])
+            axes = {name: tuple(map(int, summed.split(","))) for name, _, summed in products}
+            out.append(Observed(axes, np.asarray(x), None if counts_E is None else np.asarray(counts_E)))
+        return out
+
+    def seen(self, stage: str) -> set[str]:
+        """The names of the kernels whose inputs `observe` returns. Nothing is computed."""
+        if stage == HEAD_STAGE:
+            return {f"{HEAD_STAGE}.kernel"}
+        i = int(stage.rpartition(".")[2])
+        graph, state = nnx.split(self.model.layers[i])
+        nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
+        keys = jax.eval_shape(
+            lambda state, x_BTD, step, kv: _observe(nnx.merge(graph, state), x_BTD, step, kv, self.windows[i]),
+            state,
+            *self._arguments(i, nothing_TW),
+        )
+        return {f"{stage}.{product.rpartition(':')[0]}" for key in keys for product in key.split(" ")[1:]}
+
+    def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
+        """The states [T, W] after a layer."""
+        i = int(stage.rpartition(".")[2])
+        block = _filled(self.model.layers[i], stage, weights)
+        with jax.default_matmul_precision("highest"):
+            y_BTD, result = self._run(block, *self._arguments(i, x_TD), window=self.windows[i])
+        if self.width == self.hidden:
+            return np.asarray(y_BTD[0])
+        states_TW = x_TD.copy()
+        states_TW[:, : self.hidden] = y_BTD[0]
+        if i in self._handed:
+            self._handed[i].write(states_TW, self.model.handed_on(result))
+        return states_TW
+
+    def logits_weights(self) -> Weights:
+        """Reads what makes logits of the last hidden states, in float32: the norm, and the head or, if it is tied, the
+        embedding."""
+        modules = {"norm": self.model.norm}
+        modules |= {"embed": self.model.embed} if self.model.lm_head is None else {HEAD_STAGE: self.model.lm_head}
+        return self._read(modules)
+
+    def logits(self, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
+        """The logits [T, V] of the states [T, W] after the last layer, by the arrays of `logits_weights`."""
+        with jax.default_matmul_precision("highest"):
+            x_BTD = _filled(self.model.norm, "norm", weights)(jnp.asarray(x_TD[:, : self.hidden])[None])
+            if self.model.lm_head is None:
+                logits_BTV = _filled(self.model.embed, "embed", weights).attend(x_BTD)
+            else:
+                logits_BTV = _filled(self.model.lm_head, HEAD_STAGE, weights)(x_BTD)
+            return np.asarray(self.model.adjusted(logits_BTV).astype(jnp.float32)[0])
+
+
+def _filled(part: Any, prefix: str, weights: Weights) -> Any:
+    """A module with its arrays."""
+    graph, state = nnx.split(part)
+    flat = [(p, v.replace(weights[".".join(map(str, (prefix, *p)))])) for p, v in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _names(modules: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        ".".join(map(str, (prefix, *path))): value.dtype
+        for prefix, module in modules.items()
+        for path, value in nnx.to_flat_state(nnx.state(module))
+    }
+
+
+def _run(block: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
+    result: tuple[jax.Array, Any] = block(x_BTD, step, window, kv)
+    return result
+
+
+def _observe(
+    block: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int
+) -> dict[str, tuple[jax.Array, jax.Array | None]]:
+    """By a key for each input, "0 attn.q.kernel:0 attn.k.kernel:0": the kernels and the axes that are summed over."""
+    names = {id(module): ".".join(map(str, (*path, "kernel"))) for path, module in nnx.iter_modules(block)}
+    inputs: dict[tuple[int, tuple[int, ...]], tuple[jax.Array, jax.Array, jax.Array | None, list[str]]] = {}
+    products: list[str] = []
+
+    def record(module: nnx.Module, equation: str, x: jax.Array, counts_E: jax.Array | None) -> None:
+        operands, out = equation.split("->")
+        left, right = operands.split(",")
+        summed = [letter for letter in right if letter in left and letter not in out]
+        name = names[id(module)]
+        products.append(name)
+        if any(letter in left and letter in out for letter in right):
+            products.append(name)  # a product for each of a batch counts as two
+            return
+        axes = tuple(left.index(letter) for letter in summed)
+        others = [axis for axis in range(x.ndim) if axis not in axes]
+        if (id(x), axes) not in inputs:
+            rows = jnp.transpose(x, (*others, *axes)).reshape(-1, *(x.shape[axis] for axis in axes))
+            inputs[id(x), axes] = x, rows.reshape(len(rows), -1).astype(jnp.float32), counts_E, []  # x keeps its id
+        places = ",".join(str(right.index(letter)) for letter in summed)
+        inputs[id(x), axes][-1].append(f"{name}:{places}")
+
+    with observing(record):
+        block(x_BTD, step, window, kv)
+    out = {}
+    for i, (_, rows, counts_E, of_input) in enumerate(inputs.values()):
+        if once := [key for key in of_input if products.count(key.rpartition(":")[0]) == 1]:
+            out[" ".join([f"{i:04d}", *once])] = rows, counts_E
+    return out

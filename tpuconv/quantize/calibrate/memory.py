@@ -1,0 +1,62 @@
+"""The private memory that a calibration needs, from shapes alone."""
+
+from collections.abc import Mapping
+from math import prod
+
+from tpuconv.checkpoint.manifest import Manifest, element_bytes
+from tpuconv.mapping.table import LAYERS_APART
+from tpuconv.quantize.calibrate.rounding import COLUMN_BYTES
+from tpuconv.quantize.encode import QwixEncoder
+
+HESSIAN_BYTES = 2 << 30
+"""Bytes of Hessians that are held at once, if one does not need more. For more of them the layer runs again."""
+BASE_BYTES = 900 << 20
+"""Private memory of the interpreter with jax and the compiled layer, without arrays."""
+
+
+def hessian_bytes(width: int) -> int:
+    """The bytes of the Hessian of an input with so many elements."""
+    return 4 * width * width
+
+
+def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
+    """The private memory in bytes that a calibration needs at most. Of the stage with most: its weights in float32 and
+    their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter while it is
+    rounded; the activations of one sample.
+
+    Args:
+        manifest: the checkpoint.
+        encoders: of the parameters that are quantized.
+        heads: of attention.
+        length: tokens of a sample.
+    """
+    weights: dict[str, int] = {}
+    hessians: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    largest = widest = 0
+    for name, array in manifest.arrays.items():
+        top, *rest = name.split(".")
+        is_stacked = manifest.scan_layers and top == "layers"
+        shape = array.shape[1:] if is_stacked else array.shape
+        is_apart = top in ("layers", LAYERS_APART) and rest[0].isdigit()
+        stage = f"{top}.{rest[0]}" if is_apart else top
+        if (
+            top not in ("layers", LAYERS_APART) and name not in encoders
+        ):  # the norm and the head run only to be calibrated
+            continue
+        weights[stage] = weights.get(stage, 0) + prod(shape)
+        if (encoder := encoders.get(name)) is not None:
+            width = prod(shape[axis] for axis in encoder.quant.summed)
+            axes = array.axes.split()
+            matrices = array.shape[axes.index("E")] if "E" in axes else 1
+            hessians[stage] = hessians.get(stage, 0) + matrices * hessian_bytes(width)
+            widths[stage] = widths.get(stage, 0) + width
+            largest, widest = max(largest, prod(shape)), max(widest, width)
+    held = max(min(HESSIAN_BYTES, max(hessians.values(), default=0)), hessian_bytes(widest))
+    rounding = 12 * largest + 8 * min(COLUMN_BYTES, 4 * largest)
+    activations = 4 * length * (3 * heads * length + 4 * max(widths.values(), default=0))
+    others = {"layers", LAYERS_APART, "norm", "lm_head", "mtp"}
+    embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]
+    first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
+    layer = 5 * max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
+    return BASE_BYTES + max(first, layer)

@@ -1,0 +1,108 @@
+"""One parameter while it is rounded: as matrices [I, O], of all inputs and outputs of its product, one for each
+expert."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from tpuconv.quantize.calibrate.gptq import Factor, Grid, KernelScales, adjusted, output_errors
+from tpuconv.quantize.encode import QwixEncoder
+
+COLUMN_BYTES = 128 << 20
+"""Bytes of the columns of a matrix, in float32, that are rounded at once: columns do not depend on each other."""
+
+
+class Rounding:
+    """A parameter with its quantized values, at first those of rounding to nearest.
+
+    Args:
+        encoder: of the parameter, or of that of stacked layers.
+        values: the parameter, of one layer, in float32.
+        summed: the axes that its product sums over.
+        has_experts: whether its first axis is that of experts.
+        is_stacked: whether the encoder's parameter has an axis of layers.
+
+    Attributes:
+        nearest, calibrated: squared errors of the outputs, summed over tokens and matrices, of rounding to nearest and
+            of what it holds now.
+        left: why matrices were left at the nearest, one reason for each.
+    """
+
+    def __init__(
+        self, encoder: QwixEncoder, values: np.ndarray, summed: Sequence[int], *, has_experts: bool, is_stacked: bool
+    ):
+        self.encoder, self.values, self.summed = encoder, values, tuple(summed)
+        stored = values.astype(encoder.dtype)
+        parts, _ = encoder(stored[None] if is_stacked else stored)
+        qvalues, self.scale, *self.zero_points = (part[0] if is_stacked else part for part in parts)
+        self.qbytes = np.ascontiguousarray(qvalues).view(np.uint8)
+        self.grid = Grid.of(encoder.quant.qtype)
+        self.matrices = len(values) if has_experts else 1
+        self.nearest = self.calibrated = 0.0
+        self.left: list[str] = []
+        first = 1 if has_experts else 0
+        self._lead = tuple(range(first))
+        self._outputs = tuple(axis for axis in range(first, values.ndim) if axis not in self.summed)
+
+    @property
+    def is_channelwise(self) -> bool:
+        """Whether each output has scales of its own, as GPTQ needs it."""
+        return all(self.scale.shape[axis] == self.values.shape[axis] for axis in (*self._lead, *self._outputs))
+
+    @property
+    def decoded(self) -> np.ndarray:
+        """The weights that the quantized values stand for, in float32."""
+        return self.encoder.decoded([self.qbytes, self.scale, *(part.view(np.uint8) for part in self.zero_points)])
+
+    def leave(self, why: str) -> None:
+        """Leaves a matrix at the nearest values."""
+        self.left.append(why)
+
+    def adjust(self, matrix: int, hessian: np.ndarray, factor: Factor) -> None:
+        """Rounds a matrix by GPTQ. A column whose output would have a larger error keeps the nearest values.
+
+        Args:
+            matrix: its number.
+            hessian: of its inputs [I, I].
+            factor: of the Hessian.
+        """
+        view = self._matrices(self.qbytes)[matrix]
+        kernel, qbytes = self._flat(self._matrices(self.values)[matrix]), self._flat(view)
+        scales = self._scales(matrix)
+        byte_values = np.zeros(256, np.float32)
+        byte_values[self.grid.qbytes] = self.grid.values
+        step = max(1, COLUMN_BYTES // (4 * len(kernel)))
+        for start in range(0, kernel.shape[1], step):
+            columns = slice(start, start + step)
+            part, of_part = np.ascontiguousarray(kernel[:, columns]), scales.outputs(start, start + step)
+            nearest = output_errors(hessian, of_part.weights(byte_values[qbytes[:, columns]]) - part)
+            chosen = adjusted(part, factor, of_part, self.grid)
+            errors = output_errors(hessian, of_part.weights(self.grid.values[chosen]) - part)
+            better = errors < nearest
+            qbytes[:, columns] = np.where(better, self.grid.qbytes[chosen], qbytes[:, columns])
+            self.nearest += float(nearest.sum())
+            self.calibrated += float(np.where(better, errors, nearest).sum())
+        view[...] = qbytes.reshape(view.shape)
+
+    def _matrices(self, x: np.ndarray) -> np.ndarray:
+        """A view [E, summed axes, outputs] of an array of the parameter's axes."""
+        ordered = x.transpose(*self._lead, *self.summed, *self._outputs)
+        return ordered if self._lead else ordered[None]
+
+    def _flat(self, x: np.ndarray) -> np.ndarray:
+        """[I, O] of [summed axes, outputs]."""
+        return x.reshape(prod(x.shape[: len(self.summed)]), -1)
+
+    def _scales(self, matrix: int) -> KernelScales:
+        scale = self._matrices(np.asarray(self.scale, np.float32))[matrix]
+        groups = scale.shape[: len(self.summed)]
+        sizes = [self.values.shape[axis] for axis in self.summed]
+        rows = np.zeros(1, np.int64)
+        for n, count in zip(sizes, groups, strict=True):
+            rows = (rows[:, None] * count + np.arange(n) // (n // count)).reshape(-1)
+        flat = self._flat(scale)
+        byte_values = dict(zip(self.grid.qbytes.tolist(), self.grid.values.tolist(), strict=True))
+        zero_points = [np.vectorize(byte_values.get, otypes=[np.float32])(p.view(np.uint8)) for p in self.zero_points]
+        zero = self._flat(self._matrices(zero_points[0])[matrix]) if zero_points else np.zeros_like(flat)
+        return KernelScales(np.ascontiguousarray(flat), np.ascontiguousarray(zero), rows)

@@ -1,0 +1,291 @@
+"""The pass over a model that calibrates it, layer by layer, before its output is written.
+
+For each layer: its weights are read; the layer runs on the hidden states of all samples, and the Hessian X^T X of each
+distinct input of its products is added up (for GPTQ; for AWQ and SmoothQuant the size of each element); its parameters
+are rounded; it runs again with these weights, which gives
+the inputs of the next layer. So each layer makes up for the errors of those before it. What is found, and the hidden
+states after a layer, are files in the work folder, and the layer an entry in the journal: a killed run goes on after
+the last complete layer, to the same bits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
+from tpuconv.convert.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.plan.quantization import FoundArray
+from tpuconv.errors import GateError, UnsupportedConfig
+from tpuconv.jsonfile import Each, Optional, Size
+from tpuconv.names import INPUT_SCALE, collapse
+from tpuconv.quantize.calibrate.data import CalibrationData
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.memory import calibration_memory
+from tpuconv.quantize.calibrate.rounding import Rounding
+from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
+from tpuconv.quantize.calibrate.stage import rounded_by_gptq, rounding_of
+from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.quantize.input_scale import InputScale, MeanScale
+from tpuconv.storage import disk
+from tpuconv.storage.journal import CALIBRATED, Journal
+
+LAYER_ENTRY = {"parameters": Each(CALIBRATED_SCHEMA), "input_scales": Optional(Each({"place": Size, "value": float}))}
+"""Schema of the journal's entry for a layer: what `results` says of its parameters; the static scales, by the names of
+their arrays, with the place of the layer in these."""
+
+
+def layer_entry(number: int) -> str:
+    """The journal's entry for a layer, by the number of its stage."""
+    return f"{CALIBRATED}-{number:05d}"
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The hidden states of all samples before a layer: a file of float32 [samples, length, W]."""
+
+    path: Path
+    length: int
+
+    def write(self, states: Iterator[np.ndarray], of_what: str) -> None:
+        """Writes and flushes the states [T, D] of each sample.
+
+        Raises:
+            GateError: one is not finite.
+        """
+        disk.make_folder(self.path.parent)
+        with disk.Writer(self.path, read_soon=True) as file:
+            for number, x_TD in enumerate(states):
+                if not np.isfinite(x_TD).all():
+                    raise GateError(
+                        f"the output of {of_what} is not finite on sample {number} of the text",
+                        hint="`tpuconv verify --compare-hf` says whether the checkpoint is right; an id outside of the "
+                        "vocabulary gives NaN too",
+                    )
+                file.write(np.ascontiguousarray(x_TD, np.float32))
+
+    def read(self, sample: int, width: int) -> np.ndarray:
+        """The states [T, W] of a sample."""
+        count = self.length * width
+        values = np.fromfile(self.path, np.float32, count, offset=4 * sample * count)
+        return values.reshape(self.length, width)
+
+
+@dataclass(frozen=True)
+class LayerwiseCalibration:
+    """See the module, and `tpuconv.convert.plan.quantization.CalibrationPass`.
+
+    Args:
+        manifest: the checkpoint that is quantized.
+        encoders: of its parameters.
+        settings: the method.
+        data: what the model runs on.
+        heads: of attention, in the layer with the most.
+    """
+
+    manifest: Manifest
+    encoders: Mapping[str, QwixEncoder]
+    settings: Calibration
+    data: CalibrationData
+    heads: int
+
+    @property
+    def memory(self) -> int:
+        """The private memory in bytes that it needs at most."""
+        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length)
+
+    def run(self, journal: Journal) -> Iterator[str]:
+        """Does what is left to do. Yields the name of each layer before it is calibrated.
+
+        Raises:
+            UnsupportedConfig: the input of a product that has a static scale is not seen.
+            GateError: activations are not finite.
+        """
+        runner = LayerRunner(self.manifest, self.data.length)
+        stages = self._stages(runner)
+        self._check_inputs(runner, stages)
+        for number, stage in enumerate(stages):
+            if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
+                continue
+            yield f"layer {number + 1} of {len(stages)}" if stage != HEAD_STAGE else "the head"
+            states = self._states(journal, number)
+            if number == 0:
+                states.write(runner.embedded(self.data.ids()), "the embedding")
+            weights = runner.weights(stage)
+            calibrate = {"gptq": self._calibrate, "nearest": self._round}.get(self.settings.method, self._smooth)
+            facts = calibrate(runner, stage, weights, states, CalibratedValues(journal.folder))
+            scales = self._input_scales(runner, stage, weights, states)
+            if number + 1 < len(stages) and stage != HEAD_STAGE:
+                samples = (self._sample(runner, states, i) for i in range(self.data.samples))
+                outputs = (runner.run(stage, weights, x_TD) for x_TD in samples)
+                self._states(journal, number + 1).write(outputs, stage)
+            journal.record(layer_entry(number), {"parameters": facts} | ({"input_scales": scales} if scales else {}))
+            disk.remove(states.path)
+
+    def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
+        """What the manifest says of each parameter: sums over the layers of stacked ones."""
+        out: dict[str, dict[str, Any]] = {}
+        number = 0
+        while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:
+            for name, facts in done["parameters"].items():
+                known = out.setdefault(name, {"nearest": 0.0, "calibrated": 0.0, "left": 0, "why": ""})
+                known |= {key: known[key] + facts[key] for key in ("nearest", "calibrated", "left")}
+                known["why"] = known["why"] or facts["why"]
+            number += 1
+        return {name: {"calibration": facts} for name, facts in out.items()}
+
+    @property
+    def found_arrays(self) -> Iterator[tuple[str, FoundArray]]:
+        """The static scales: the name of each array, and its form. Those of stacked layers have an axis of layers."""
+        for name, encoder in self.encoders.items():
+            quant = encoder.quant
+            if (scale := quant.input_scale) is not None:
+                is_stacked = len(quant.shape) > len(quant.summed) + len(quant.qwix_how.channelwise_axes)
+                layers, letters = (
+                    (quant.shape[:1], self.manifest.arrays[name].axes.split()[:1]) if is_stacked else ((), [])
+                )
+                form = FoundArray((*layers, *[1] * scale.axes), " ".join([*letters, *["1"] * scale.axes]))
+                yield _scale_name(name), form
+
+    def found(self, journal: Journal) -> dict[str, np.ndarray]:
+        """The values of these arrays."""
+        out = {name: np.zeros(form.shape, np.float32) for name, form in self.found_arrays}
+        number = 0
+        while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:
+            for name, scale in done.get("input_scales", {}).items():
+                out[name].reshape(-1)[scale["place"]] = scale["value"]
+            number += 1
+        return out
+
+    def _stages(self, runner: LayerRunner) -> list[str]:
+        """The stages up to the last with a quantized parameter."""
+        quantized = [
+            i
+            for i, stage in enumerate(runner.stages)
+            if any(self._encoder(runner, name) for name in runner.names(stage))
+        ]
+        return runner.stages[: max(quantized, default=-1) + 1]
+
+    def _encoder(self, runner: LayerRunner, name: str) -> QwixEncoder | None:
+        return self.encoders.get(runner.stored_name(name)[0])
+
+    def _states(self, journal: Journal, number: int) -> HiddenStates:
+        return HiddenStates(journal.folder / CALIBRATED / f"states-{number}", self.data.length)
+
+    @staticmethod
+    def _sample(runner: LayerRunner, states: HiddenStates, sample: int) -> np.ndarray:
+        return states.read(sample, runner.width)
+
+    def _calibrate(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
+    ) -> dict[str, dict[str, Any]]:
+        """Rounds the quantized parameters of a stage: replaces them in `weights` by what their quantized values stand
+        for, and writes these to `found`. Returns the facts of each parameter."""
+
+        def samples() -> Iterator[np.ndarray]:
+            return (self._sample(runner, states, number) for number in range(self.data.samples))
+
+        (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings)
+        return self._finish(runner, stage, weights, roundings, found)
+
+    def _smooth(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
+    ) -> dict[str, dict[str, Any]]:
+        """As `_calibrate`, by AWQ or SmoothQuant: replaces weights by scaled ones and writes these, too."""
+
+        def samples() -> Iterator[np.ndarray]:
+            return (self._sample(runner, states, number) for number in range(self.data.samples))
+
+        inputs = stage_inputs(runner, stage, weights, samples, self.data.samples)
+        roundings, changed = rounded_by_scales(runner, stage, weights, inputs, self.encoders, self.settings)
+        for name, values in changed.items():
+            stored, layer = runner.stored_name(name)
+            weights[name] = jnp.asarray(values.astype(np.float32))
+            found.write(stored, layer, VALUES, values)
+        return self._finish(runner, stage, weights, roundings, found)
+
+    def _round(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
+    ) -> dict[str, dict[str, Any]]:
+        """As `_calibrate`, to the nearest values."""
+        names = [name for name in weights if self._encoder(runner, name) is not None]
+        roundings = {name: self._rounding(runner, name, weights, (), False) for name in names}
+        return self._finish(runner, stage, weights, roundings, found)
+
+    def _input_scales(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates
+    ) -> dict[str, dict[str, Any]]:
+        """The static scales of a stage with the quantized weights, by the names of their arrays."""
+        wanted = self._static_scales(runner, stage)
+        means = {name: MeanScale(scale.qwix_how) for name, scale in wanted.items()}
+        for sample in range(self.data.samples) if wanted else ():
+            for observed in runner.observe(stage, weights, self._sample(runner, states, sample)):
+                for name in (name for kernel in observed.summed_axes if (name := f"{stage}.{kernel}") in wanted):
+                    means[name].add(observed.x)
+        stored = {name: runner.stored_name(name) for name in wanted}
+        return {
+            _scale_name(stored[name][0]): {"place": stored[name][1] or 0, "value": mean.scale}
+            for name, mean in means.items()
+        }
+
+    def _static_scales(self, runner: LayerRunner, stage: str) -> dict[str, InputScale]:
+        """The parameters of a stage whose products have inputs with static scales."""
+        encoders = {name: self._encoder(runner, name) for name in runner.names(stage)}
+        scales = {name: encoder.quant.input_scale for name, encoder in encoders.items() if encoder is not None}
+        return {name: scale for name, scale in scales.items() if scale is not None}
+
+    def _check_inputs(self, runner: LayerRunner, stages: Sequence[str]) -> None:
+        """Raises UnsupportedConfig if the input of a product that has a static scale is not seen."""
+        wanted = [(stage, self._static_scales(runner, stage)) for stage in stages]
+        unseen = [name for stage, scales in wanted if scales for name in sorted(scales.keys() - runner.seen(stage))]
+        if unseen:
+            raise UnsupportedConfig(
+                f"the inputs of {', '.join(collapse(unseen))} are not seen, so that they have no static scale",
+                hint="put a rule without act_static_scale for these modules before it",
+            )
+
+    def _finish(
+        self,
+        runner: LayerRunner,
+        stage: str,
+        weights: Weights,
+        roundings: dict[str, Rounding],
+        found: CalibratedValues,
+    ) -> dict[str, dict[str, Any]]:
+        """Replaces the quantized parameters of a stage in `weights` by what their values stand for, and writes these.
+        Returns the facts of each."""
+        facts = {}
+        for name in weights:
+            encoder = self._encoder(runner, name)
+            if encoder is None:
+                continue
+            stored, layer = runner.stored_name(name)
+            if name not in roundings:  # the run rounds it to nearest, too
+                rounding = self._rounding(runner, name, weights, (), False)
+                rounding.leave("its inputs were not seen")
+                roundings[name] = rounding
+            rounding = roundings[name]
+            found.write(stored, layer, QVALUES, rounding.qbytes)
+            weights[name] = jnp.asarray(rounding.decoded)
+            facts[stored] = {
+                "nearest": rounding.nearest,
+                "calibrated": rounding.calibrated,
+                "left": len(rounding.left),
+                "why": next(iter(rounding.left), ""),
+            }
+        return facts
+
+    def _rounding(
+        self, runner: LayerRunner, name: str, weights: Weights, summed: Sequence[int], has_experts: bool
+    ) -> Rounding:
+        return rounding_of(runner, self.encoders[runner.stored_name(name)[0]], name, weights, summed, has_experts)
+
+
+def _scale_name(parameter: str) -> str:
+    """The name of the array of the static scale of a parameter's input."""
+    return parameter.rpartition(".")[0] + INPUT_SCALE

@@ -1,0 +1,123 @@
+"""The parameters of one stage of a model, rounded by GPTQ: the Hessians of its inputs are added up over all samples, as
+many at once as memory allows, and each serves all products of its input."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tpuconv.errors import SourceError
+from tpuconv.quantize.calibrate.gptq import SingularHessian, factorize
+from tpuconv.quantize.calibrate.layers import LayerRunner, Weights
+from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
+from tpuconv.quantize.calibrate.rounding import Rounding
+from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.encode import QwixEncoder
+
+Samples = Callable[[], Iterator[np.ndarray]]
+"""Yields the hidden states [T, D] of each sample before a stage, each time that it is called."""
+
+
+def rounding_of(
+    runner: LayerRunner,
+    encoder: QwixEncoder,
+    name: str,
+    weights: Weights,
+    summed: Sequence[int] = (),
+    has_experts: bool = False,
+) -> Rounding:
+    """A parameter of a stage, rounded to nearest.
+
+    Raises:
+        SourceError: it is not finite.
+    """
+    try:
+        values, layer = np.asarray(weights[name]), runner.stored_name(name)[1]
+        return Rounding(encoder, values, summed, has_experts=has_experts, is_stacked=layer is not None)
+    except FloatingPointError:
+        raise SourceError(
+            f"{name} is not finite: there are NaN or infinite values", hint="convert the source again"
+        ) from None
+
+
+def rounded_by_gptq(
+    runner: LayerRunner,
+    stage: str,
+    weights: Weights,
+    samples: Samples,
+    encoder_sets: Sequence[Mapping[str, QwixEncoder]],
+    settings: Calibration,
+) -> list[dict[str, Rounding]]:
+    """The quantized parameters of a stage, for each set of encoders, by their names in a model of separate layers.
+    Those whose inputs are not seen are left out.
+
+    Args:
+        runner: of the model.
+        stage: its name.
+        weights: of the stage.
+        samples: what runs through it.
+        encoder_sets: of the parameters, by their names in the checkpoint.
+        settings: of GPTQ.
+    """
+    seen = runner.observe(stage, weights, next(samples()))
+    results: list[dict[str, Rounding]] = [{} for _ in encoder_sets]
+    hessians: list[tuple[int, int, int, list[Rounding]]] = []
+    for number, observed in enumerate(seen):
+        of_input = []
+        for kernel, summed in observed.summed_axes.items():
+            name = f"{stage}.{kernel}"
+            for encoders, result in zip(encoder_sets, results, strict=True):
+                if (encoder := encoders.get(runner.stored_name(name)[0])) is not None:
+                    has_experts = observed.counts_E is not None
+                    result[name] = rounding_of(runner, encoder, name, weights, summed, has_experts)
+                    of_input.append(result[name])
+        experts = 1 if observed.counts_E is None else len(observed.counts_E)
+        if of_input:
+            hessians += [(number, expert, observed.x.shape[1], of_input) for expert in range(experts)]
+    del seen
+    while hessians:
+        count, room = 0, HESSIAN_BYTES
+        while count < len(hessians) and (not count or hessian_bytes(hessians[count][2]) <= room):
+            room -= hessian_bytes(hessians[count][2])
+            count += 1
+        sums = _sums(runner, stage, weights, samples, [item[:3] for item in hessians[:count]])
+        for _, expert, _, of_input in hessians[:count]:
+            _round(of_input, expert, sums.pop(0), settings)
+        del hessians[:count]
+    return results
+
+
+def _sums(
+    runner: LayerRunner, stage: str, weights: Weights, samples: Samples, places: Sequence[tuple[int, int, int]]
+) -> list[np.ndarray]:
+    """The Hessians [I, I] of inputs, over all samples. `places` has for each the number of the input, the expert, and
+    I."""
+    hessians = [np.zeros((width, width), np.float32) for *_, width in places]
+    for x_TD in samples():
+        seen = runner.observe(stage, weights, x_TD)
+        for hessian, (number, expert, _) in zip(hessians, places, strict=True):
+            rows, counts_E = seen[number].x, seen[number].counts_E
+            if counts_E is not None:
+                end = int(counts_E[: expert + 1].sum())
+                rows = rows[end - int(counts_E[expert]) : end]
+            if len(rows):
+                np.add(hessian, rows.T @ rows, out=hessian)
+    return hessians
+
+
+def _round(roundings: Sequence[Rounding], matrix: int, hessian: np.ndarray, settings: Calibration) -> None:
+    """Rounds one matrix of the parameters that share an input."""
+    if not hessian.any():
+        for rounding in roundings:
+            rounding.leave("no token reached it")
+        return
+    try:
+        factor = factorize(hessian, settings.damping, settings.act_order)
+    except SingularHessian:
+        for rounding in roundings:
+            rounding.leave("its Hessian is singular")
+        return
+    for rounding in roundings:
+        if rounding.is_channelwise:
+            rounding.adjust(matrix, hessian, factor)
+        else:
+            rounding.leave("several outputs share a scale")

@@ -1,0 +1,335 @@
+"""What rounding a group of parameters costs, measured layer by layer: the weights of one layer are in memory, and the
+hidden states of each variant of the model, one for each option of each group, are files.
+
+A variant begins at the first layer of its group, with the states of the unquantized model; until the last layer it runs
+beside all others, on each layer's weights, which are read once. With GPTQ the weights of a layer are rounded by the
+inputs that it has in the unquantized model, or, in a recipe as a whole, in the quantized one, as `quantize` does it.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.errors import GateError, ResourceError
+from tpuconv.models.logits import divergences, log_softmax
+from tpuconv.quantize.calibrate.data import CalibrationData
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.rounding import Rounding
+from tpuconv.quantize.calibrate.run import HiddenStates
+from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
+from tpuconv.quantize.calibrate.stage import rounded_by_gptq, rounding_of
+from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.quantize.recipe.groups import Choices
+from tpuconv.quantize.recipe.search import Option, ParamGroup
+from tpuconv.sizes import format_size
+from tpuconv.storage import disk
+
+DTYPE = "float32"
+"""Of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""
+
+Decoded = Mapping[str, np.ndarray]
+"""The weights of a stage that have other values when some are quantized, by their names in a model of separate layers:
+those that the quantized values stand for, and with AWQ those that take scales."""
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Token sequences of one length that run through the model together, and the files of their states."""
+
+    runner: LayerRunner
+    ids_ST: np.ndarray
+    folder: Path
+    numbers: Iterator[int]
+
+    def begin(self) -> HiddenStates:
+        """The states before the first layer."""
+        states = self._new()
+        states.write(self.runner.embedded(self.ids_ST), "the embedding")
+        return states
+
+    def read(self, states: HiddenStates) -> Iterator[np.ndarray]:
+        """Yields the states [T, D] of each sequence."""
+        return (states.read(sample, self.runner.width) for sample in range(len(self.ids_ST)))
+
+    def after(self, stage: str, weights: Weights, states: HiddenStates) -> HiddenStates:
+        """The states after a layer."""
+        out = self._new()
+        out.write((self.runner.run(stage, weights, x_TD) for x_TD in self.read(states)), stage)
+        return out
+
+    def _new(self) -> HiddenStates:
+        return HiddenStates(self.folder / f"states-{next(self.numbers)}", self.ids_ST.shape[1])
+
+
+class LayerwiseProbe:
+    """Measures on a checkpoint, layer by layer.
+
+    Args:
+        manifest: the checkpoint, not quantized.
+        choices: what to measure.
+        prompts: the token ids of each.
+        folder: for the files, on a disk with room for the states of all variants.
+        calibration: the settings of GPTQ or AWQ and what the model runs on for it; None to round to nearest.
+
+    Its methods raise GateError if the states or the logits are not finite.
+
+    Raises:
+        ResourceError: the files do not fit on their disk.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        choices: Choices,
+        prompts: Sequence[Sequence[int]],
+        folder: Path,
+        calibration: tuple[Calibration, CalibrationData] | None = None,
+    ):
+        length, numbers = max(map(len, prompts)), count()
+        self._choices, self._prompts, self._calibration = choices, prompts, calibration
+        ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
+        self._runner = LayerRunner(manifest, length)
+        self._texts = _Sequences(self._runner, ids_PT, folder, numbers)
+        self._samples = None
+        if calibration:
+            data = calibration[1]
+            self._samples = _Sequences(LayerRunner(manifest, data.length), data.ids(), folder, numbers)
+        tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
+        tokens += 2 * calibration[1].samples * calibration[1].length if calibration else 0
+        needed = 4 * tokens * self._runner.width
+        if needed > (free := shutil.disk_usage(folder).free):
+            raise ResourceError(
+                f"the hidden states of {tokens} tokens take {format_size(needed)}, and {folder.parent} has "
+                f"{format_size(free)}",
+                hint="measure on fewer or shorter prompts, or name a recipe on a larger disk",
+            )
+        self._layers = [stage for stage in self._runner.stages if stage != HEAD_STAGE]
+        self._plain: HiddenStates | None = None
+
+    def each(self, on_layer: Callable[[int, int], None] = lambda done, total: None) -> list[ParamGroup]:
+        """The groups with the cost of each option. `on_layer` is called with how many layers are done, and of how
+        many."""
+        groups = self._choices.space.groups
+        plain = self._texts.begin()
+        samples = self._samples.begin() if self._samples else None
+        variants: dict[tuple[int, int], HiddenStates] = {}
+        for done, stage in enumerate(self._layers):
+            weights = self._runner.weights(stage)
+            rounded = self._each_rounded(stage, weights, samples)
+            begin = {(g, o) for g in self._groups_in(stage) for o in self._quantizing(groups[g])}
+            for number, option in sorted({*variants, *begin}):
+                own = _replaced(weights, rounded.get((number, option), {}))
+                before = variants.get((number, option))
+                variants[number, option] = self._texts.after(stage, own, before or plain)
+                if before:
+                    disk.remove(before.path)
+            following = self._texts.after(stage, weights, plain)
+            disk.remove(plain.path)
+            plain = following
+            samples = self._advanced(stage, weights, samples)
+            on_layer(done + 1, len(self._layers) + 1)
+        costs = self._costs(plain, variants, samples)
+        self._plain = plain
+        on_layer(len(self._layers) + 1, len(self._layers) + 1)
+        return [
+            replace(group, options=tuple(replace(o, kl=costs.get((g, i), o.kl)) for i, o in enumerate(group.options)))
+            for g, group in enumerate(groups)
+        ]
+
+    def together(self, options: Sequence[Option]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields for each prompt the logits [T, V] of the unquantized model, and of that with these options of all
+        groups."""
+        encoders = self._choices.chosen(options)
+        states = self._texts.begin()
+        samples = self._samples.begin() if self._samples else None
+        for stage in self._layers:
+            weights = self._runner.weights(stage)
+            (rounded,) = self._rounded(stage, weights, samples, [encoders])
+            weights = _replaced(weights, rounded)
+            following = self._texts.after(stage, weights, states)
+            disk.remove(states.path)
+            states = following
+            samples = self._advanced(stage, weights, samples)
+        plain, quantized = self._runner.logits_weights(), self._head([encoders], samples)[0]
+        pairs = zip(self._prompts, self._texts.read(self._reference()), self._texts.read(states), strict=True)
+        for ids, x_TD, y_TD in pairs:
+            yield tuple(  # type: ignore[misc]
+                check_finite(self._runner.logits(weights, z_TD[: len(ids)]))
+                for weights, z_TD in ((plain, x_TD), (quantized, y_TD))
+            )
+        disk.remove(states.path)
+
+    def _reference(self) -> HiddenStates:
+        """The last states of the unquantized model, which `each` leaves."""
+        if self._plain is None:
+            states = self._texts.begin()
+            for stage in self._layers:
+                following = self._texts.after(stage, self._runner.weights(stage), states)
+                disk.remove(states.path)
+                states = following
+            self._plain = states
+        return self._plain
+
+    def _groups_in(self, stage: str) -> dict[int, list[str]]:
+        """The parameters in a stage, of each group that has some there, by its number."""
+        names = {name: self._runner.stored_name(name)[0] for name in self._runner.names(stage)}
+        found = {
+            number: [name for name, stored in names.items() if stored in group.names]
+            for number, group in enumerate(self._choices.space.groups)
+        }
+        return {number: members for number, members in found.items() if members}
+
+    @staticmethod
+    def _quantizing(group: ParamGroup) -> list[int]:
+        return [number for number, option in enumerate(group.options) if option.qtype]
+
+    def _each_rounded(
+        self, stage: str, weights: Weights, samples: HiddenStates | None
+    ) -> dict[tuple[int, int], Decoded]:
+        """The weights of a stage with each option of each group alone, by the numbers of both. Rounding to nearest and
+        GPTQ change a parameter by itself, so that all groups are rounded at once; AWQ scales what makes an input, which
+        other groups may read."""
+        encoders, groups, here = self._choices.encoders, self._choices.space.groups, self._groups_in(stage)
+        alone = [
+            (g, o, str(groups[g].options[o]), names) for g, names in here.items() for o in self._quantizing(groups[g])
+        ]
+        if self._scales:
+            sets = [
+                {name: encoders[kind][name] for name in groups[g].names if name in encoders[kind]}
+                for g, _, kind, _ in alone
+            ]
+            found = self._rounded(stage, weights, samples, sets)
+            return {(g, o): decoded for (g, o, _, _), decoded in zip(alone, found, strict=True)}
+        kinds = list(encoders)
+        found = self._rounded(stage, weights, samples, [encoders[kind] for kind in kinds])
+        return {(g, o): {name: found[kinds.index(kind)][name] for name in names} for g, o, kind, names in alone}
+
+    @property
+    def _scales(self) -> bool:
+        """Whether inputs are scaled before weights are rounded."""
+        return self._calibration is not None and self._calibration[0].method == "awq"
+
+    def _rounded(
+        self,
+        stage: str,
+        weights: Weights,
+        samples: HiddenStates | None,
+        encoder_sets: Sequence[Mapping[str, QwixEncoder]],
+    ) -> Sequence[Decoded]:
+        """The weights of a stage, for each set of encoders, which are by stored names."""
+        if self._scales and samples is not None:
+            return self._by_awq(stage, weights, samples, encoder_sets)
+        calibrated = (
+            [{} for _ in encoder_sets] if samples is None else self._by_gptq(stage, weights, samples, encoder_sets)
+        )
+        out = []
+        for encoders, found in zip(encoder_sets, calibrated, strict=True):
+            names = [name for name in weights if self._runner.stored_name(name)[0] in encoders]
+            out.append(
+                {
+                    name: (
+                        found.get(name)
+                        or rounding_of(self._runner, encoders[self._runner.stored_name(name)[0]], name, weights)
+                    ).decoded
+                    for name in names
+                }
+            )
+        return out
+
+    def _by_awq(
+        self, stage: str, weights: Weights, samples: HiddenStates, encoder_sets: Sequence[Mapping[str, QwixEncoder]]
+    ) -> list[Decoded]:
+        assert self._samples is not None
+        assert self._calibration is not None
+        sequences, (settings, data) = self._samples, self._calibration
+        inputs = stage_inputs(sequences.runner, stage, weights, lambda: sequences.read(samples), data.samples)
+        out: list[Decoded] = []
+        for encoders in encoder_sets:
+            roundings, changed = rounded_by_scales(sequences.runner, stage, weights, inputs, encoders, settings)
+            scaled = {name: values.astype(np.float32) for name, values in changed.items()}
+            out.append(scaled | {name: rounding.decoded for name, rounding in roundings.items()})
+        return out
+
+    def _by_gptq(
+        self, stage: str, weights: Weights, samples: HiddenStates, encoder_sets: Sequence[Mapping[str, QwixEncoder]]
+    ) -> list[dict[str, Rounding]]:
+        assert self._samples is not None
+        assert self._calibration is not None
+        sequences = self._samples
+        return rounded_by_gptq(
+            sequences.runner, stage, weights, lambda: sequences.read(samples), encoder_sets, self._calibration[0]
+        )
+
+    def _advanced(self, stage: str, weights: Weights, samples: HiddenStates | None) -> HiddenStates | None:
+        if samples is None or self._samples is None:
+            return None
+        following = self._samples.after(stage, weights, samples)
+        disk.remove(samples.path)
+        return following
+
+    def _head(self, encoder_sets: Sequence[Mapping[str, QwixEncoder]], samples: HiddenStates | None) -> list[Weights]:
+        """What makes the logits, for each set of encoders; the last states of the samples are not needed any more."""
+        weights = self._runner.logits_weights()
+        if HEAD_STAGE in self._runner.stages:
+            heads = [
+                _replaced(weights, rounded) for rounded in self._rounded(HEAD_STAGE, weights, samples, encoder_sets)
+            ]
+        else:
+            heads = [weights for _ in encoder_sets]
+        if samples:
+            disk.remove(samples.path)
+        return heads
+
+    def _costs(
+        self,
+        plain: HiddenStates,
+        variants: Mapping[tuple[int, int], HiddenStates],
+        samples: HiddenStates | None,
+    ) -> dict[tuple[int, int], float]:
+        """The mean KL of each variant, over all tokens, by the numbers of its group and option."""
+        groups, weights, kinds = self._choices.space.groups, self._runner.logits_weights(), list(self._choices.encoders)
+        heads = self._head([self._choices.encoders[kind] for kind in kinds], samples)
+        places = {key: (states, weights) for key, states in variants.items()}
+        for number in self._groups_in(HEAD_STAGE) if HEAD_STAGE in self._runner.stages else ():
+            for option in self._quantizing(groups[number]):
+                places[number, option] = plain, heads[kinds.index(str(groups[number].options[option]))]
+        found: dict[tuple[int, int], list[np.ndarray]] = {key: [] for key in places}
+        for sample, ids in enumerate(self._prompts):
+            rows = slice(0, len(ids))
+
+            def logp(states: HiddenStates, head: Weights, sample: int = sample, rows: slice = rows) -> np.ndarray:
+                return log_softmax(
+                    check_finite(self._runner.logits(head, states.read(sample, self._runner.width)[rows]))
+                )
+
+            reference = logp(plain, weights)
+            for key, (states, head) in places.items():
+                found[key].append(divergences([reference], [logp(states, head)]))
+        for states in variants.values():
+            disk.remove(states.path)
+        return {key: float(np.concatenate(kl).mean()) for key, kl in found.items()}
+
+
+def _replaced(weights: Weights, decoded: Decoded) -> Weights:
+    return weights | {name: jnp.asarray(values) for name, values in decoded.items()}
+
+
+def check_finite(logits: np.ndarray) -> np.ndarray:
+    """Returns the logits.
+
+    Raises:
+        GateError: one is not finite.
+    """
+    if not np.isfinite(logits).all():
+        raise GateError(
+            "the logits of the model on these prompts are not finite: there is nothing to compare",
+            hint="`tpuconv verify --compare-hf` says whether the unquantized model is right",
+        )
+    return logits

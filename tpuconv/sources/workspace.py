@@ -1,0 +1,133 @@
+"""The folder that holds what of a remote source is on the disk."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from itertools import count
+from pathlib import Path
+from tempfile import gettempdir
+
+import xxhash
+
+from tpuconv.errors import ResourceError
+from tpuconv.location import Location
+from tpuconv.sizes import format_size
+from tpuconv.sources import schedule
+from tpuconv.sources.schedule import Segment
+from tpuconv.storage import disk
+
+FOLDER_IN_WORK = "source"
+"""The workspace in the work folder of a local output."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PART, WIDE = ".part", ".wide"
+MOST_PLACES = 1024
+LOCK = "lock"
+
+
+class Workspace:
+    """A folder of segments, in use by one process until it is closed. What an earlier run left in it is used again,
+    unless the machine was started since: segments are not flushed to the disk.
+
+    Args:
+        place: the folder of a user, who may have several outputs; by default the work folder of a local output, or the
+            folder for temporary files.
+        work: the work folder of the output.
+        identity: of the source, and of what is kept of it.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+
+    def __init__(self, place: Path | None, work: Location, identity: str):
+        own = place is None and isinstance(work, Path)
+        name = FOLDER_IN_WORK if own else f"tpuconv-{xxhash.xxh3_64_hexdigest(str(work).encode())}"
+        parent = work if own and isinstance(work, Path) else place or Path(gettempdir())
+        self.root, self._lock = _claimed(parent, name)
+        boot = BOOT_ID.read_text() if BOOT_ID.is_file() else os.urandom(16).hex()
+        self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {schedule.SEGMENT_BYTES} {boot}".encode())
+        for other in disk.entries(self.root):
+            if other not in (self.folder.name, LOCK):
+                disk.remove(self.root / other)
+        disk.make_folder(self.folder)
+
+    def keep_only(self, paths: Collection[Path]) -> None:
+        """Removes what an earlier run left, but for these: what was on the way, or was not dropped any more."""
+        for file in disk.entries(self.folder):
+            for name in disk.entries(self.folder / file):
+                if self.folder / file / name not in paths:
+                    disk.remove(self.folder / file / name)
+
+    def file_folder(self, number: int) -> Path:
+        """The folder of a file of the source, by its number there."""
+        return self.folder / f"{number:05d}"
+
+    def path(self, number: int, segment: Segment, *, wide: bool = False) -> Path:
+        """Where a segment of a file, or its wide part, is kept."""
+        return self.file_folder(number) / (f"{segment.number:06d}" + (WIDE if wide else ""))
+
+    def has(self, number: int, segment: Segment, *, wide: bool = False) -> bool:
+        """Whether it is there."""
+        try:
+            size = self.path(number, segment, wide=wide).stat().st_size
+        except FileNotFoundError:
+            return False
+        return size == (segment.wide_bytes if wide else segment.nbytes)
+
+    def used_bytes(self) -> int:
+        """The bytes that are there already."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def check_room(self, need: int) -> None:
+        """Raises ResourceError if there is no room for `need` bytes in all."""
+        more, free = max(0, need - self.used_bytes()), shutil.disk_usage(self.root).free
+        if more > free:
+            raise ResourceError(
+                f"the workspace {self.root} has {format_size(free)} free, and streaming the source takes "
+                f"{format_size(more)}",
+                hint="free some space, or give --workspace on another disk (/dev/shm is one in memory)",
+            )
+
+    def remove_file(self, number: int) -> None:
+        """Removes all segments of a file."""
+        disk.remove(self.file_folder(number))
+
+    def close(self) -> None:
+        """Removes what is empty, and lets other processes use the folder."""
+        for path in (*(self.folder / name for name in disk.entries(self.folder)), self.folder):
+            disk.remove_empty(path)
+        if disk.entries(self.root) == [LOCK]:
+            disk.remove(self.root / LOCK)
+            disk.remove_empty(self.root)
+        os.close(self._lock)
+
+
+def _claimed(parent: Path, name: str) -> tuple[Path, int]:
+    """The first folder of this name, or of it with a number, that is this user's and not in use; and its open lock."""
+    for number in count():
+        root = parent / (f"{name}-{number}" if number else name)
+        with disk.writing(root):
+            parent.mkdir(parents=True, exist_ok=True)
+            try:
+                root.mkdir(mode=0o700)
+            except FileExistsError:
+                status = root.lstat()
+                is_ours = root.is_dir() and not root.is_symlink() and status.st_uid == os.geteuid()
+                if not is_ours and number < MOST_PLACES:
+                    continue
+                if not is_ours:
+                    raise
+        lock = disk.open_lock(root / LOCK)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), (root / LOCK).stat()):
+                return root, lock
+        except OSError:
+            pass
+        os.close(lock)
+    raise AssertionError
+
+
+def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges as text, for an identity."""
+    return " ".join(f"{start}-{stop}" for start, stop in ranges)

@@ -1,0 +1,75 @@
+"""Questions about a folder, on a local disk or in a bucket. Nothing is written."""
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tpuconv import buckets
+from tpuconv.location import BucketPath, Location
+from tpuconv.storage.hashes import stamp
+
+
+def real(location: Location) -> Location:
+    """The location without links."""
+    return location if isinstance(location, BucketPath) else Path(os.path.realpath(location))
+
+
+def is_there(location: Location) -> bool:
+    """Whether a path exists, be it a link to nothing; in a bucket, whether there is an object of this name."""
+    if isinstance(location, BucketPath):
+        return buckets.facts(location) is not None
+    return os.path.lexists(location)
+
+
+def is_file(location: Location) -> bool:
+    """Whether there is a regular file, or an object, of this name."""
+    return location.is_file() if isinstance(location, Path) else is_there(location)
+
+
+def names_in(folder: Location) -> list[str]:
+    """The names of what a folder holds, sorted. A folder in a bucket that does not exist holds nothing.
+
+    Raises:
+        OSError: a local folder cannot be read.
+    """
+    if isinstance(folder, BucketPath):
+        return buckets.names(folder)
+    return sorted(os.listdir(folder))
+
+
+def stamp_of(location: Location) -> tuple[object, ...] | None:
+    """The stamp of a file, or the version of an object; None if it does not exist."""
+    if isinstance(location, BucketPath):
+        found = buckets.facts(location)
+        return None if found is None else (found.size, *sorted(found.version.items()))
+    try:
+        return stamp(os.stat(location))
+    except (OSError, ValueError):
+        return None
+
+
+def size_faults(folder: Location, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong with it."""
+    if isinstance(folder, BucketPath):
+        found = buckets.listing(folder)
+        for name, size in sizes.items():
+            if name not in found:
+                yield name, "is missing"
+            elif found[name] != size:
+                yield name, _wrong_size(found[name], size)
+        return
+    for name, size in sizes.items():
+        try:
+            status = os.stat(Path(folder, name))
+        except OSError as e:
+            yield name, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            yield name, "is not a regular file"
+        elif status.st_size != size:
+            yield name, _wrong_size(status.st_size, size)
+
+
+def _wrong_size(found: int, size: int) -> str:
+    return f"has {found} bytes instead of {size}"

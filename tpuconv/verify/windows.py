@@ -1,0 +1,63 @@
+"""A text in windows that overlap, for perplexity with strides: each token is predicted once, from at least
+`length - stride` tokens before it if the text has them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpuconv.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that a model runs on at once.
+
+    Attributes:
+        ids: the token ids [T].
+        first: the number of the first token whose prediction of the next one counts.
+    """
+
+    ids: Sequence[int]
+    first: int
+
+    @property
+    def scored(self) -> Sequence[int]:
+        """The tokens whose predictions count, and the last token, which is only predicted."""
+        return self.ids[self.first :]
+
+
+def windows(ids: Sequence[int], length: int, stride: int) -> list[Window]:
+    """Returns the windows of a text: each begins `stride` tokens after the one before it.
+
+    Args:
+        ids: the text, two tokens or more.
+        length: tokens of a window, two or more.
+        stride: less than `length`: the last token of a window is predicted in it, and predicts in the next one.
+
+    Raises:
+        UsageError: the text is too short, or the stride does not fit the length.
+    """
+    if len(ids) < 2:
+        raise UsageError("the text is shorter than two tokens", hint="give a longer text")
+    if not 0 < stride < length:
+        raise UsageError(
+            f"a stride of {stride} does not fit windows of {length} tokens",
+            hint="it must be from 1 to the length less 1",
+        )
+    out: list[Window] = []
+    predicted = 1  # tokens that have been, the first one aside
+    for start in range(0, len(ids), stride):
+        end = min(start + length, len(ids))
+        out.append(Window(ids[start:end], predicted - 1 - start))
+        predicted = end
+        if end == len(ids):
+            break
+    return out
+
+
+def scored_logits(windows: Sequence[Window], logits: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields of the logits [T, V] of each window those that count: they predict the tokens of `Window.scored` after the
+    first."""
+    for window, logits_TV in zip(windows, logits, strict=True):
+        yield logits_TV[window.first : -1]
