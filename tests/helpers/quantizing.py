@@ -1,9 +1,14 @@
 """Quantization in this process, of a small model of each family."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from flax import nnx
 
 import tpuconv
@@ -20,6 +25,7 @@ from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.rules import LAYER
 from tpuconv.sources.source import open_source
+from tpuconv.storage.journal import Journal
 
 MLA = {
     "kv_lora_rank": 32,
@@ -141,3 +147,18 @@ def assert_same_model(scanned: Path, separate: Path) -> None:
     assert_same(leaves(have), stacked(leaves(want)))
     logits = [forward(tpuconv.load(path, "float32"), [[3, 1, 4, 1, 5]], "float32")() for path in (scanned, separate)]
     assert np.array_equal(*logits)
+
+
+@contextmanager
+def interrupted(entry: str, when: str) -> Iterator[None]:
+    """Ctrl-C "before" or "after" this entry of the journal is written, in the work inside the block."""
+    record = Journal.record
+
+    def interrupting(self: Journal, name: str, facts: Any) -> None:
+        if name != entry or when == "after":
+            record(self, name, facts)
+        if name == entry:
+            raise KeyboardInterrupt
+
+    with patch.object(Journal, "record", interrupting), pytest.raises(KeyboardInterrupt):
+        yield

@@ -104,6 +104,7 @@ def export(
     """
     from tpuconv.api.evaluation import verify
     from tpuconv.convert.export import export as export_arrays
+    from tpuconv.convert.export_layout import lay_out
     from tpuconv.convert.run import PART_DONE, check_outside
     from tpuconv.convert.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
@@ -120,7 +121,7 @@ def export(
             skipped = ()
         progress(Progress("exporting"))
         jobs = Limits.of_this_machine().jobs
-        for step in export_arrays(arrays, what, folder, jobs, overwrite=overwrite, part=part):
+        for step in export_arrays(arrays, what, lay_out(arrays, what), folder, jobs, overwrite=overwrite, part=part):
             progress(Progress(f"exporting, {part}" if part else "exporting", step.done, step.total))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total

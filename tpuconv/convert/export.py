@@ -21,13 +21,9 @@ from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.convert.array_source import ArraySource, CheckpointArrays
 from tpuconv.convert.carried import Carried, skipped_tensors
-from tpuconv.convert.export_files import (
-    divide_tensors,
-    file_names,
-    safetensors_header,
-    write_index_and_companions,
-)
-from tpuconv.convert.export_rows import ExportPiece, export_pieces
+from tpuconv.convert.export_files import file_names, safetensors_header, write_index_and_companions
+from tpuconv.convert.export_layout import FileLayout, lay_out
+from tpuconv.convert.export_rows import ExportPiece
 from tpuconv.convert.export_tensor import ExportRow, ExportTensor
 from tpuconv.convert.exporting import Exporting, describe_exporting
 from tpuconv.convert.fetched import FetchedFiles, file_entry, file_reads, workspace_of_files
@@ -65,6 +61,7 @@ FILE_ENTRY = {"facts": {"bytes": Size, "xxh3_128": str}, "figures": Each(STATIST
 def export(
     arrays: ArraySource,
     what: Exporting,
+    layout: FileLayout,
     out: Location,
     jobs: int,
     *,
@@ -80,6 +77,7 @@ def export(
     Args:
         arrays: those of a checkpoint or of a plan.
         what: what is written of them.
+        layout: how, from `lay_out`.
         out: the output folder.
         jobs: threads.
         overwrite: replace an existing output of ours.
@@ -94,9 +92,7 @@ def export(
         ResourceError: there is too little disk space.
     """
     beside, manifest = what.beside, arrays.manifest
-    scheme = what.scheme or (IN_COMPRESSED if manifest.is_rounded else None)
-    pieces, encoding = export_pieces(arrays, what.table, what.config, beside.modules if beside else (), scheme)
-    shards = divide_tensors([*(t for piece in pieces for t in piece.tensors), *(beside.tensors if beside else ())])
+    pieces, shards, scheme = layout.pieces, layout.files, layout.scheme
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     facts = {
         "format": MANIFEST_FORMAT,
@@ -128,7 +124,7 @@ def export(
             journal.share()
             writing = _Run(arrays, pieces, beside, shards, journal, jobs, part)
             if streamed is not None:
-                reads = file_reads(streamed, pieces, beside, shards)
+                reads = file_reads(streamed, layout, beside)
                 writing.fetched = FetchedFiles(streamed, reads, writing.own, part, journal)
             with writing.fetched or nullcontext():
                 yield from writing.write()
@@ -145,7 +141,7 @@ def export(
             hashes |= {name: found["hash"] for name, found in others.items() if found}
             entries = [journal.done(file_entry(i), FILE_ENTRY) or {} for i in range(len(shards))]
             files = {name: entry["facts"] for name, entry in zip(file_names(len(shards)), entries, strict=True)}
-            write_index_and_companions(arrays, shards, journal.sink, total, files, encoding)
+            write_index_and_companions(arrays, shards, journal.sink, total, files, layout.encoding)
             figures: dict[str, Any] = {}
             for entry in entries:
                 for name, found in entry["figures"].items():
@@ -179,7 +175,8 @@ def export_checkpoint(
         beside: tensors of the source that are written too.
     """
     what = Exporting(table, config, manifest.family, beside)
-    return export(CheckpointArrays(manifest), what, out, jobs, overwrite=overwrite)
+    arrays = CheckpointArrays(manifest)
+    return export(arrays, what, lay_out(arrays, what), out, jobs, overwrite=overwrite)
 
 
 def convert_to_safetensors(
@@ -199,9 +196,10 @@ def convert_to_safetensors(
     check_outside(plan.source.folder, out)
     with closing(PlannedArrays(plan, part)) as arrays:
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
+        layout = lay_out(arrays, what)
         streamed = arrays if plan.source.remote else None
-        job_count = jobs_for_tensors(plan, limits, planned_files(plan).slabs)
-        yield from export(arrays, what, out, job_count, overwrite=overwrite, part=part, streamed=streamed)
+        job_count = jobs_for_tensors(plan, limits, layout.slabs)
+        yield from export(arrays, what, layout, out, job_count, overwrite=overwrite, part=part, streamed=streamed)
 
 
 @dataclass(frozen=True)
@@ -226,15 +224,11 @@ def planned_files(plan: Plan) -> PlannedFiles:
         UsageError: no format of servers holds what is quantized.
     """
     with closing(PlannedArrays(plan)) as arrays:
-        beside = skipped_tensors(plan)
-        what = describe_exporting(arrays, plan.options.scheme, beside)
-        scheme, modules = what.scheme, beside.modules if beside else ()
-        pieces, _ = export_pieces(arrays, what.table, what.config, modules, scheme)
-        files = divide_tensors([*(t for piece in pieces for t in piece.tensors), *(beside.tensors if beside else ())])
-        slabs = {tensor.of: len(piece.slabs) for piece in pieces if piece.letter for tensor in piece.tensors}
-        is_fetched = bool(plan.source.remote)
-        workspace = workspace_of_files(arrays, file_reads(arrays, pieces, beside, files)) if is_fetched else 0
-        return PlannedFiles(files, slabs, workspace)
+        what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
+        layout = lay_out(arrays, what)
+        reads = file_reads(arrays, layout, what.beside) if plan.source.remote else None
+        workspace = 0 if reads is None else workspace_of_files(arrays, reads)
+        return PlannedFiles(layout.files, layout.slabs, workspace)
 
 
 def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tpuconv.convert.carried import Carried
-from tpuconv.convert.export_rows import ExportPiece
-from tpuconv.convert.export_tensor import ExportTensor
+from tpuconv.convert.export_layout import FileLayout
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.planned_arrays import PlannedArrays
 from tpuconv.convert.slabs import check_promise
@@ -29,16 +28,11 @@ def file_entry(number: int) -> str:
     return f"file-{number:05d}"
 
 
-def file_reads(
-    arrays: PlannedArrays,
-    pieces: Sequence[ExportPiece],
-    beside: Carried | None,
-    files: Sequence[Sequence[ExportTensor]],
-) -> list[set[Extent]]:
+def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None) -> list[set[Extent]]:
     """What of the source each file is made from."""
-    place = {tensor.name: number for number, file in enumerate(files) for tensor in file}
-    reads: list[set[Extent]] = [set() for _ in files]
-    for piece in pieces:
+    place = {tensor.name: number for number, file in enumerate(layout.files) for tensor in file}
+    reads: list[set[Extent]] = [set() for _ in layout.files]
+    for piece in layout.pieces:
         names = {name for row in piece.rows for stack in row.inverse.src for name in stack.names}
         extents = {extent for name in names for slab in piece.slabs for extent in arrays.extents(name, slab)}
         for number in {place[tensor.name] for tensor in piece.tensors}:
