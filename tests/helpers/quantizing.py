@@ -17,7 +17,7 @@ from helpers.families import CASES, Case
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization

@@ -151,7 +151,7 @@ def save(
         TpuconvError: the model is not that of `like`, or the folder cannot be written; see `tpuconv.errors`.
     """
     from tpuconv import persist
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.sizing import Limits
 
     folder, limits = to_location(out), Limits.of_this_machine(jobs, max_memory)
     for step in persist.save(model, folder, to_location(like), limits, overwrite=overwrite):

@@ -13,8 +13,8 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, read_array
-from tpuconv.convert.export_tensor import ExportRow, ExportTensor
-from tpuconv.convert.serving.formats import FORMATS, Format, Packing, WeightGroup
+from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, WeightGroup
+from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
 from tpuconv.encodings.words import Words

@@ -12,12 +12,12 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
-from tpuconv.convert.array_source import ArraySource
-from tpuconv.convert.export_tensor import ExportRow, ExportTensor
+from tpuconv.convert.export.array_source import ArraySource
+from tpuconv.convert.export.serving.description import describe_encoding
+from tpuconv.convert.export.serving.formats import WeightGroup
+from tpuconv.convert.export.serving.rows import quantized_row
+from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.serving.description import describe_encoding
-from tpuconv.convert.serving.formats import WeightGroup
-from tpuconv.convert.serving.rows import quantized_row
 from tpuconv.encodings.passthrough import pack, pack_zero_points, separate_scales, unrefine
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes

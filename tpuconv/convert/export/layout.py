@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tpuconv.convert.array_source import ArraySource
-from tpuconv.convert.export_files import divide_tensors
-from tpuconv.convert.export_rows import ExportPiece, export_pieces
-from tpuconv.convert.export_tensor import ExportTensor
-from tpuconv.convert.exporting import Exporting
-from tpuconv.convert.serving.formats import IN_COMPRESSED
+from tpuconv.convert.export.array_source import ArraySource
+from tpuconv.convert.export.exporting import Exporting
+from tpuconv.convert.export.files import divide_tensors
+from tpuconv.convert.export.rows import ExportPiece, export_pieces
+from tpuconv.convert.export.serving.formats import IN_COMPRESSED
+from tpuconv.convert.export.tensor import ExportTensor
 
 
 @dataclass(frozen=True)

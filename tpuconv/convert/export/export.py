@@ -19,23 +19,23 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.schema import STATISTICS
-from tpuconv.convert.array_source import ArraySource, CheckpointArrays
-from tpuconv.convert.carried import Carried, skipped_tensors
-from tpuconv.convert.export_files import file_names, safetensors_header, write_index_and_companions
-from tpuconv.convert.export_layout import FileLayout, lay_out
-from tpuconv.convert.export_rows import ExportPiece
-from tpuconv.convert.export_tensor import ExportRow, ExportTensor
-from tpuconv.convert.exporting import Exporting, describe_exporting
-from tpuconv.convert.fetched import FetchedFiles, file_entry, file_reads, workspace_of_files
+from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
+from tpuconv.convert.export.carried import Carried, skipped_tensors
+from tpuconv.convert.export.exporting import Exporting, describe_exporting
+from tpuconv.convert.export.fetched import FetchedFiles, file_entry, file_reads, workspace_of_files
+from tpuconv.convert.export.files import file_names, safetensors_header, write_index_and_companions
+from tpuconv.convert.export.layout import FileLayout, lay_out
+from tpuconv.convert.export.planned_arrays import PlannedArrays, describe_plan
+from tpuconv.convert.export.rows import ExportPiece
+from tpuconv.convert.export.serving.formats import IN_COMPRESSED
+from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
-from tpuconv.convert.planned_arrays import PlannedArrays, describe_plan
-from tpuconv.convert.run import PART_DONE, RunProgress, check_outside
-from tpuconv.convert.serving.formats import IN_COMPRESSED
-from tpuconv.convert.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
-from tpuconv.convert.stamps import Stale, check_same_files, forget_changed
-from tpuconv.convert.steps import COMPARE_STEP, proof_step
-from tpuconv.convert.strided import copy_strided
-from tpuconv.convert.workers import HASH_ENTRY
+from tpuconv.convert.run.conversion import PART_DONE, RunProgress, check_outside
+from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
+from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
+from tpuconv.convert.run.strided import copy_strided
+from tpuconv.convert.run.workers import HASH_ENTRY
 from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import Each, Size
@@ -184,7 +184,7 @@ def convert_to_safetensors(
 ) -> Iterator[RunProgress]:
     """Converts a source to safetensors in one pass: cast, with adapters merged, or quantized. What the table leaves out
     and is not encoded, such as the towers of a multimodal model, is written as it is. Raises as `export` and
-    `tpuconv.convert.run.run` do.
+    `tpuconv.convert.run.conversion.run` do.
 
     Args:
         plan: of the conversion to a target that holds safetensors.

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, add_statistics, stored_arrays
-from tpuconv.convert.describe import describe
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
-from tpuconv.convert.run import check_made_of
-from tpuconv.convert.share import share_of
-from tpuconv.convert.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
-from tpuconv.convert.stamps import stamps_for_hosts
-from tpuconv.convert.steps import slab_reads
-from tpuconv.convert.workers import UnitResult
+from tpuconv.convert.run.conversion import check_made_of
+from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.share import share_of
+from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.stamps import stamps_for_hosts
+from tpuconv.convert.run.steps import slab_reads
+from tpuconv.convert.run.workers import UnitResult
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.layout import Ranges
@@ -30,7 +30,7 @@ from tpuconv.storage.sinks import Sink
 
 
 class PlannedArrays:
-    """See `tpuconv.convert.array_source.ArraySource`. `read` may be called from several threads."""
+    """See `tpuconv.convert.export.array_source.ArraySource`. `read` may be called from several threads."""
 
     def __init__(self, plan: Plan, part: ProcessPart | None = None):
         self.plan = plan

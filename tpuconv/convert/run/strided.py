@@ -47,7 +47,7 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
     if pitch % WORD or (source_starts % WORD).any():
         return False
 
-    from tpuconv.convert.transpose import transpose
+    from tpuconv.convert.run.transpose import transpose
 
     last = int(source_starts.max()) + (columns - 1) * pitch + rows * view.itemsize
     words = as_strided(source, (last // view.itemsize,), (view.itemsize,)).view(np.uint64)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpuconv.convert.plan.types import Plan, WorkUnit
-from tpuconv.convert.steps import COMPARE_STEP, proof_step
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.location import BucketPath
 from tpuconv.sources.shard import SourceShard

@@ -5,8 +5,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.convert.array_source import ArraySource, exported_config
-from tpuconv.convert.export_tensor import ExportTensor
+from tpuconv.convert.export.array_source import ArraySource, exported_config
+from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.config import without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE

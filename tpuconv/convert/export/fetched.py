@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tpuconv.convert.carried import Carried
-from tpuconv.convert.export_layout import FileLayout
+from tpuconv.convert.export.carried import Carried
+from tpuconv.convert.export.layout import FileLayout
+from tpuconv.convert.export.planned_arrays import PlannedArrays
 from tpuconv.convert.plan.types import Plan
-from tpuconv.convert.planned_arrays import PlannedArrays
-from tpuconv.convert.slabs import check_promise
-from tpuconv.convert.steps import COMPARE_STEP, compare_steps, copied_ranges, proof_step, whole
+from tpuconv.convert.run.slabs import check_promise
+from tpuconv.convert.run.steps import COMPARE_STEP, compare_steps, copied_ranges, proof_step, whole
 from tpuconv.errors import SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep

@@ -1,4 +1,4 @@
-"""Transposing matrices in memory, by a compiled loop. `tpuconv.convert.strided` imports it when it is first needed."""
+"""Transposing matrices in memory, by a compiled loop. `strided` imports it when it is first needed."""
 
 import numpy as np
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.orbax_tree import TrainedTree
-from tpuconv.convert.array_source import array_box
+from tpuconv.convert.export.array_source import array_box
+from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
-from tpuconv.convert.way_back import Explained, Parameter
 from tpuconv.errors import ConfigError
 from tpuconv.layout import Ranges
 from tpuconv.location import Location
@@ -21,7 +21,7 @@ from tpuconv.storage.sinks import Sink
 
 
 class OrbaxArrays:
-    """See `tpuconv.convert.array_source.ArraySource`. `read` may be called from several threads.
+    """See `tpuconv.convert.export.array_source.ArraySource`. `read` may be called from several threads.
 
     Args:
         tree: what was saved.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.convert.array_source import ArraySource, exported_config
-from tpuconv.convert.carried import Carried
-from tpuconv.convert.serving.formats import IN_COMPRESSED, IN_MXFP4
+from tpuconv.convert.export.array_source import ArraySource, exported_config
+from tpuconv.convert.export.carried import Carried
+from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.models.registry import Family, get_family

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.checkpoint import manifest
-from tpuconv.convert.card import model_card
-from tpuconv.convert.describe import describe
-from tpuconv.convert.found import FOUND_STEP, write_found
 from tpuconv.convert.plan.quantization import REPORT, CalibrationPass
 from tpuconv.convert.plan.types import Plan, WorkUnit
-from tpuconv.convert.share import entries_of, share_of
-from tpuconv.convert.sizing import Limits, jobs
-from tpuconv.convert.stamps import Stale, check_same_files, forget_changed, stamps_for_hosts
-from tpuconv.convert.steps import COMPARE_STEP, proof_step
-from tpuconv.convert.store import OrbaxTree, Store, step_files
-from tpuconv.convert.workers import HASH_ENTRY, UNIT_ENTRY, UnitResult, Workers
+from tpuconv.convert.run.card import model_card
+from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.found import FOUND_STEP, write_found
+from tpuconv.convert.run.share import entries_of, share_of
+from tpuconv.convert.run.sizing import Limits, jobs
+from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed, stamps_for_hosts
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
+from tpuconv.convert.run.store import OrbaxTree, Store, step_files
+from tpuconv.convert.run.workers import HASH_ENTRY, UNIT_ENTRY, UnitResult, Workers
 from tpuconv.errors import OutputError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import MIB

@@ -20,14 +20,14 @@ import numpy as np
 from tpuconv.checkpoint import manifest
 from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
-from tpuconv.convert.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab, WorkUnit
-from tpuconv.convert.share import ZARR_FILES, Share
-from tpuconv.convert.sizing import buffers
-from tpuconv.convert.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
-from tpuconv.convert.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
-from tpuconv.convert.store import Store
-from tpuconv.convert.strided import copy_strided
+from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.run.share import ZARR_FILES, Share
+from tpuconv.convert.run.sizing import buffers
+from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
+from tpuconv.convert.run.store import Store
+from tpuconv.convert.run.strided import copy_strided
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import Each, Optional, Range, Size
 from tpuconv.sources.reader import Reader

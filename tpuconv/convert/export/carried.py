@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.convert.export_tensor import ExportTensor
+from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.encodings.decode import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tpuconv.convert.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8, IN_MXFP4, WeightGroup
+from tpuconv.convert.export.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8, IN_MXFP4, WeightGroup
 from tpuconv.errors import UsageError
 
 HEAD = "lm_head"
