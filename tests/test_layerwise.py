@@ -36,6 +36,10 @@ def compared(
 NOT_READ = {"longcat_flash"}
 """Families whose releases transformers does not load: it wants matrices of the experts that have none."""
 
+AS_THEY_LIE = {"step3p5", "step3p7"}
+"""Families of which transformers multiplies experts where they lie in the file. How they are aligned there changes the
+last bit of its own logits."""
+
 SEPARABLE = [case for case in CASES if not is_inseparable(case) and case.family not in NOT_READ]
 
 
@@ -45,9 +49,9 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) 
     layers = case.config.get("num_hidden_layers", 2)
     assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
     assert not [part for part in parts if part.diverges]
-    for mine, whole in zip(theirs, reference_logits(hf(case), PROMPTS, "float32"), strict=True):
-        np.testing.assert_array_equal(mine, whole)
     scale = max(np.abs(x).max() for x in theirs)
+    for mine, whole in zip(theirs, reference_logits(hf(case), PROMPTS, "float32"), strict=True):
+        np.testing.assert_allclose(mine, whole, rtol=0, atol=2e-6 * scale if case.family in AS_THEY_LIE else 0)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 2e-5 * scale
     if case in WHOLE:
         for mine, whole in zip(ours, model_logits(orbax(case), PROMPTS, "float32"), strict=True):

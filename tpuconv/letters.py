@@ -41,6 +41,7 @@ LETTERS = {
     "o": "layers that use the keys and values of an earlier one",
     "h": "head dimension of layers that see all tokens",
     "m": "key-value heads of layers that see all tokens",
+    "q": "query heads of layers that see all tokens",
     "i": "layers with an MLP of width F",
     "j": "layers with an MLP of width y",
     "y": "double MLP width",

@@ -15,6 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
+from tpuconv.verify.logits import READ_WITHIN, whole_config
+
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -70,7 +72,7 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
-            beside = {"projection_hidden_size": 8} if self.family == "kimi_k25" else {}
+            beside = BESIDE_TEXT.get(self.family, {})
             return AutoConfig.for_model(
                 self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
@@ -120,10 +122,12 @@ NO_SCAN = {
     "deepseek_v4": "layers differ in how they compress keys",
     **dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "layers with a state and with attention"),
     "glm4v_moe": "as deepseek_v3",
+    **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
 }
 REPEATING = {
     *("deepseek_v3-all-experts", "deepseek_v3-all-dense", "deepseek_v2-groups", "llama4-scout"),
     *("qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5_moe_text-plain", "granitemoehybrid-attention"),
+    *("step3p5-pairs", "step3p7-alike"),
 }
 """Cases of families in `NO_SCAN` whose layers are alike, or repeat with a period."""
 LLAMA4 = {
@@ -219,9 +223,17 @@ VISION: dict[str, dict[str, Any]] = {
     "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
     "glm4v": GLM_VISION,
     "glm4v_moe": GLM_VISION,
+    "glm46v": GLM_VISION | {"model_type": "glm4v_vision"},
+    "step3p7": SIGLIP_VISION,
+    "muse_glimmer": KIMI_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
 }
 """The `vision_config` of families inside multimodal models."""
+BESIDE_TEXT = {
+    "kimi_k25": {"projection_hidden_size": 8},
+    "muse_glimmer": {"out_hidden_size": 32, "projector_hidden_size": 8},
+}
+"""Further sizes beside the `text_config`."""
 
 DEEPSEEK = {
     "num_key_value_heads": None,
@@ -276,6 +288,21 @@ GLM4_MOE = {
     "moe_intermediate_size": 20,
     "n_routed_experts": 12,
     "num_experts_per_tok": 4,
+}
+STEP = {
+    "head_dim": 10,
+    "num_sliding_attention_heads": 8,
+    "sliding_window": 6,
+    "moe_intermediate_size": 20,
+    "share_expert_dim": 28,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "moe_router_scaling_factor": 2.5,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "full_attention": LLAMA3 | {"partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0, "partial_rotary_factor": 1.0},
+    },
 }
 GRANITE = {
     "embedding_multiplier": 3.3,
@@ -1485,6 +1512,60 @@ CASES: list[Case] = [
         rms_norm_eps=1e-3,
         tie_word_embeddings=True,
     ),
+    _case(
+        "step3p5-plain",
+        **STEP,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        swiglu_limits=[None, 0.6, 0.0, 0.3],
+        swiglu_limits_shared=[0.5, None, 0.4, 0.0],
+    ),
+    _case(
+        "step3p5-pairs",  # more experts than tokens
+        **STEP | {"n_routed_experts": 96, "num_sliding_attention_heads": 4, "query_pre_attn_scalar": 20},
+        layer_types=MIXED,
+        mlp_layer_types=["sparse"] * 4,
+        swiglu_limits=[0.5, 0.0, 0.5, 0.0],
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "step3p7-plain",
+        **STEP,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        swiglu_limits_shared=[0.0, 0.6, 0.3, 0.0],
+    ),
+    _case(
+        "step3p7-alike",  # no layer has the window
+        **STEP | {"num_sliding_attention_heads": None},
+        mlp_layer_types=["sparse"] * 4,
+        tie_word_embeddings=True,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
+    _case("muse_glimmer-plain", head_dim=10, num_hidden_layers=5, sliding_window=6),
+    _case(
+        "muse_glimmer-apart",  # layers without rotary positions are not those without a window
+        head_dim=14,
+        num_hidden_layers=4,
+        sliding_window=4,
+        layer_types=MIXED,
+        rope_parameters=LLAMA3,
+        layer_rope_theta=[500.0, 500.0, 0, 0],
+        attention_bias=True,
+        qk_scale_factor=1.7,
+        output_multiplier=0.7,
+        final_logit_softcapping=3.0,
+        post_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case("glm46v-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "glm46v-tied",
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        num_attention_heads=6,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -1533,6 +1614,8 @@ COMPUTED_BY = {
     "ministral": "llama",
     "glm4v": "glm4",
     "glm4v_moe": "glm4_moe",
+    "glm46v": "glm4",
+    "step3p7": "step3p5",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",
@@ -1570,7 +1653,10 @@ def one_fast_of_each(
     ]
 
 
-CENTERED = {"qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"}
+CENTERED = {
+    *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+    *("step3p5", "step3p7", "muse_glimmer"),
+}
 """Families whose norms multiply by 1 + w."""
 
 
@@ -1592,10 +1678,11 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
 
     torch.manual_seed(seed)
     # The text model alone would be saved under other names than those of the released checkpoints.
-    language_model = AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM
+    is_inside = case.family in VISION or case.family in READ_WITHIN
+    language_model = AutoModelForImageTextToText if is_inside else AutoModelForCausalLM
     headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
     auto = headless.get(returns, language_model).from_config
-    config = case.hf_config()
+    config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
     if returns == "scores":
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
@@ -1658,6 +1745,16 @@ def _resplit(path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+def _unwrap(folder: Path, architecture: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path, raw = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    kept = {name: x for name, x in load_file(path).items() if not name.startswith("vi")}
+    save_file(kept, path, {"format": "pt"})
+    text = raw["text_config"] | {key: raw[key] for key in ("transformers_version", "tie_word_embeddings")}
+    (folder / "config.json").write_text(json.dumps(text | {"architectures": [architecture]}))
+
+
 def _rename(path: Path, old: str, new: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -1692,6 +1789,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
             _rename(folder / "model.safetensors", f"block_sparse_moe.{name}", f"mlp.{name}")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
+    if case.family == "step3p5":  # which transformers has inside step3p7 alone
+        _unwrap(folder, "Step3p5ForCausalLM")
     if case.written_as:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"model_type": case.written_as}))

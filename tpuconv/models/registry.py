@@ -105,6 +105,10 @@ FAMILIES: Mapping[str, str] = {
     "glm4v": "tpuconv.models.glm4v.family:FAMILY",
     "glm4v_moe": "tpuconv.models.glm4v_moe.family:FAMILY",
     "olmo_hybrid": "tpuconv.models.olmo_hybrid.family:FAMILY",
+    "step3p5": "tpuconv.models.step3p5.family:FAMILY",
+    "step3p7": "tpuconv.models.step3p7.family:FAMILY",
+    "muse_glimmer": "tpuconv.models.muse_glimmer.family:FAMILY",
+    "glm46v": "tpuconv.models.glm46v.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

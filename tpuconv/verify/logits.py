@@ -146,12 +146,31 @@ READ_AS = {"kimi_k2": "deepseek_v3"}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
 
+READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "step3p5": ("step3p7", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28})
+}
+"""Model types that transformers has as text models of multimodal ones alone: the type of that, and the `vision_config`
+of a small one. What sees is not used."""
+
+
+def whole_config(raw: Mapping[str, Any]) -> Any:
+    """Returns transformers' config object of the multimodal model around the text model of a parsed config.json whose
+    type is one of `READ_WITHIN`."""
+    from transformers import AutoConfig
+
+    whole, vision = READ_WITHIN[raw["model_type"]]
+    tied = raw.get("tie_word_embeddings", False)
+    text = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "architectures")}
+    return AutoConfig.for_model(whole, text_config=text, vision_config=dict(vision), tie_word_embeddings=tied)
+
 
 def reference_config(source: Path) -> Any:
     """Returns transformers' config object of the source."""
     from transformers import AutoConfig
 
     raw = read_json(source / CONFIG_FILE, ConfigError)
+    if raw.get("model_type") in READ_WITHIN:
+        return whole_config(raw)
     if (other := READ_AS.get(raw.get("model_type", ""))) is None:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})

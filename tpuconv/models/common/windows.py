@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import Rope, rope_of_layers
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,54 @@ class PatternConfig(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class WindowRopesConfig(PatternConfig):
+    """A decoder whose layers with the window have rotary positions of their own, in another part of each head.
+
+    Attributes:
+        rotary_part: the part of a head with rotary positions, of a config.json without.
+        local_rope: the rotary positions of layers with the window; `rope` has those of the others.
+        full_rotary, local_rotary: the parts of a head of layers that see all tokens, and of those with the window.
+    """
+
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"local_rope", "full_rotary", "local_rotary"}
+    rotary_part: ClassVar[float]
+
+    local_rope: Rope
+    full_rotary: float
+    local_rotary: float
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`, for each type of layer."""
+        out: dict[str, Any] = {}
+        for kind, rope_field, part_field in (
+            ("full_attention", "rope", "full_rotary"),
+            ("sliding_attention", "local_rope", "local_rotary"),
+        ):
+            given = rope_of_layers(raw, kind, getattr(cls, rope_field).theta)
+            part = given["rope_parameters"].pop("partial_rotary_factor", cls.rotary_part)
+            if type(part) not in (int, float) or not 0 < part <= 1:
+                raise ConfigError(f"config.json: partial_rotary_factor={short(part)} is not a part of a head")
+            out |= {rope_field: Rope.from_hf(given, cls.model_type, context), part_field: float(part)}
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if any(dim < 2 for dim in self.rope_dims):
+            yield "partial_rotary_factor leaves no pair of dimensions"
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
+        has rotary positions."""
+        H = self.head_dim or self.hidden_size // self.num_attention_heads
+        return tuple(
+            int(H * (self.local_rotary if kind == "sliding_attention" else self.full_rotary)) for kind in self.kinds
+        )
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)

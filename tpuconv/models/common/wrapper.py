@@ -23,7 +23,12 @@ PREFIXES: Mapping[str, str] = {
 }
 """The prefix of the head for each prefix of the text model."""
 
-OUTSIDE_KEYS = frozenset({"mm_tokens_per_image", "spatial_merge_size", "multimodal_projector_bias"})
+OUTSIDE_KEYS = frozenset(
+    {
+        *("mm_tokens_per_image", "spatial_merge_size", "multimodal_projector_bias", "understand_projector_stride"),
+        "out_hidden_size",
+    }
+)
 OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "projection_")
 OUTSIDE_ENDS = ("_token_id", "_token_index")
 """Keys beside `text_config` that have no effect on the text model, and how the names of others begin or end."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import Rope, rope_of_layers
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     CORRECTED_ROUTER,
     EXPERT_MLPS,
@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import WindowRopesConfig
 from tpuconv.models.registry import Family
 
 ROTARY_PART = 0.334
@@ -28,7 +28,7 @@ THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROP
 
 
 @dataclass(frozen=True)
-class Config(SparseConfig, PatternConfig):
+class Config(SparseConfig, WindowRopesConfig):
     """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
     their own, `local_rope`. Keys of the release that transformers replaces by others are read as these, or must agree
     with them."""
@@ -42,9 +42,8 @@ class Config(SparseConfig, PatternConfig):
         "topk_method": ("noaux_tc",),
     }
     least: ClassVar = {"n_shared_experts": 0}
-    derived: ClassVar[frozenset[str]] = SparseConfig.derived | {
-        *("local_rope", "full_rotary", "local_rotary", "first_k_dense_replace")
-    }
+    derived: ClassVar[frozenset[str]] = WindowRopesConfig.derived | {"first_k_dense_replace"}
+    rotary_part: ClassVar[float] = ROTARY_PART
 
     vocab_size: int = 152576
     hidden_size: int = 4096
@@ -83,25 +82,8 @@ class Config(SparseConfig, PatternConfig):
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         return super().ignored_keys(_as_transformers(raw))
 
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """As `DecoderConfig.read_ropes`, for each type of layer, with the part of a head that has rotary positions."""
-        out: dict[str, Any] = {}
-        for kind, rope_field, part_field in (
-            ("full_attention", "rope", "full_rotary"),
-            ("sliding_attention", "local_rope", "local_rotary"),
-        ):
-            given = rope_of_layers(raw, kind, THETAS[kind])
-            part = given["rope_parameters"].pop("partial_rotary_factor", ROTARY_PART)
-            if type(part) not in (int, float) or not 0 < part <= 1:
-                raise ConfigError(f"config.json: partial_rotary_factor={short(part)} is not a part of a head")
-            out |= {rope_field: Rope.from_hf(given, cls.model_type, context), part_field: float(part)}
-        return out
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if min(self.rope_dims) < 2:
-            yield "partial_rotary_factor leaves no pair of dimensions"
         if self.num_attention_heads % (2 * (self.num_key_value_heads or self.num_attention_heads)):
             yield f"num_attention_heads={self.num_attention_heads} is not a multiple of twice num_key_value_heads"
 
@@ -124,17 +106,6 @@ class Config(SparseConfig, PatternConfig):
             "s": tuple(i for i in layers if self.kinds[i] == "sliding_attention"),
             "g": tuple(i for i in layers if self.kinds[i] == "full_attention"),
         }
-
-    @property
-    def rope_dims(self) -> tuple[int, ...]:
-        """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
-        has rotary positions."""
-        parts = {"full_attention": self.full_rotary, "sliding_attention": self.local_rotary}
-        return tuple(int(self.axes["H"] * parts[kind]) for kind in self.kinds)
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
 
 
 def _as_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""GLM-4.6V-Flash, the text model."""

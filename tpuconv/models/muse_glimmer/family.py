@@ -1,0 +1,113 @@
+"""Muse Glimmer: the text model's config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import MLP, decoder_table
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.gemma.family import BIASED_ATTENTION
+from tpuconv.models.gemma2.family import NORMS
+from tpuconv.models.registry import Family
+
+FULL_EVERY = 4
+"""Without `layer_types` and `layer_rope_theta`, the last layer and every fourth before it sees all tokens, and has no
+rotary positions."""
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, PatternConfig):
+    """The keys of `text_config`. A layer whose entry of `layer_rope_theta` is 0 has no rotary positions; those of the
+    others are `rope_parameters`."""
+
+    model_type: ClassVar[str] = "muse_glimmer"
+    only: ClassVar = {"hidden_activation": ("silu",)}
+
+    vocab_size: int = 202048
+    hidden_size: int = 6656
+    intermediate_size: int = 19968
+    num_hidden_layers: int = 52
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    post_norm_eps: float = 1e-8
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    sliding_window: int | None = 2048
+    layer_types: tuple[str, ...] | None = None
+    layer_rope_theta: tuple[float, ...] | None = None
+    qk_scale_factor: float = 3.87
+    output_multiplier: float = 0.19611613513818404
+    final_logit_softcapping: float = 20.0
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. transformers ignores a base of a layer's own."""
+        out = super().read_ropes(raw, context)
+        theta = out["rope"].theta
+        if others := set(raw.get("layer_rope_theta") or ()) - {0, theta}:
+            raise UnsupportedConfig(
+                f"layer_rope_theta with {short(min(others))} is not implemented for {cls.model_type}, only with 0 and "
+                f"with rope_theta={theta}"
+            )
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.post_norm_eps < 0:
+            yield f"post_norm_eps={self.post_norm_eps} is negative"
+        if self.final_logit_softcapping <= 0:
+            yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
+        if len(self.with_rope) != self.num_hidden_layers:
+            yield f"layer_rope_theta has {len(self.with_rope)} entries for num_hidden_layers={self.num_hidden_layers}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return tuple("full_attention" if is_full else "sliding_attention" for is_full in self._full_by_default)
+
+    @property
+    def with_rope(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions."""
+        if self.layer_rope_theta is not None:
+            return tuple(map(bool, self.layer_rope_theta))
+        return tuple(not is_full for is_full in self._full_by_default)
+
+    @property
+    def _full_by_default(self) -> tuple[bool, ...]:
+        return tuple(after % FULL_EVERY == 0 for after in reversed(range(self.num_hidden_layers)))
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.rope if has_rope else None for has_rope in self.with_rope)
+
+
+TABLE, *VARIANTS = tables(
+    decoder_table(
+        *NORMS,
+        *BIASED_ATTENTION,
+        Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H"),
+        *under("mlp", "mlp", *MLP),
+    ),
+    "model.language_model.",
+    {"vision_tower": SEES, **dict.fromkeys(("vision_adapter", "vision_projection", "perception_emb_norm"), BRINGS)},
+)
+
+FAMILY = Family(
+    name="muse_glimmer",
+    summary="Muse Glimmer, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.muse_glimmer.modules:Model",
+    architectures={"MuseGlimmerForConditionalGeneration": "muse_glimmer"},
+)

@@ -1,0 +1,104 @@
+"""Step-3.5 (arXiv:2602.10604)."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, attention
+from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.deepseek_v3.modules import Router
+from tpuconv.models.step3p5.family import Config
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately, and the output of each head has a gate. Layers with a sliding window
+    have another number of query heads."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, eps, N = config.axes, config.rms_norm_eps, "N" if layer in config.axes["s"] else "q"
+        scalar = config.query_pre_attn_scalar
+        self.scale = None if scalar is None else scalar**-0.5
+        self.q = Einsum(f"BTD,D{N}H->BT{N}H", sizes, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
+        self.gate = Einsum(f"BTD,D{N}->BT{N}", sizes, dtype=dtype, keys=keys)
+        self.o = Einsum(f"BT{N}H,{N}HD->BTD", sizes, dtype=dtype, keys=keys)
+        self.q_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
+        self.k_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
+        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), cos_sin)
+        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
+        y_BTNH = attention(q_BTNH, kv, step.visible(window), scale=self.scale)
+        gate_BTN = nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
+        return self.o(y_BTNH * gate_BTN[..., None]), kv
+
+
+def limited(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns silu(gate), at most `limit`, times `up` between -limit and limit."""
+    return jnp.minimum(nnx.silu(gate), limit) * jnp.clip(up, -limit, limit)
+
+
+class MLP(blocks.GatedMLP):
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D], with limits of some layers."""
+
+    limit = math.inf
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(limited(self.gate(x_BTD), self.up(x_BTD), self.limit))
+
+
+class MoE(Experts):
+    """The chosen experts and the shared one, x [B, T, D] to [B, T, D], with limits of some layers."""
+
+    limit = math.inf
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
+        self.shared = MLP(config, "W", dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        limit = self.limit
+
+        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            return down(limited(gate(rows.x, rows), up(rows.x, rows), limit), rows)
+
+        y_BTD = routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
+        return y_BTD + self.shared(x_BTD)
+
+
+class Block(blocks.PreNormBlock):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
+
+    mlp_type = MLP
+    moe_type = MoE
+    norm_type = CenteredRMSNorm
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        experts, shared = (math.inf if limit is None else limit for limit in config.limits[layer])
+        if hasattr(self, "moe"):
+            self.moe.limit, self.moe.shared.limit = experts, shared
+        else:
+            self.mlp.limit = shared
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        return Attention(config, layer, dtype=dtype, keys=keys)
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block
+    norm_type = CenteredRMSNorm

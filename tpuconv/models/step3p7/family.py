@@ -1,0 +1,32 @@
+"""Step-3.7: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.registry import Family
+from tpuconv.models.step3p5 import family as step3p5
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, step3p5.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "step3p7"
+
+
+TABLE, *VARIANTS = tables(
+    step3p5.TABLE,
+    "model.",
+    {"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
+)
+
+FAMILY = Family(
+    name="step3p7",
+    summary="Step-3.7-Flash, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.step3p7.modules:Model",
+    architectures={"Step3p7ForConditionalGeneration": "step3p7"},
+)
