@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.bailing_hybrid.family import Config
+from tpuconv.models.common import mtp
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.kda import KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys
@@ -60,7 +61,18 @@ class Block(kimi_linear.Block):
     mixer_type = DeltaAttention
 
 
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction, which has latent attention."""
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
+
+
 class Model(kimi_linear.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    mtp_type = MTPModule
