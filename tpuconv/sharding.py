@@ -29,6 +29,7 @@ MESH_AXES: Rules = {
     "V": WIDTH_AXES,
     "v": WIDTH_AXES,
     "N": WIDTH_AXES,
+    "q": WIDTH_AXES,
     "K": ("tensor",),
     "m": ("tensor",),
     "n": ("tensor",),

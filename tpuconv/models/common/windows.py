@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, rope_of_layers
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,31 @@ class PatternConfig(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class TwoRopesConfig(PatternConfig):
+    """A decoder whose layers with a sliding window have rotary positions of their own, `local_rope`. config.json has
+    `rope_parameters` for each of the `layer_types`, and the defaults of the fields are those of a file without."""
+
+    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+
+    local_rope: Rope
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        for key in ROPE_KEYS[:2]:
+            if raw.get(key) is not None:
+                raise UnsupportedConfig(
+                    f"{key}={short(raw[key], 300)} is not implemented for {cls.model_type}",
+                    hint="rope_parameters has an object for each of the layer_types",
+                )
+        kinds = (("full_attention", "rope"), ("sliding_attention", "local_rope"))
+        return {
+            field: Rope.from_hf(rope_of_layers(raw, kind, getattr(cls, field).theta), cls.model_type, context)
+            for kind, field in kinds
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
