@@ -868,7 +868,7 @@ def test_tensors_that_are_not_converted() -> None:
             continue
         front = embedding.removesuffix("embed_tokens.weight")
         assert family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
-        head = PREFIXES.get(front, "lm_head.")
+        head = PREFIXES.get(front, "thinker.lm_head." if front.startswith("thinker.") else "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 
 

@@ -109,6 +109,7 @@ FAMILIES: Mapping[str, str] = {
     "step3p7": "tpuconv.models.step3p7.family:FAMILY",
     "muse_glimmer": "tpuconv.models.muse_glimmer.family:FAMILY",
     "glm46v": "tpuconv.models.glm46v.family:FAMILY",
+    "qwen3_omni_moe": "tpuconv.models.qwen3_omni_moe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

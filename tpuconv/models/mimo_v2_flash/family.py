@@ -96,15 +96,15 @@ class Config(SparseConfig, WindowRopesConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        sizes, layers = super().axes, range(self.num_hidden_layers)
+        sizes = super().axes
         return {
             **sizes,
             "K": 2 * sizes["K"],
             "G": sizes["N"] // (2 * sizes["K"]),
             "m": sizes["K"],
             "w": self.v_head_dim,
-            "s": tuple(i for i in layers if self.kinds[i] == "sliding_attention"),
-            "g": tuple(i for i in layers if self.kinds[i] == "full_attention"),
+            "s": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
+            "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
         }
 
 
