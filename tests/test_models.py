@@ -701,6 +701,17 @@ UNSUPPORTED = {
         "use_bidirectional_attention='all'",
     ),
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "theta of a layer": (
+        "muse_glimmer",
+        {"text_config": {"layer_rope_theta": [7.0] * 52}},
+        r"layer_rope_theta with 7\.0 is not implemented for muse_glimmer, only with 0 and with rope_theta=10000",
+    ),
+    "activation of muse": ("muse_glimmer", {"text_config": {"hidden_activation": "gelu"}}, "hidden_activation='gelu'"),
+    "window of the thinker": (
+        "qwen3_omni_moe",
+        {"thinker_config": {"text_config": {"use_sliding_window": True}}},
+        "use_sliding_window=True",
+    ),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
 
@@ -824,6 +835,9 @@ INVALID = {
         {"rope_parameters": {"rope_theta": 5.0, "llama_4_scaling_beta": 0.1}},
         "needs an original context",
     ),
+    "thetas of layers": ("muse_glimmer", {"text_config": {"layer_rope_theta": [0]}}, "layer_rope_theta has 1 entries"),
+    "eps of muse": ("muse_glimmer", {"text_config": {"post_norm_eps": -1.0}}, r"post_norm_eps=-1\.0 is negative"),
+    "no thinker": ("qwen3_omni_moe", {"thinker_config": 3}, "thinker_config=3 is not an object"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 
