@@ -701,6 +701,17 @@ UNSUPPORTED = {
         "use_bidirectional_attention='all'",
     ),
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "theta of a layer": (
+        "muse_glimmer",
+        {"text_config": {"layer_rope_theta": [7.0] * 52}},
+        r"layer_rope_theta with 7\.0 is not implemented for muse_glimmer, only with 0 and with rope_theta=10000",
+    ),
+    "activation of muse": ("muse_glimmer", {"text_config": {"hidden_activation": "gelu"}}, "hidden_activation='gelu'"),
+    "window of the thinker": (
+        "qwen3_omni_moe",
+        {"thinker_config": {"text_config": {"use_sliding_window": True}}},
+        "use_sliding_window=True",
+    ),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters="),
 }
 
@@ -824,6 +835,9 @@ INVALID = {
         {"rope_parameters": {"rope_theta": 5.0, "llama_4_scaling_beta": 0.1}},
         "needs an original context",
     ),
+    "thetas of layers": ("muse_glimmer", {"text_config": {"layer_rope_theta": [0]}}, "layer_rope_theta has 1 entries"),
+    "eps of muse": ("muse_glimmer", {"text_config": {"post_norm_eps": -1.0}}, r"post_norm_eps=-1\.0 is negative"),
+    "no thinker": ("qwen3_omni_moe", {"thinker_config": 3}, "thinker_config=3 is not an object"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }
 
@@ -868,7 +882,7 @@ def test_tensors_that_are_not_converted() -> None:
             continue
         front = embedding.removesuffix("embed_tokens.weight")
         assert family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
-        head = PREFIXES.get(front, "lm_head.")
+        head = PREFIXES.get(front, "thinker.lm_head." if front.startswith("thinker.") else "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 
 

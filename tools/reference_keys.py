@@ -50,7 +50,7 @@ def keys_of(model_type: str) -> set[str]:
     if find_spec(f"transformers.{module}") is None:  # the model of another type is used
         module = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__.removeprefix("transformers.")
     names |= set(asked(module))
-    text = kind.sub_configs.get("text_config")
+    text = kind.sub_configs.get("text_config") or kind.sub_configs.get("thinker_config")
     return names | keys_of(text.model_type) if text and text is not AutoConfig else names
 
 

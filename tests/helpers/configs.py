@@ -24,7 +24,8 @@ SMALL = {
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
     """A small config.json of a model_type with some keys changed."""
     config = find_family({"model_type": name}).config
-    known = {field.name for field, _ in _hints(config)}
+    names = {field.name for field, _ in _hints(config)} - config.derived - config.only.keys()
+    known = {name for name in names if config._key(name) == name}
     text = {key: value for key, value in SMALL.items() if key in known} | changes
     nested = issubclass(config, WrapperConfig) and not config.flat
     return {"model_type": name, **({"text_config": text} if nested else text)}

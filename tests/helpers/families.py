@@ -73,6 +73,10 @@ class Case:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
             beside = BESIDE_TEXT.get(self.family, {})
+            if self.family == "qwen3_omni_moe":
+                parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
+                thinker = parts | {"tie_word_embeddings": tied}
+                return AutoConfig.for_model(self.model_type, thinker_config=thinker, enable_audio_output=False)
             return AutoConfig.for_model(
                 self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
@@ -100,6 +104,7 @@ NO_SCAN = {
     "deepseek_v3": "dense layers and those with experts have different parameters",
     "kimi_k2": "as deepseek_v3",
     "kimi_k25": "as deepseek_v3",
+    "qwen3_omni_moe-dense-layers": "as qwen3_moe",
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
@@ -180,6 +185,16 @@ QWEN_VISION = {
     "out_hidden_size": 48,
     "patch_size": 4,
 }
+OMNI_AUDIO = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "num_mel_bins": 8,
+    "output_dim": 48,
+    "downsample_hidden_size": 4,
+    "n_window": 4,
+}
 KIMI_VISION = {
     "hidden_size": 8,
     "num_hidden_layers": 1,
@@ -230,6 +245,7 @@ VISION: dict[str, dict[str, Any]] = {
     "glm46v": GLM_VISION | {"model_type": "glm4v_vision"},
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
+    "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
 }
 """The `vision_config` of families inside multimodal models."""
@@ -1572,6 +1588,26 @@ CASES: list[Case] = [
         post_norm_eps=1e-3,
         tie_word_embeddings=True,
     ),
+    _case(
+        "qwen3_omni_moe-plain",
+        head_dim=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        rope_parameters=MROPE | {"mrope_section": [2, 2, 1]},
+    ),
+    _case(
+        "qwen3_omni_moe-dense-layers",
+        num_experts=48,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        rope_parameters=MROPE | {"mrope_section": [2, 1, 1]},
+        tie_word_embeddings=True,
+    ),
     _case("glm46v-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
     _case(
         "glm46v-tied",
@@ -1858,6 +1894,7 @@ COMPUTED_BY = {
     "glm4v": "glm4",
     "glm4v_moe": "glm4_moe",
     "glm46v": "glm4",
+    "qwen3_omni_moe": "qwen3_moe",
     "step3p7": "step3p5",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
@@ -1925,7 +1962,10 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
     language_model = AutoModelForImageTextToText if is_inside else AutoModelForCausalLM
     headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
     auto = headless.get(returns, language_model).from_config
-    config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
+    if case.family == "qwen3_omni_moe":  # of which the thinker returns logits
+        config = case.hf_config().thinker_config
+    else:
+        config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
     if returns == "scores":
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
@@ -2011,6 +2051,12 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
     import torch
 
     model = hf_model(case, seed, returns)
+    if case.family == "qwen3_omni_moe":
+        from transformers import Qwen3OmniMoeForConditionalGeneration
+
+        whole = Qwen3OmniMoeForConditionalGeneration(case.hf_config())
+        whole.thinker = model
+        model = whole
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
         warnings.filterwarnings("ignore", "Casting complex values to real")
         model.to(getattr(torch, dtype)).save_pretrained(folder)

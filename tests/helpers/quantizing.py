@@ -62,7 +62,7 @@ EVEN = {
         name: {"head_dim": 32, "moe_intermediate_size": 64}
         for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum")
     },
-    **{name: {"num_attention_heads": 2} for name in ("glm4v", "gpt_neox", "stablelm")},
+    **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "olmo_hybrid": {"num_attention_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "bailing_hybrid": {key: x for key, x in MLA.items() if key != "q_lora_rank"} | {"head_dim": 32},
@@ -79,7 +79,8 @@ EVEN = {
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
-    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
+    **{name: {"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64} for name in ("step3p5", "step3p7")},
     "deepseek_v3": MLA,
     "youtu": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "kimi_k2": MLA,

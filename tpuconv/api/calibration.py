@@ -52,11 +52,12 @@ def _drawn(ckpt: Path, samples: int, length: int) -> "np.ndarray":
     from tpuconv.checkpoint.reader import read_checkpoint_config
     from tpuconv.models.generate import Generator, Sampling
     from tpuconv.restore import load
+    from tpuconv.sources.config import parts_of
 
     manifest = read_manifest(ckpt)
     vocabulary = manifest.arrays["embed.embedding"].shape[0]
     raw = read_checkpoint_config(manifest)
-    begin = raw.get("bos_token_id", (raw.get("text_config") or {}).get("bos_token_id"))
+    begin = raw.get("bos_token_id", parts_of(raw)[-1].get("bos_token_id"))
     if isinstance(begin, int) and 0 <= begin < vocabulary:
         first = [begin] * samples
     else:

@@ -124,6 +124,7 @@ FAMILIES: Mapping[str, str] = {
     "flint": "tpuconv.models.flint.family:FAMILY",
     "granite_swa": "tpuconv.models.granite_swa.family:FAMILY",
     "granitemoe_swa": "tpuconv.models.granitemoe_swa.family:FAMILY",
+    "qwen3_omni_moe": "tpuconv.models.qwen3_omni_moe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -6,12 +6,14 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
 from tpuconv.jsonfile import Optional, Size, check
-from tpuconv.sources.config import read_json
+from tpuconv.sources.config import parts_of, read_json
 
 TOKEN_IDS = (Size, [Size], None)
+TEXT_MODEL = Optional(({"eos_token_id": Optional(TOKEN_IDS)}, None))
 END_TOKEN_KEYS = {
     "eos_token_id": Optional(TOKEN_IDS),
-    "text_config": Optional(({"eos_token_id": Optional(TOKEN_IDS)}, None)),
+    "text_config": TEXT_MODEL,
+    "thinker_config": Optional(({"text_config": TEXT_MODEL}, None)),
 }
 """The schema of generation_config.json and config.json: only these keys are read."""
 
@@ -56,7 +58,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
         if not os.path.lexists(folder / name):
             continue
         raw = check(read_json(folder / name, ConfigError), END_TOKEN_KEYS, str(folder / name), ConfigError)
-        ids = raw.get("eos_token_id", (raw.get("text_config") or {}).get("eos_token_id"))
+        ids = raw.get("eos_token_id", parts_of(raw)[-1].get("eos_token_id"))
         if ids is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])
     return frozenset()

@@ -1,6 +1,6 @@
 """config.json, and what it says about how the weights are encoded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpuconv.errors import ConfigError, SourceError
@@ -18,11 +18,34 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 """Of config.json, the second in files of transformers before 5."""
 
 
+INSIDE_KEYS = ("thinker_config", "text_config")
+"""Keys of config.json whose objects describe the text model inside a multimodal one; the second may be in the first."""
+
+
+def parts_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """A parsed config.json, and the objects in it that describe its text model: the last one is the text model's."""
+    parts = [config]
+    for key in INSIDE_KEYS:
+        if isinstance(inner := parts[-1].get(key), Mapping):
+            parts.append(inner)
+    return tuple(parts)
+
+
+def changed(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]], keys: Sequence[str] = INSIDE_KEYS
+) -> dict[str, Any]:
+    """A parsed config.json with each of `parts_of` it changed."""
+    out = change(config)
+    for at, key in enumerate(keys, 1):
+        if isinstance(inner := config.get(key), Mapping):
+            return out | {key: changed(inner, change, keys[at:])}
+    return out
+
+
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The description, in a parsed config.json, of how the weights are encoded; None if there is none. Some multimodal
     models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, Mapping) else {})
+    places = parts_of(config)
     found = next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
     beside = config.get(EXPERT_KEY)
     return found if beside is None or not isinstance(found, Mapping) else {EXPERT_KEY: beside, **found}
@@ -30,17 +53,12 @@ def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
     """A parsed config.json without the description of how the weights are encoded."""
-    out = {key: value for key, value in config.items() if key not in ENCODING_KEYS}
-    if isinstance(text := out.get("text_config"), Mapping) and set(ENCODING_KEYS) & set(text):
-        out["text_config"] = {key: value for key, value in text.items() if key not in ENCODING_KEYS}
-    return out
+    return changed(config, lambda part: {key: value for key, value in part.items() if key not in ENCODING_KEYS})
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
     """A parsed config.json with another dtype of the weights, such as that which they were cast to."""
-    out = {key: dtype if key in DTYPE_KEYS else value for key, value in config.items()}
-    if isinstance(text := config.get("text_config"), Mapping):
-        out["text_config"] = {key: dtype if key in DTYPE_KEYS else value for key, value in text.items()}
+    out = changed(config, lambda part: {key: dtype if key in DTYPE_KEYS else value for key, value in part.items()})
     return out if set(DTYPE_KEYS) & set(config) else out | {DTYPE_KEYS[0]: dtype}
 
 

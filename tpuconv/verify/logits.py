@@ -172,7 +172,8 @@ def reference_config(source: Path) -> Any:
     if raw.get("model_type") in READ_WITHIN:
         return whole_config(raw)
     if (other := READ_AS.get(raw.get("model_type", ""))) is None:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 

@@ -13,7 +13,7 @@ from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.errors import ConfigError
 from tpuconv.layout import Ranges
 from tpuconv.location import Location
-from tpuconv.sources.config import DTYPE_KEYS, read_json, with_dtype, without_encoding
+from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.source import CHANGED, Source
 from tpuconv.storage.sealed import Sealed
@@ -73,9 +73,7 @@ class OrbaxArrays:
     def config(self) -> Mapping[str, Any]:
         """See `ArraySource`. It describes no encoding, and has the dtype that the weights were saved in."""
         config = without_encoding(self.source.config)
-        text = config.get("text_config")
-        parts = (config, text if isinstance(text, Mapping) else {})
-        stated = {part[key] for part in parts for key in DTYPE_KEYS if isinstance(part.get(key), str)}
+        stated = {part[key] for part in parts_of(config) for key in DTYPE_KEYS if isinstance(part.get(key), str)}
         dtype = self.manifest.dtype
         return config if stated <= {dtype} or dtype not in FLOAT_DTYPES else with_dtype(config, dtype)
 

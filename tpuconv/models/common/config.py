@@ -22,6 +22,7 @@ from tpuconv.models.common.config_keys import (
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
+from tpuconv.sources.config import INSIDE_KEYS, changed, parts_of
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "qkv_bias": ("q_proj.bias", "q.bias"),
@@ -290,10 +291,7 @@ class ConfigReport:
 
 def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
-    out = {key: value for key, value in raw.items() if key not in keys}
-    if keys and isinstance(raw.get("text_config"), Mapping):
-        out["text_config"] = {key: value for key, value in raw["text_config"].items() if key not in keys}
-    return out
+    return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})
 
 
 def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:
@@ -302,8 +300,7 @@ def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]
     Raises:
         UsageError: a key of `allow` is not among them.
     """
-    text = raw.get("text_config")
-    given = {**(text if isinstance(text, Mapping) else {}), **raw}
+    given = {key: value for part in reversed(parts_of(raw)) for key, value in part.items()}
     for key in allow:
         if key not in given:
             raise UsageError(
@@ -331,7 +328,7 @@ def report_ignored(
     names = [field.name for field in fields(config) if field.name not in config.derived]
     known = [key for key in map(config._key, names) if key not in config.only]
     for key in allow:
-        if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", "text_config"):
+        if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", *INSIDE_KEYS):
             raise UsageError(
                 f"--allow-config {key}: the conversion reads this key", hint="edit config.json to change its value"
             )

@@ -26,7 +26,7 @@ PREFIXES: Mapping[str, str] = {
 OUTSIDE_KEYS = frozenset(
     {
         *("mm_tokens_per_image", "spatial_merge_size", "multimodal_projector_bias", "understand_projector_stride"),
-        "out_hidden_size",
+        *("out_hidden_size", "position_id_per_seconds"),
     }
 )
 OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "projection_")
@@ -39,7 +39,12 @@ BRINGS = "brings images to the text model, which alone is converted"
 
 
 def tables(
-    text: MappingTable, released: str, outside: Mapping[str, str], *, name: str = ""
+    text: MappingTable,
+    released: str,
+    outside: Mapping[str, str],
+    *,
+    name: str = "",
+    prefixes: Mapping[str, str] = PREFIXES,
 ) -> tuple[MappingTable, ...]:
     """Returns a table for each prefix of the text model.
 
@@ -48,24 +53,25 @@ def tables(
         released: the prefix that releases have: that of the first table.
         outside: names of the modules outside the text model, and why they are skipped. They may stand below `model.`.
         name: the beginning of the tables' `variant`, of a family with several text tables.
+        prefixes: the prefixes of the text model, and that of the head for each.
     """
     skipped = {f"{front}{name}.*": why for name, why in outside.items() for front in ("", "model.")}
     return tuple(
         MappingTable(
-            [replace(row, hf=tuple(_inside(name, prefix) for name in row.hf_names)) for row in text],
-            ignore={**{_inside(name, prefix): why for name, why in text.ignore.items()}, **skipped},
-            copies={_inside(copy, prefix): _inside(original, prefix) for copy, original in text.copies.items()},
+            [replace(row, hf=tuple(_inside(name, prefix, head) for name in row.hf_names)) for row in text],
+            ignore={**{_inside(name, prefix, head): why for name, why in text.ignore.items()}, **skipped},
+            copies={_inside(a, prefix, head): _inside(b, prefix, head) for a, b in text.copies.items()},
             variant=name + ("" if prefix == released else prefix),
         )
-        for prefix in sorted(PREFIXES, key=lambda prefix: prefix != released)
+        for prefix, head in sorted(prefixes.items(), key=lambda item: item[0] != released)
     )
 
 
-def _inside(name: str, prefix: str) -> str:
+def _inside(name: str, prefix: str, head: str) -> str:
     if name.startswith(MTP_PARAMETERS):
         return name
     if name.startswith("lm_head."):
-        return PREFIXES[prefix] + name.removeprefix("lm_head.")
+        return head + name.removeprefix("lm_head.")
     return prefix + name.removeprefix("model.")
 
 

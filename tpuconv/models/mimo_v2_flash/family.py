@@ -98,7 +98,7 @@ class Config(SparseConfig, TwoPartialRopesConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        sizes, layers = super().axes, range(self.num_hidden_layers)
+        sizes = super().axes
         return {
             **sizes,
             "K": 2 * sizes["K"],
@@ -107,8 +107,8 @@ class Config(SparseConfig, TwoPartialRopesConfig):
             "w": self.v_head_dim,
             "A": self.hidden_size,
             "U": range(MTP_LAYERS),
-            "s": tuple(i for i in layers if self.kinds[i] == "sliding_attention"),
-            "g": tuple(i for i in layers if self.kinds[i] == "full_attention"),
+            "s": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
+            "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
         }
 
 

@@ -1,0 +1,1 @@
+"""Qwen3-Omni, of which the text model of the thinker is converted."""
