@@ -17,9 +17,11 @@ import torch
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
 from helpers.encoded import assert_came_back, dequantized, quantized
-from helpers.schemes import BF16, BNB_TABLES, bitsandbytes, llm_int8
+from helpers.families import Case, save
+from helpers.schemes import BF16, BNB_TABLES, bitsandbytes, llm_int8, nf4_nested
 from tpuconv import api
 from tpuconv.convert.plan.types import Options
+from tpuconv.convert.proposal import propose_family
 from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import decode_names, shaped
 from tpuconv.encodings.passthrough import without_factor
@@ -283,6 +285,46 @@ def test_config_json_alone_says_what_is_stored(form):
             assert about[0] == info.dtype
         elif not name.endswith(".SCB"):
             assert about == (info.dtype, info.shape), name
+
+
+MOE = Case(
+    "qwen3_moe-wide",
+    "qwen3_moe",
+    "qwen3_moe",
+    {"hidden_size": 64, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", [nf4_nested, llm_int8])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_experts(scan_layers, encoder, tmp_path, small_cuts):
+    """Each is a matrix of its own, and they become one array."""
+    rng, tensors, values = np.random.default_rng(0), {}, {}
+    for name, x in read_tensors(save(MOE, tmp_path / "plain", "bfloat16")).items():
+        values[name] = x
+        if ".experts." not in name:
+            tensors[name] = x
+            continue
+        stored, config, own = encoder(rng, *x.shape)
+        tensors |= {part.replace("w", name.removesuffix(".weight"), 1): y for part, y in stored.items()}
+        values[name] = own.astype(BF16)
+    raw = json.loads((tmp_path / "plain" / "config.json").read_text())
+    write_checkpoint(tmp_path / "plain", raw, values)
+    write_checkpoint(tmp_path / "hf", raw | {"quantization_config": config}, tensors, shards=3)
+    for name, folder, how in (("want", "plain", {}), ("have", "hf", {}), ("kept", "hf", {"encoding": "keep"})):
+        convert(tmp_path / folder, tmp_path / name, Options(scan_layers=scan_layers, **how))
+    assert_same(restore(tmp_path / "have"), restore(tmp_path / "want"))
+    kept = restore(tmp_path / "kept")
+    assert sum(name.endswith(QVALUE) for name in kept) == (3 if scan_layers else 6)
+    if encoder is nf4_nested:
+        assert_same(nf4_decoded(kept), restore(tmp_path / "want"))
+
+
+@pytest.mark.slow
+def test_the_nearest_family_explains_every_matrix():
+    proposal = propose_family(open_source(WRITTEN / NF4))
+    assert (proposal.nearest.name, proposal.left, proposal.nearest.missing) == ("qwen3", (), ())
 
 
 def test_which_modules_a_description_names():

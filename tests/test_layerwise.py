@@ -58,6 +58,24 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any) 
             np.testing.assert_allclose(mine, whole, rtol=0, atol=5e-6 * scale)
 
 
+ENCODED = Path(__file__).parent / "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["auto-round/awq", "auto-round/gptq", "bitsandbytes/nf4_nested", "modelopt/w4a8"])
+def test_encoded_matrices_are_decoded_for_transformers(source: str, tmp_path: Path) -> None:
+    """In the order of axes that its modules have; for the whole model it wants packages that decode them."""
+    convert(ENCODED / source, tmp_path)
+    prompts = [[3, 9, 5, 20, 7], [4, 4, 8]]
+    parts, theirs, ours = compare_layers(read_manifest(tmp_path), ENCODED / source, prompts, "bfloat16")
+    assert not [part for part in parts if part.diverges]
+    scale = max(np.abs(x).max() for x in theirs)
+    assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 0.03 * scale
+    if not source.startswith("modelopt"):  # described beside config.json, or not known at all
+        with pytest.raises(UsageError, match=r"transformers cannot load .*(gptqmodel|optimum|bitsandbytes)"):
+            reference_logits(ENCODED / source, prompts, "bfloat16")
+
+
 @pytest.mark.slow
 def test_what_transformers_does_not_load_is_an_error(hf: Any, orbax: Any) -> None:
     """In both comparisons. When transformers loads it this fails, and it can be compared as the others are."""

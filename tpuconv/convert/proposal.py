@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
 from tpuconv.encodings.decode import Tensor, decode_names
@@ -224,7 +225,8 @@ class _Fit:
         one = {letter: _first(config.axes[letter]) for letter in LAYER_INDICES if letter in config.axes}
         bound = self.table.bind(WithAxes(config, {**config.axes, **one}))
         wanted = {_pattern(name): shape for binding in bound for name, shape in binding.src_shapes().items()}
-        explained = [pattern for pattern, shape in wanted.items() if shape in shapes.get(pattern, ())]
+        # Of some encoded matrices only the number of values is known.
+        explained = [p for p, shape in wanted.items() if {shape, (prod(shape),)} & shapes.get(p, set())]
         why_ignored = self.table.ignored(config)
         copies = {_pattern(name) for name in self.table.copies_of(config)}
         self.left = [

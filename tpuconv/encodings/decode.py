@@ -224,7 +224,7 @@ class Tensor:
             for some, qvalues in self.scheme.affine.words.read(reader, self.values, rows, columns, raw):
                 own = groups_R[some[0] - rows[0] : some[1] - rows[0]] - groups[0]
                 scales, zeros = (
-                    parts[own] if width == 1 else parts[own][:, blocks_C] for parts in (scales_GB, zeros_GB)
+                    parts[own] if width == 1 else parts[own].take(blocks_C, 1) for parts in (scales_GB, zeros_GB)
                 )
                 part = out[done : done + qvalues.size].reshape(qvalues.shape)
                 values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
