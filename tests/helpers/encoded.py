@@ -163,6 +163,17 @@ PARTS = (".c_fc", "_proj", "_mqa", "_input_gate", "_projection", *OF_DEEPSEEK, *
 UNENCODED = ("vision", "indexer.weights_proj")
 
 
+def fp8_stacked(name, x):
+    """Experts in one tensor, as Step-3.5 has them: blocks lie within each of them."""
+    each = [fp8(name, matrix) for matrix in x]
+    stored = {part: np.stack([own[part] for own, _ in each]) for part in each[0][0]}
+    return stored, np.stack([values for _, values in each])
+
+
+OF_STACKS = {fp8: fp8_stacked}
+"""The encodings in which releases have experts in one tensor."""
+
+
 def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, np.ndarray]:
     """Writes the checkpoint `plain` with its matrices encoded, and gives the values that they stand for. A weight and
     its scales lie in different shards."""
@@ -173,8 +184,9 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
         source = one_by_one(source)
     for name, x in source.items():
         base = name.removesuffix(".weight")
-        if base != name and base.endswith(PARTS) and not any(part in name for part in UNENCODED):
-            stored, own = encoding(base, x.astype("f4"))
+        is_matrix = x.ndim == 2 or encoding in OF_STACKS
+        if base != name and is_matrix and base.endswith(PARTS) and not any(part in name for part in UNENCODED):
+            stored, own = (encoding if x.ndim == 2 else OF_STACKS[encoding])(base, x.astype("f4"))
             tensors |= stored
             values[name] = own.astype(BF16)
         else:

@@ -183,7 +183,10 @@ def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
     if prod(scales) == 1:
         return shape
     rows, columns = scheme.block(shape, scales)
-    block = (rows, *(1,) * (len(shape) - 2), columns) if len(shape) > 1 else (columns,)
+    stacked = (1,) * (len(shape) - 2)
+    block: Shape = (columns,) if len(shape) == 1 else (rows, *stacked, columns)
+    if len(shape) > 2 and len(scales) > 2:  # of matrices that are stacked, blocks lie within each
+        block = (*stacked, rows, columns)
     return tuple(map(min, zip(block, shape, strict=True)))
 
 
