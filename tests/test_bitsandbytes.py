@@ -117,7 +117,7 @@ def nf4_decoded(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return dequantized(arrays | numbers)
 
 
-def test_nf4_is_kept_as_qwix_has_it(tmp_path, small_cuts):
+def test_nf4_is_kept_as_qwix_has_it(tmp_path):
     kept = convert(WRITTEN / NF4, tmp_path / "kept", Options(encoding="keep"))
     convert(WRITTEN / NF4, tmp_path / "out")
     arrays, facts = restore(tmp_path / "kept"), kept.passthrough["layers.0.mlp.up.kernel"].to_json()

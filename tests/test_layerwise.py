@@ -65,9 +65,9 @@ ENCODED = Path(__file__).parent / "data"
 @pytest.mark.parametrize("source", ["auto-round/awq", "auto-round/gptq", "bitsandbytes/nf4_nested", "modelopt/w4a8"])
 def test_encoded_matrices_are_decoded_for_transformers(source: str, tmp_path: Path) -> None:
     """In the order of axes that its modules have; for the whole model it wants packages that decode them."""
-    convert(ENCODED / source, tmp_path)
+    convert(ENCODED / source, tmp_path / "out")
     prompts = [[3, 9, 5, 20, 7], [4, 4, 8]]
-    parts, theirs, ours = compare_layers(read_manifest(tmp_path), ENCODED / source, prompts, "bfloat16")
+    parts, theirs, ours = compare_layers(read_manifest(tmp_path / "out"), ENCODED / source, prompts, "bfloat16")
     assert not [part for part in parts if part.diverges]
     scale = max(np.abs(x).max() for x in theirs)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 0.03 * scale

@@ -313,6 +313,23 @@ def dealt(source: Path, folder: Path, shards: int, **more: np.ndarray) -> Path:
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["dequantize", "keep"])
+@pytest.mark.parametrize("form", ["bitsandbytes/nf4_nested", "bitsandbytes/int8", "modelopt/w4a8"])
+def test_encoded_matrices_whose_parts_are_in_several_shards(
+    form: str, encoding: str, serve_hub: Callable[..., HubServer], small: None, tmp_path: Path
+) -> None:
+    """They are small and read for each slab, and every byte is fetched once all the same."""
+    if (form, encoding) == ("modelopt/w4a8", "keep"):
+        pytest.skip("no array holds its scales of inputs")
+    source = dealt(Path(__file__).parent / "data" / form, tmp_path / "src", 3)
+    hub = serve_hub({REPO: source})
+    api.convert(source, tmp_path / "local", encoding=encoding)
+    api.convert(REPO, tmp_path / "out", encoding=encoding)
+    assert outputs(tmp_path / "out") == outputs(tmp_path / "local")
+    assert weights_sent(hub) == sum(path.stat().st_size for path in source.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_safetensors_of_shards_in_another_order(
     family: str, checkpoint: Path, hf: Any, serve_hub: Callable[..., HubServer], small: None, tmp_path: Path
