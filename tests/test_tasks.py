@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness: the same scores as its own model of transformers, and what is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,18 @@ generation_kwargs: {until: ["\\n", ","], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: bleu, aggregation: bleu, higher_is_better: true}]
 """,
 }
+SHOTS = """
+description: 'Verses of old.'
+num_fewshot: 2
+fewshot_split: test
+fewshot_config: {sampler: first_n}
+"""
+TEMPLATES = {
+    "with a system message": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "without": "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m['content'] }}]{% endfor %}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +70,8 @@ def tasks(tmp_path_factory):
     for name, body in TASKS.items():
         data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{folder / 'data.jsonl'}'}}}}\n"
         (folder / f"{name}.yaml").write_text(f"task: verses_{name}\n{data}test_split: test{body}")
+        if name != "text":
+            (folder / f"{name}-shots.yaml").write_text(f"task: shots_{name}\n{data}test_split: test{body}{SHOTS}")
     return folder
 
 
@@ -87,6 +102,66 @@ def test_scores_are_those_of_transformers(tasks, ckpt, monkeypatch):
         assert score.value == pytest.approx(want[score.task][f"{score.metric},none"], rel=1e-4)
     assert 0.5 < next(score.value for score in have if score.metric == "acc") < 1
     assert all(score.stderr is not None for score in have if score.metric in ("acc", "bleu"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_scores_of_conversations_are_those_of_transformers(kind, tasks, tmp_path, monkeypatch):
+    """With examples as earlier turns, and a system message, which one template refuses."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    source = talking(tmp_path / "hf", TEMPLATES[kind])
+    api.convert(source, tmp_path / "out")
+    names = ("shots_choice", "shots_words")
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    reference = HFLM(pretrained=str(source), dtype="float32", device="cpu", batch_size=4)
+    settings = {"task_manager": TaskManager(include_path=str(tasks)), "bootstrap_iters": 10, "limit": 4}
+    settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    want = simple_evaluate(model=reference, tasks=list(names), **settings)["results"]
+    have = TaskList(names, tasks, 4, chat_template=True).run(read_manifest(tmp_path / "out"), "float32")
+    assert {score.task for score in have} == set(names)
+    for score in have:
+        assert score.value == pytest.approx(want[score.task][f"{score.metric},none"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_requests_are_conversations(tasks, tmp_path):
+    """The text that the model reads, by the template of the tokenizer."""
+    from tpuconv.models.tokenizer import load_tokenizer
+    from tpuconv.verify.task_model import TaskModel
+
+    model = TaskModel.__new__(TaskModel)
+    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    expected = {
+        "with a system message": "system: s\nuser: u\nassistant: a\nuser: u\nassistant:",
+        "without": "[u][a][u]",
+    }
+    for kind, template in TEMPLATES.items():
+        model.tokenizer = load_tokenizer(talking(tmp_path / kind, template))
+        assert model.apply_chat_template(turns) == expected[kind]
+    begun = [*turns, {"role": "assistant", "content": "so"}]
+    model.tokenizer = load_tokenizer(tmp_path / "with a system message")
+    assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("user: u\nassistant: so")
+    model.tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(UsageError, match="the chat template cannot be used: TemplateError: never"):
+        model.apply_chat_template(turns)
+
+
+def talking(folder, template):
+    """Writes the example model with a chat template."""
+    shutil.copytree(EXAMPLES / "tiny-qwen3", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_tokenizer_without_a_chat_template_is_an_error(tasks, ckpt):
+    with pytest.raises(UsageError, match="has no chat template"):
+        api.compare_checkpoints(ckpt, ckpt, tasks=["verses_choice"], task_folder=tasks, chat_template=True)
 
 
 @pytest.mark.slow

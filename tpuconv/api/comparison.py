@@ -32,6 +32,7 @@ class CheckpointComparison:
         cache_dtype: of the second one's cache; None if it ran without one.
         tensors: how parameters differ, worst first.
         tasks: the statistics of tasks, before and after.
+        chat_template: whether their requests were conversations.
     """
 
     reference: Location
@@ -43,6 +44,7 @@ class CheckpointComparison:
     cache_dtype: str | None
     tensors: Sequence["TensorDifference"]
     tasks: Sequence["TaskDifference"] = ()
+    chat_template: bool = False
 
     @property
     def passed(self) -> bool | None:
@@ -73,7 +75,11 @@ class CheckpointComparison:
             **facts,
             "failures": self.statistics.failures(),
             "tensors": [tensor.to_json() for tensor in self.tensors],
-            **({"tasks": [task.to_json() for task in self.tasks]} if self.tasks else {}),
+            **(
+                {"tasks": [task.to_json() for task in self.tasks], "chat_template": self.chat_template}
+                if self.tasks
+                else {}
+            ),
         }
 
 
@@ -91,6 +97,7 @@ def compare_checkpoints(
     tasks: Sequence[str] = (),
     task_folder: str | Path | None = None,
     task_limit: int | None = None,
+    chat_template: bool = False,
     progress: Listener = ignore,
 ) -> CheckpointComparison:
     """Runs the models of two checkpoints on the same tokens, and compares their parameters. One model is in memory at a
@@ -110,11 +117,14 @@ def compare_checkpoints(
         tasks: names of tasks or groups of lm-evaluation-harness (extra `eval`), which both models do too.
         task_folder: a folder with further tasks, YAML files as lm-evaluation-harness has them.
         task_limit: examples of each task at most; all by default.
+        chat_template: write each request of a task as a conversation, by the tokenizer's chat template; examples of
+            answers are its earlier turns.
         progress: called while it runs.
 
     Raises:
         UsageError: the checkpoints hold other models, or return no logits; the cache cannot have this dtype; the text
-            cannot be read or is too short; or a task is not known, or its data cannot be read.
+            cannot be read or is too short; a task is not known, or its data cannot be read; or there is no chat
+            template.
         TpuconvError: a checkpoint cannot be read.
     """
     from tpuconv.checkpoint.manifest import read_manifest
@@ -124,13 +134,15 @@ def compare_checkpoints(
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
     from tpuconv.verify.tasks import TaskDifference, TaskList
 
-    to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit)
+    to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit, chat_template)
     if tasks:
         to_do.check()
     manifests = [read_manifest(to_location(folder)) for folder in (reference, checkpoint)]
     for manifest in manifests:
         manifest.check_own()
         check_logits(manifest)
+        if tasks:
+            to_do.check_tokenizer(manifest)
     first, second = manifests
     check_cache_dtype(second, cache_dtype)
     tensors = tensor_differences(first, second)
@@ -172,6 +184,7 @@ def compare_checkpoints(
         cache_dtype=cache_dtype,
         tensors=sorted(tensors, key=lambda tensor: tensor.snr_db),
         tasks=done,
+        chat_template=chat_template,
     )
 
 

@@ -60,6 +60,11 @@ MOST_ROWS = 8
     help="A folder with further tasks, YAML files of lm-evaluation-harness.",
 )
 @click.option("--task-limit", type=click.IntRange(min=1), help="Examples of each task at most.  [default: all]")
+@click.option(
+    "--chat-template",
+    is_flag=True,
+    help="Write each request of a task as a conversation, by the model's chat template.",
+)
 @options.dtype
 @options.cache_dtype
 @options.gate
@@ -74,6 +79,7 @@ def compare(
     tasks: str | None,
     task_folder: Path | None,
     task_limit: int | None,
+    chat_template: bool,
     dtype: str,
     cache_dtype: str | None,
     gate: dict[str, float] | None,
@@ -90,7 +96,7 @@ def compare(
     if text and prompts:
         raise UsageError("--text and --prompts exclude each other")
     options.require_mode("--text", text is not None, "length", "stride")
-    options.require_mode("--tasks", tasks is not None, "task_folder", "task_limit")
+    options.require_mode("--tasks", tasks is not None, "task_folder", "task_limit", "chat_template")
     check_address_space_for_jax()
     with shown(as_json) as progress:
         found = api.compare_checkpoints(
@@ -106,6 +112,7 @@ def compare(
             tasks=[name for name in (tasks or "").split(",") if name],
             task_folder=task_folder,
             task_limit=task_limit,
+            chat_template=chat_template,
             progress=progress,
         )
     if as_json:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -44,6 +45,37 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         return int(self.tokenizer.eos_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells the texts of this chat template from those of others."""
+        return str(self.tokenizer.name_or_path)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, by the tokenizer's chat template. Without the prompt for an answer, the last
+        message is the beginning of one. The system message is left out if the template refuses it, as lm_eval's model
+        of transformers does.
+
+        Raises:
+            UsageError: the template fails.
+        """
+        failure: Exception | None = None
+        for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
+            try:
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages,
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=not add_generation_prompt,
+                    )
+                )
+            except (TemplateError, TypeError, ValueError) as e:
+                failure = e
+        raise UsageError(
+            f"the chat template cannot be used: {type(failure).__name__}: {str(failure)[:300]}",
+            hint="leave --chat-template out",
+        ) from failure
 
     @property
     def prefix_token_id(self) -> int:

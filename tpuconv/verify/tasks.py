@@ -59,11 +59,14 @@ class TaskList:
         names: of tasks or groups.
         folder: with further tasks as YAML files.
         limit: examples of each task at most; None for all.
+        chat_template: whether requests are conversations, by the chat template of the tokenizer: examples of answers
+            are earlier turns.
     """
 
     names: tuple[str, ...]
     folder: Path | None = None
     limit: int | None = None
+    chat_template: bool = False
 
     def check(self) -> None:
         """Reads the data of the tasks.
@@ -72,6 +75,22 @@ class TaskList:
             UsageError: lm_eval is not installed or has no such task, or the data of one cannot be read.
         """
         _ = self._manager
+
+    def check_tokenizer(self, manifest: Manifest) -> None:
+        """Raises UsageError if a checkpoint has no tokenizer, or none with a chat template where one is asked for."""
+        self._tokenizer(manifest)
+
+    def _tokenizer(self, manifest: Manifest) -> tuple[Any, frozenset[int]]:
+        """The tokenizer of a checkpoint, and the tokens that end a text."""
+        from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+
+        with tokenizer_folder(manifest) as folder:
+            tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+        if self.chat_template and not getattr(tokenizer, "chat_template", None):
+            raise UsageError(
+                f"the tokenizer of {manifest.folder} has no chat template", hint="leave --chat-template out"
+            )
+        return tokenizer, ends
 
     @cached_property
     def _manager(self) -> Any:
@@ -114,19 +133,18 @@ class TaskList:
             on_request: called with the number of requests that are done, and of all, of one kind.
 
         Raises:
-            UsageError: see `check`; or a task draws its texts.
+            UsageError: see `check` and `check_tokenizer`; or a task draws its texts, or the chat template fails.
         """
         manager = self._manager
         from lm_eval import simple_evaluate
 
-        from tpuconv.models.tokenizer import end_tokens, load_tokenizer
         from tpuconv.restore import load
         from tpuconv.verify.task_model import TaskModel
 
-        with tokenizer_folder(manifest) as folder:
-            tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+        tokenizer, ends = self._tokenizer(manifest)
         model = TaskModel(load(manifest.folder, dtype), tokenizer, ends, dtype, cache_dtype, on_request)
         settings = {"limit": self.limit, "task_manager": manager, "bootstrap_iters": BOOTSTRAPS}
+        settings |= {"apply_chat_template": self.chat_template, "fewshot_as_multiturn": self.chat_template}
         with _in_this_process(), redirect_stdout(StringIO()):
             found = simple_evaluate(model=model, tasks=list(self.names), log_samples=False, **settings)
         return list(_scores(found["results"]))
