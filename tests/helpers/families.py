@@ -108,6 +108,8 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
+    "lfm3": "layers with a state and with attention",
+    "beam": "each layer has factors of its own",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
@@ -119,7 +121,9 @@ NO_SCAN = {
     ),
     "llama4": "layers differ in rotary positions, in chunks and in having experts",
     "llama4_text": "as llama4",
-    **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified"), "layers differ in the size of heads"),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4", "gemma4_unified", "gemma4_unified_text"), "layers differ in the size of heads"
+    ),
     **dict.fromkeys(
         ("dots1-plain", "hy_v3", "exaone_moe", "afmoe-plain", "cohere2_moe-dense-layers", "mistral4-dense-layer"),
         "dense layers and those with experts have different parameters",
@@ -1831,6 +1835,7 @@ CASES: list[Case] = [
         **DEEPSEEK | INDEXED | {"n_group": None, "topk_group": None},
         num_hidden_layers=3,
         gated_norm_rank=5,
+        initializer_range=0.15,  # gates enlarge what transformers rounds
     ),
     _case(
         "axk2-groups",  # more experts than tokens
@@ -1838,11 +1843,77 @@ CASES: list[Case] = [
         num_hidden_layers=2,
         mlp_layer_types=["sparse", "sparse"],
         gated_norm_rank=3,
+        initializer_range=0.15,
         n_shared_experts=2,
         attention_bias=True,
         rms_norm_eps=1e-3,
         tie_word_embeddings=True,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    _case("lfm3-plain", head_dim=10, num_hidden_layers=7, sliding_window=5),
+    _case(
+        "lfm3-biases",
+        head_dim=8,
+        num_hidden_layers=4,
+        sliding_window=4,
+        layer_types=["sliding_attention", "conv", "full_attention", "conv"],
+        conv_L_cache=3,
+        conv_bias=True,
+        attention_bias=True,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.75, "rope_theta": 500.0},
+            "sliding_attention": YARN,
+        },
+    ),
+    _case(
+        "beam-plain",
+        **EXPERTS | {"num_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2},
+        num_hidden_layers=4,
+        sliding_window=5,
+        layer_types=MIXED,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+    ),
+    _case(
+        "beam-all-experts",  # more than tokens
+        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 5, "n_group": 1, "topk_group": 1},
+        num_hidden_layers=3,
+        sliding_window=4,
+        mlp_layer_types=["sparse"] * 3,
+        norm_topk_prob=False,
+        attention_bias=True,
+        final_logit_softcapping=None,
+        tie_word_embeddings=True,
+        rope_parameters={"full_attention": None, "sliding_attention": YARN},
+    ),
+    _case("nanochat-plain"),
+    _case(
+        "nanochat-biases",
+        attention_bias=True,
+        final_logit_softcapping=None,
+        num_key_value_heads=None,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    _case("gptj-plain", num_key_value_heads=6, rotary_dim=6),
+    _case(
+        "gptj-own-width",
+        num_key_value_heads=None,
+        rotary_dim=8,
+        n_inner=20,
+        layer_norm_epsilon=1e-3,
+        num_hidden_layers=3,
+    ),
+    _case("gemma4_unified_text-plain", **UNIFIED, final_logit_softcapping=50.0),
+    _case(
+        "gemma4_unified_text-values-of-keys",
+        **UNIFIED,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        tie_word_embeddings=False,
     ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
@@ -1888,6 +1959,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
 
 
 COMPUTED_BY = {
+    "gemma4_unified_text": "gemma4_text",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "ministral": "llama",

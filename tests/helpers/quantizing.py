@@ -60,7 +60,7 @@ EVEN = {
     "granitemoe_swa": {"head_dim": 32, "shared_intermediate_size": 64},
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
-        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum")
+        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum", "beam")
     },
     **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
@@ -88,7 +88,8 @@ EVEN = {
     "qwen2_5_vl": {"num_attention_heads": 2},
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
-    "gemma4_unified": {"head_dim": 32, "global_head_dim": 64},
+    **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
+    "gptj": {"num_attention_heads": 2, "rotary_dim": 16},
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},

@@ -125,6 +125,11 @@ FAMILIES: Mapping[str, str] = {
     "granite_swa": "tpuconv.models.granite_swa.family:FAMILY",
     "granitemoe_swa": "tpuconv.models.granitemoe_swa.family:FAMILY",
     "qwen3_omni_moe": "tpuconv.models.qwen3_omni_moe.family:FAMILY",
+    "lfm3": "tpuconv.models.lfm3.family:FAMILY",
+    "beam": "tpuconv.models.beam.family:FAMILY",
+    "nanochat": "tpuconv.models.nanochat.family:FAMILY",
+    "gptj": "tpuconv.models.gptj.family:FAMILY",
+    "gemma4_unified_text": "tpuconv.models.gemma4_unified_text.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

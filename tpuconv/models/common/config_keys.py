@@ -22,7 +22,8 @@ NO_EFFECT = frozenset(
         # training
         *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
         *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        *("router_aux_loss_coef", "router_jitter_noise"),
+        *("router_aux_loss_coef", "router_jitter_noise", "attn_pdrop", "task_specific_params", "summary_type"),
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_use_proj"),
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "for_llm_compressor"),
         *("classifier_dropout", "mtp_loss_scaling_factor", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),

@@ -111,14 +111,14 @@ LFM2_MLP = (
 )
 
 
-def lfm2_table(*mlp_rows: Map) -> MappingTable:
-    """Returns the table with these rows of MLPs and experts."""
+def lfm2_table(*mlp_rows: Map, attention: tuple[Map, ...] = LFM2_ATTENTION) -> MappingTable:
+    """Returns the table with these rows of MLPs and experts, and of attention."""
     return MappingTable(
         (
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),
             Map("model.layers.{L}.operator_norm.weight", "layers.{L}.attn_norm.scale", "D"),
             Map("model.layers.{L}.ffn_norm.weight", "layers.{L}.mlp_norm.scale", "D"),
-            *under("model.layers.{f}", "layers.{f}", *LFM2_ATTENTION),
+            *under("model.layers.{f}", "layers.{f}", *attention),
             *under("model.layers.{l}.conv", "layers.{l}.attn", *SHORT_CONVOLUTION),
             *mlp_rows,
             Map("model.embedding_norm.weight", "norm.scale", "D"),

@@ -1,0 +1,102 @@
+"""GPT-J: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. Without `n_inner` an MLP is four times as wide as the model."""
+
+    model_type: ClassVar[str] = "gptj"
+    only: ClassVar = {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "rotary": (True,),
+        "scale_attn_weights": (True,),
+        "tie_word_embeddings": (False,),
+    }
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
+
+    vocab_size: int = 50400
+    hidden_size: int = 4096
+    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rotary_dim: int = 64
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            yield f"num_key_value_heads={self.num_key_value_heads} is not n_head={self.num_attention_heads}"
+        if self.rotary_dim > self.axes["H"]:
+            yield f"rotary_dim={self.rotary_dim} is more than a head has"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "F": self.intermediate_size or 4 * self.hidden_size}
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rotary_dim
+
+    @property
+    def has_head_bias(self) -> bool:
+        return self.has_lm_head
+
+
+TABLE = MappingTable(
+    (
+        Map("transformer.wte.weight", "embed.embedding", "V D"),
+        *under(
+            "transformer.h.{L}",
+            "layers.{L}",
+            Map("ln_1.weight", "norm.scale", "D"),
+            Map("ln_1.bias", "norm.bias", "D"),
+            Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+            Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+            Map("attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+            Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("mlp.fc_in.weight", "mlp.up.kernel", "F D -> D F"),
+            Map("mlp.fc_in.bias", "mlp.up.bias", "F"),
+            Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
+            Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
+        ),
+        Map("transformer.ln_f.weight", "norm.scale", "D"),
+        Map("transformer.ln_f.bias", "norm.bias", "D"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),
+    ),
+    ignore={
+        "transformer.h.{L}.attn.bias": "the causal mask",
+        "transformer.h.{L}.attn.masked_bias": "the score of a masked key",
+    },
+)
+
+FAMILY = Family(
+    name="gptj",
+    summary="GPT-J 6B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.gptj.modules:Model",
+    architectures={"GPTJForCausalLM": "gptj"},
+)
