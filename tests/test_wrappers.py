@@ -152,6 +152,21 @@ def test_experts_come_in_three_forms(name: str, change: Any, hf: Any, orbax: Any
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5-plain", "qwen3_5_moe-plain"])
+def test_the_config_of_the_text_model_beside_the_names_of_the_whole(
+    name: str, hf: Any, orbax: Any, tmp_path: Path
+) -> None:
+    """As users publish models that they make of Qwen3.5."""
+    case = next(case for case in CASES if case.id == name)
+    raw = json.loads((hf(case) / "config.json").read_text())
+    text = {**raw["text_config"], "architectures": raw["architectures"]}
+    write_checkpoint(tmp_path / "hf", text, read_tensors(hf(case)))
+    plan = convert(tmp_path / "hf", tmp_path / "out")
+    assert_same(restore(tmp_path / "out"), restore(orbax(case)))
+    assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+
+
 def test_keys_of_the_text_may_stand_at_the_root(hf: Any) -> None:
     """As Qwen2.5-VL is released."""
     case = next(case for case in CASES if case.id == "qwen2_5_vl-windows")
