@@ -54,13 +54,21 @@ def keys_of(model_type: str) -> set[str]:
     return names | keys_of(text.model_type) if text and text is not AutoConfig else names
 
 
+def aliases_of(model_type: str) -> dict[str, str]:
+    """The other names of keys that the class of a model type and that of its text model read, and the keys."""
+    kind = type(AutoConfig.for_model(model_type))
+    text = kind.sub_configs.get("text_config")
+    return kind.attribute_map | (aliases_of(text.model_type) if text and text is not AutoConfig else {})
+
+
 def is_data(name: str) -> bool:
     """Whether a config can have it as a key: it is no method, and no part of the name of a file."""
     return not callable(getattr(PreTrainedConfig, name, None)) and name not in ("json", "py")
 
 
-def table() -> tuple[list[str], dict[str, list[str]]]:
-    """The keys that every model reads, and for each model type of ours those that it reads besides."""
+def table() -> tuple[list[str], dict[str, dict[str, str]], dict[str, list[str]]]:
+    """The keys that every model reads, and for each model type of ours their other names and the keys that it reads
+    besides."""
     types: dict[str, set[str]] = {}
     for family in all_families():
         for kind in family.architectures.values():
@@ -70,13 +78,22 @@ def table() -> tuple[list[str], dict[str, list[str]]]:
         for kind in sorted(types)
     }
     shared = {name for module in SHARED for name in asked(module)} | set.intersection(*read.values())
-    return sorted(filter(is_data, shared)), {k: sorted(filter(is_data, names - shared)) for k, names in read.items()}
+    aliases: dict[str, dict[str, str]] = {}
+    for kind in read:
+        for name in (*sorted(types[kind]), kind):
+            aliases.setdefault(kind, {}).update(aliases_of(READ_AS.get(name, name)))
+    return (
+        sorted(filter(is_data, shared)),
+        {kind: dict(sorted(names.items())) for kind, names in aliases.items() if names},
+        {kind: sorted(filter(is_data, names - shared)) for kind, names in read.items()},
+    )
 
 
 def text() -> str:
     """The file."""
-    shared, read = table()
-    return json.dumps({"transformers": transformers.__version__, "shared": shared, **read}, indent=1) + "\n"
+    shared, aliases, read = table()
+    version = transformers.__version__
+    return json.dumps({"transformers": version, "shared": shared, "aliases": aliases, **read}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

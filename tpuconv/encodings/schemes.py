@@ -8,13 +8,18 @@ from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, SchemeGroup, unless_named
-from tpuconv.encodings.modelopt import MODELOPT, modelopt_groups
+from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
 from tpuconv.encodings.scheme import BY_SCALES, FP4_BY_32, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block, is_head
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
 
 METHOD_SCHEMAS: Mapping[Any, Any] = {
-    "fp8": {"modules_to_not_convert": NAMES, "ignored_layers": NAMES, "expert_dtype": Optional((str, None))},
+    "fp8": {
+        "modules_to_not_convert": NAMES,
+        "ignored_layers": NAMES,
+        "expert_dtype": Optional((str, None)),
+        "moe_quant_algo": Optional((str, None)),
+    },
     "fbgemm_fp8": {"modules_to_not_convert": NAMES},
     "mxfp4": {"modules_to_not_convert": NAMES},
     "modelopt": MODELOPT,
@@ -25,6 +30,10 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     METHOD: BITSANDBYTES,
 }
 """For each method, which keys of a description are read, and their types."""
+
+
+E4M3_NAMES = ("e4m3", "float8_e4m3fn")
+"""The names of the type of numbers in `fmt`; MiniMax writes the second."""
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
@@ -46,15 +55,13 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     if quantization is None:
         return ()
     where = "config.json, quantization_config"
-    method = check(quantization, {"quant_method": Optional((str, None))}, where, ConfigError).get("quant_method")
-    method = METHOD if is_bitsandbytes(quantization) else method
+    check(quantization, {"quant_method": Optional((str, None))}, where, ConfigError)
+    method = _method(quantization)
     where = "hf_quant_config.json" if "quantization" in quantization else where
     check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
-        other = _unless_named(quantization, _fp8(quantization))
-        if quantization.get("expert_dtype") != "fp4":
-            return (other,)
-        return SchemeGroup((FP4_BY_32,), lambda module: ".experts." in module), other
+        other, experts = _unless_named(quantization, _fp8(quantization)), _experts(quantization)
+        return (other,) if experts is None else (SchemeGroup((experts,), lambda module: ".experts." in module), other)
     if method == "fbgemm_fp8":
         return (_unless_named(quantization, (fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
     if method in ("modelopt", "modelopt_fp4"):
@@ -69,11 +76,26 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return gptq_groups(quantization)
     if method == METHOD:
         return bitsandbytes_groups(quantization)
+    if method is None and "bits" in quantization:
+        raise UnsupportedConfig(
+            "the weights are encoded by MLX, which is not implemented",
+            hint="convert the release that this one was made from, or first decode it with MLX: "
+            "`mlx_lm.convert --dequantize`",
+        )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq, gptq and bitsandbytes; or convert "
         "an unquantized release",
     )
+
+
+def _method(quantization: Mapping[str, Any]) -> Any:
+    """The `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
+    if is_bitsandbytes(quantization):
+        return METHOD
+    producer = quantization.get("producer")
+    is_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return quantization.get("quant_method") or ("modelopt" if is_modelopt else None)
 
 
 def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
@@ -83,10 +105,23 @@ def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) 
     return replace(group, takes=lambda module: not is_head(module) and group.takes(module))
 
 
+def _experts(quantization: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of the experts beside FP8; None if they are FP8 too. ModelOpt's DeepSeek V4 still has the key that
+    says what they were before."""
+    algorithm = quantization.get("moe_quant_algo")
+    if algorithm == "NVFP4":
+        return MODELOPT_NVFP4
+    if algorithm is not None:
+        raise UnsupportedConfig(f"FP8 with moe_quant_algo={algorithm!r} is not implemented, only 'NVFP4'")
+    return FP4_BY_32 if quantization.get("expert_dtype") == "fp4" else None
+
+
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     block = quantization.get("weight_block_size")
-    if quantization.get("fmt", "e4m3") != "e4m3":
-        raise UnsupportedConfig(f"FP8 with fmt={quantization['fmt']!r} is not implemented, only 'e4m3'")
+    if quantization.get("fmt", E4M3_NAMES[0]) not in E4M3_NAMES:
+        raise UnsupportedConfig(
+            f"FP8 with fmt={quantization['fmt']!r} is not implemented, only {' or '.join(map(repr, E4M3_NAMES))}"
+        )
     if block is None:  # two writers, two names
         return tuple(fp8_scheme(f"FP8, {name} by tensor", f".{name}", BY_SCALES) for name in FP8_SCALES)
     if not is_block(block):

@@ -11,6 +11,9 @@ from tpuconv.storage.places import is_there
 
 ENCODING_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json; older versions of compressed-tensors wrote the second one."""
+MLX_KEY = "quantization"
+"""The key of MLX's description of encoded weights, of which only newer files have a copy under the first of
+`ENCODING_KEYS`."""
 EXPERT_KEY = "expert_dtype"
 """The key of the encoding of experts, where it is not that of other weights."""
 
@@ -47,6 +50,8 @@ def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
     places = parts_of(config)
     found = next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
+    if found is None and isinstance(config.get(MLX_KEY), Mapping):
+        found = config[MLX_KEY]
     beside = config.get(EXPERT_KEY)
     return found if beside is None or not isinstance(found, Mapping) else {EXPERT_KEY: beside, **found}
 

@@ -162,5 +162,5 @@ FAMILY = Family(
     config=Config,
     table=TABLE,
     model="tpuconv.models.bailing_hybrid.modules:Model",
-    architectures={"BailingHybridForCausalLM": "bailing_hybrid"},
+    architectures={"BailingHybridForCausalLM": "bailing_hybrid", "BailingMoeV3ForCausalLM": "bailing_hybrid"},
 )

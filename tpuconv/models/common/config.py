@@ -16,6 +16,7 @@ from tpuconv.mapping.table import LAYER_INDICES
 from tpuconv.models.common.config_keys import (
     MOST_HINTS,
     SUPPORTED_VALUES,
+    aliases_of_reference,
     ignored_keys,
     near_key,
 )
@@ -66,6 +67,9 @@ class DecoderConfig:
     """Fields that are computed from keys of config.json with other names."""
     hf_names: ClassVar[Mapping[str, str]] = {}
     """The keys of config.json of fields that have another name."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Further keys of config.json, beside those of `aliases_of_reference`, and the keys that they stand for, over which
+    they win as in transformers."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -92,6 +96,7 @@ class DecoderConfig:
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
         check_rope_keys(raw)
+        raw = cls._unaliased(raw)
         hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._ignored(raw)
         given = {key: hint for key, hint in hints.items() if key in raw}
@@ -137,9 +142,28 @@ class DecoderConfig:
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
-        known = [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
+        raw, known = cls._unaliased(raw), cls._known()
         supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
         return ignored_keys(raw, known, {**supported, **cls.only}, cls.model_type)
+
+    @classmethod
+    def _unaliased(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parsed config.json with the keys that its aliases stand for."""
+        aliases = cls._aliases()
+        given = {key: raw[alias] for alias, key in aliases.items() if raw.get(alias) is not None}
+        return {key: value for key, value in raw.items() if key not in aliases} | given
+
+    @classmethod
+    def _aliases(cls) -> dict[str, str]:
+        """The aliases of keys that this family reads."""
+        known = cls._known()
+        others = aliases_of_reference(cls.model_type).items()
+        return {alias: key for alias, key in others if key in known and alias not in known} | dict(cls.aliases)
+
+    @classmethod
+    def _known(cls) -> list[str]:
+        """The keys that this family reads."""
+        return [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
 
     @classmethod
     def _key(cls, field: str) -> str:
@@ -325,8 +349,7 @@ def report_ignored(
         UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    names = [field.name for field in fields(config) if field.name not in config.derived]
-    known = [key for key in map(config._key, names) if key not in config.only]
+    known = [key for key in (*config._known(), *config._aliases()) if key not in config.only]
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", *INSIDE_KEYS):
             raise UsageError(

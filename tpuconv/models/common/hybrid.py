@@ -14,11 +14,10 @@ OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 class StateConfig(DecoderConfig):
     """A decoder whose layers are of several kinds, which `layer_types` lists.
 
-    Class attributes: `aliases` has further keys of config.json and the keys that they stand for, over which they win;
-    `state_kind` is the kind of layers with a state, `other_kinds` those without, with attention first.
+    Class attributes: `state_kind` is the kind of layers with a state, `other_kinds` are those without, with attention
+    first.
     """
 
-    aliases: ClassVar[Mapping[str, str]] = {}
     state_kind: ClassVar[str] = "linear_attention"
     other_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
 
@@ -26,22 +25,12 @@ class StateConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`, with `aliases` and older names of kinds."""
-        raw = dict(cls._renamed(raw))
+        """As `DecoderConfig.from_hf`, with older names of kinds."""
+        raw = dict(cls._unaliased(raw))
         key = cls._key("layer_types")
         if isinstance(kinds := raw.get(key), list):
             raw[key] = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         return super().from_hf(raw)
-
-    @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._ignored(cls._renamed(raw))
-
-    @classmethod
-    def _renamed(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A parsed config.json without `aliases`."""
-        given = {key: raw[alias] for alias, key in cls.aliases.items() if raw.get(alias) is not None}
-        return {key: value for key, value in raw.items() if key not in cls.aliases} | given
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -96,7 +85,7 @@ class MambaConfig(StateConfig):
         if limits is None:
             raw.pop("time_step_limit", None)
         elif isinstance(limits, list):
-            raw["time_step_limit"] = [NO_LIMIT if limit in INFINITIES else limit for limit in limits]
+            raw["time_step_limit"] = [NO_LIMIT if _is_infinite(limit) else limit for limit in limits]
         return super().from_hf(raw)
 
     def contradictions(self) -> Iterator[str]:
@@ -140,5 +129,6 @@ class MambaConfig(StateConfig):
         }
 
 
-INFINITIES = (float("inf"), {"__float__": "Infinity"})
-"""Infinity in config.json; the second is that of transformers 5."""
+def _is_infinite(limit: Any) -> bool:
+    """Whether an entry of config.json is infinity, as transformers 5 or others write it, or no float32."""
+    return limit == {"__float__": "Infinity"} or (isinstance(limit, int | float) and limit > NO_LIMIT)

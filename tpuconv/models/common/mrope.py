@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.models.common.rope import ROPE_KEYS, check_rope_keys
+from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
 
 
 class MropeConfig:
@@ -23,7 +23,7 @@ def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
     angles."""
     check_rope_keys(raw)
     out = dict(raw)
-    for key in ROPE_KEYS[1:]:
+    for key in PARAMETER_KEYS:
         if given := raw.get(key):
             plain = {k: value for k, value in given.items() if k not in ("mrope_section", "mrope_interleaved")}
             out[key] = {k: "default" if value == "mrope" else value for k, value in plain.items()}

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-"""The keys of config.json that `Rope.from_hf` reads."""
+ORIGINAL = "original_max_position_embeddings"
+PARAMETER_KEYS = ("rope_scaling", "rope_parameters")
+ROPE_KEYS = ("rope_theta", *PARAMETER_KEYS, ORIGINAL)
+"""The keys of config.json that `Rope.from_hf` reads. The first and the last may be parameters instead."""
 
 REQUIRED = {
     "default": (),
@@ -27,9 +29,9 @@ REQUIRED = {
 OPTIONAL = {
     "default": (),
     "linear": (),
-    "llama3": ("original_max_position_embeddings",),
+    "llama3": (ORIGINAL,),
     "yarn": (
-        "original_max_position_embeddings",
+        ORIGINAL,
         "attention_factor",
         "beta_fast",
         "beta_slow",
@@ -38,10 +40,13 @@ OPTIONAL = {
         "truncate",
     ),
     "dynamic": (),
-    "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
+    "longrope": (ORIGINAL, "attention_factor", "factor"),
     "proportional": ("partial_rotary_factor", "factor"),
 }
 """The parameters of each implemented type, besides the type and `rope_theta`."""
+
+EXTENDED = tuple(kind for kind, names in OPTIONAL.items() if ORIGINAL in names)
+"""The types that depend on the context before it was extended."""
 
 LARGEST_ROPE_VALUE = 1e15
 """The largest value of a parameter."""
@@ -97,6 +102,11 @@ class Rope:
         theta = values.pop("rope_theta", cls.theta if outside is None else outside)
         if outside not in (None, theta):
             raise ConfigError(f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside")
+        context = raw.get(ORIGINAL)
+        if context is not None and kind in EXTENDED and values.setdefault(ORIGINAL, context) != context:
+            raise ConfigError(
+                f"config.json: {ORIGINAL}={short(context)} outside {key}, {short(values[ORIGINAL])} inside"
+            )
         if values.get("partial_rotary_factor") == 1:
             del values["partial_rotary_factor"]
         if kind not in REQUIRED or set(values) - {*REQUIRED[kind], *OPTIONAL[kind]}:
@@ -107,8 +117,8 @@ class Rope:
             )
         if missing := [name for name in REQUIRED[kind] if name not in values]:
             raise ConfigError(f"config.json: {key}={short(given, 300)} lacks {', '.join(missing)}")
-        if "original_max_position_embeddings" in OPTIONAL[kind]:
-            values.setdefault("original_max_position_embeddings", max_position_embeddings)
+        if kind in EXTENDED:
+            values.setdefault(ORIGINAL, max_position_embeddings)
         for name in ("short_factor", "long_factor"):
             if name in values:
                 values[name] = _checked_factors(name, values[name])
@@ -117,9 +127,9 @@ class Rope:
                 del values[name]
         _check_numbers(values | {"rope_theta": theta})
         if kind == "dynamic":
-            values["original_max_position_embeddings"] = max_position_embeddings
+            values[ORIGINAL] = max_position_embeddings
         if kind == "longrope":
-            values.setdefault("factor", max_position_embeddings / values["original_max_position_embeddings"])
+            values.setdefault("factor", max_position_embeddings / values[ORIGINAL])
         rope = cls(kind, theta, **values)
         if rope.theta <= 1 or (kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor):
             raise ConfigError(
@@ -260,7 +270,7 @@ def rope_of_layers(
 
 def check_rope_keys(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError if `rope_scaling` or `rope_parameters` is not an object."""
-    for key in ROPE_KEYS[1:]:
+    for key in PARAMETER_KEYS:
         given = raw.get(key)
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(f"config.json: {key}={short(given, 300)} is not an object")

@@ -15,7 +15,8 @@ from tpuconv.models.registry import Family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The keys of config.json. `head_dim` and `qk_head_dim`, which transformers writes, follow from other keys."""
+    """The keys of config.json. `qk_head_dim`, which transformers writes, follows from other keys. So does `head_dim`,
+    which it computes anew: GLM-5.2 has that of other programs there."""
 
     model_type: ClassVar[str] = "deepseek_v3"
     only: ClassVar = {
@@ -59,8 +60,6 @@ class Config(DecoderConfig):
         heads = self.num_attention_heads
         if self.num_key_value_heads not in (None, heads):
             yield f"num_key_value_heads={self.num_key_value_heads} is not num_attention_heads={heads}"
-        if self.head_dim not in (None, self.qk_rope_head_dim):
-            yield f"head_dim={self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
         if self.qk_head_dim not in (None, self.qk_nope_head_dim + self.qk_rope_head_dim):
             yield f"qk_head_dim={self.qk_head_dim} is not the sum of qk_nope_head_dim and qk_rope_head_dim"
         if self.qk_rope_head_dim % 2:

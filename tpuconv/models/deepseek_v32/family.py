@@ -20,6 +20,7 @@ class Config(deepseek_v3.Config):
 
     model_type: ClassVar[str] = "deepseek_v32"
     only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (True,), "mlp_bias": (False,)}
+    aliases: ClassVar = {"num_experts": "n_routed_experts"}
     least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
     max_position_embeddings: int = 163840

@@ -79,5 +79,5 @@ FAMILY = Family(
     config=Config,
     table=TABLE,
     model="tpuconv.models.exaone_moe.modules:Model",
-    architectures={"ExaoneMoeForCausalLM": "exaone_moe"},
+    architectures={"ExaoneMoeForCausalLM": "exaone_moe", "ExaoneMoEForCausalLM": "exaone_moe"},
 )

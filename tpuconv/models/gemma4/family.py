@@ -16,10 +16,12 @@ class Config(WrapperConfig, gemma4_text.Config):
     tied: ClassVar[bool] = True
 
 
-TABLE, *VARIANTS = tables(
-    gemma4_text.TABLE,
-    "model.language_model.",
-    {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS},
+GEMMA4_PREFIX = "model.language_model."
+TOWERS = {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS}
+
+TABLE, *VARIANTS = (
+    *tables(gemma4_text.TABLE, GEMMA4_PREFIX, TOWERS),
+    *tables(gemma4_text.NUMBERED_TABLE, GEMMA4_PREFIX, TOWERS, name="numbered "),
 )
 
 FAMILY = Family(

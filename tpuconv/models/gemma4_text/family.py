@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
+from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
-from tpuconv.models.common.rows import MLP, decoder_table, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, decoder_table, when
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import Family
@@ -219,42 +219,55 @@ EXPERT_PARTS = (
     Map("router.proj.weight", "moe.router.kernel", "E D -> D E"),
     Map("router.scale", "moe.router_scale", "D"),
     Map("router.per_expert_scale", "moe.expert_scale", "E"),
-    Map("experts.gate_up_proj", ("moe.gate.kernel", "moe.up.kernel"), "E (M + M) D -> E D M, E D M"),
-    Map("experts.down_proj", "moe.down.kernel", "E D M -> E M D"),
+)
+STACKED_EXPERTS = (
+    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
 )
 SHARED_ALREADY = "of a layer that uses the keys and values of an earlier one"
 
-TABLE = decoder_table(
-    *NORMS,
-    *when("enable_moe_block", *EXPERT_PARTS),
-    *when("has_layer_inputs", *LAYER_INPUTS),
-    Map("layer_scalar", "layer_scalar", "1", buffer=True),
-    others=(
-        *_in("s", *_queries("H")),
-        *_in("g", *_queries("h")),
-        *_in("a", *_attention("H", "K")),
-        *_in("b", *_attention("h", "m")[:2]),
-        *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
-        *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
-        *under("model.layers.{j}.mlp", "layers.{j}.mlp", *WIDE_MLP),
-        *when(
-            "has_layer_inputs",
-            Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
-            Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
-            Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
+
+def experts_table(variant: str, *experts: Map) -> MappingTable:
+    """Returns the table with these rows of experts."""
+    table = decoder_table(
+        *NORMS,
+        *when("enable_moe_block", *EXPERT_PARTS),
+        *when("has_layer_inputs", *LAYER_INPUTS),
+        Map("layer_scalar", "layer_scalar", "1", buffer=True),
+        others=(
+            *when("enable_moe_block", *under("model.layers.{L}", "layers.{L}.moe", *experts)),
+            *_in("s", *_queries("H")),
+            *_in("g", *_queries("h")),
+            *_in("a", *_attention("H", "K")),
+            *_in("b", *_attention("h", "m")[:2]),
+            *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
+            *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
+            *under("model.layers.{j}.mlp", "layers.{j}.mlp", *WIDE_MLP),
+            *when(
+                "has_layer_inputs",
+                Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
+                Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
+                Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
+            ),
         ),
-    ),
-    ignore={
-        f"model.layers.{{o}}.self_attn.{name}.weight": SHARED_ALREADY
-        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-    },
-)
+        ignore={
+            f"model.layers.{{o}}.self_attn.{name}.weight": SHARED_ALREADY
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+        },
+    )
+    return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
+
+
+TABLE = experts_table("", *STACKED_EXPERTS)
+NUMBERED_TABLE = experts_table("numbered", *EXPERT_MLPS)
+"""Of quantized releases."""
 
 FAMILY = Family(
     name="gemma4_text",
     summary="Gemma 4, the text model on its own",
     config=Config,
     table=TABLE,
+    variants=(NUMBERED_TABLE,),
     model="tpuconv.models.gemma4_text.modules:Model",
     architectures={"Gemma4ForCausalLM": "gemma4_text"},
 )

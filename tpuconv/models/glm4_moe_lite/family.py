@@ -47,6 +47,8 @@ class Config(deepseek_v3.Config):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        if self.head_dim not in (None, self.qk_rope_head_dim):  # transformers reads it as `qk_rope_head_dim`
+            yield f"head_dim={self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
         kinds, dense = self.mlp_layer_types, self.first_k_dense_replace
         if kinds is not None and kinds != ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense):
             yield (

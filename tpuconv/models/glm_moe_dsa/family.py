@@ -85,7 +85,7 @@ TABLE = deepseek_v32.TABLE
 
 FAMILY = Family(
     name="glm_moe_dsa",
-    summary="GLM-5, GLM-5.1",
+    summary="GLM-5, GLM-5.1, GLM-5.2",
     config=Config,
     table=TABLE,
     model="tpuconv.models.glm_moe_dsa.modules:Model",

@@ -19,7 +19,6 @@ class Config(granite.Config, MambaConfig):
     MLP which all tokens pass. There may be no experts, and no layers with Mamba-2."""
 
     model_type: ClassVar[str] = "granitemoehybrid"
-    aliases: ClassVar = {"layers_block_type": "layer_types"}
     only: ClassVar = {"mlp_bias": (False,)}
     least: ClassVar[Mapping[str, int]] = {"num_local_experts": 0, "num_experts_per_tok": 0}
 

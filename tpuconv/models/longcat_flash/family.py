@@ -1,6 +1,6 @@
 """LongCat-Flash: config and mapping table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -58,6 +58,11 @@ class Config(deepseek_v3.Config):
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     rope: Rope = LONGCAT_ROPE
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.head_dim not in (None, self.qk_rope_head_dim):  # the reference's rotary positions are of this width
+            yield f"head_dim={self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
 
     @property
     def axes(self) -> dict[str, Any]:

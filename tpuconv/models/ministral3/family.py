@@ -8,7 +8,7 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, ROPE_KEYS, Rope
+from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.registry import Family
 
@@ -29,7 +29,7 @@ class GrowingQueries:
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         raw = dict(raw)
-        given = [key for key in ROPE_KEYS[1:] if raw.get(key)]
+        given = [key for key in PARAMETER_KEYS if raw.get(key)]
         beta: Any = None if given else cls.llama_4_scaling_beta
         for key in given:
             inside = dict(raw[key])

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, decoder_table, mlp_rows
 from tpuconv.models.common.sparse import layers_by_mlp, mlp_kinds_of
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
@@ -74,7 +74,7 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
             raw.get("qk_rope_head_dim", cls.qk_rope_head_dim),
             raw.get("qk_nope_head_dim", cls.qk_nope_head_dim),
         )
-        for key in ROPE_KEYS[1:]:
+        for key in PARAMETER_KEYS:
             inside = dict(raw.get(key) or {})
             if inside.pop(name, None) not in (None, rotary / (rotary + plain)):
                 raise UnsupportedConfig(

@@ -63,8 +63,6 @@ class Config(MambaConfig):
         "mamba_proj_bias": "use_bias",
     }
     aliases: ClassVar = {
-        "layer_types": "layers_block_type",
-        "num_local_experts": "n_routed_experts",
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",
         "mamba_expand": "expand",
@@ -113,7 +111,7 @@ class Config(MambaConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """As `MambaConfig.from_hf`. The kinds of layers are those of `layers_block_type`, or else of
         `hybrid_override_pattern`."""
-        raw = dict(cls._renamed(raw))
+        raw = dict(cls._unaliased(raw))
         for key, kinds_key in PATTERN_KEYS.items():
             pattern = raw.pop(key, None)
             if raw.get(kinds_key) is None and isinstance(pattern, str):

@@ -105,5 +105,5 @@ FAMILY = Family(
     config=Config,
     table=TABLE,
     model="tpuconv.models.phimoe.modules:Model",
-    architectures={"PhimoeForCausalLM": "phimoe"},
+    architectures={"PhimoeForCausalLM": "phimoe", "PhiMoEForCausalLM": "phimoe"},
 )

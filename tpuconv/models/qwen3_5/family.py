@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.rows import FURTHER_TOKENS
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, tables
 from tpuconv.models.qwen3_5_text import family as text
 from tpuconv.models.registry import Family
 
@@ -16,9 +15,7 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen3_5"
 
 
-OUTSIDE = {"visual": SEES, "mtp": FURTHER_TOKENS}
-
-TABLE, *VARIANTS = tables(text.TABLE, "model.language_model.", OUTSIDE)
+TABLE, *VARIANTS = tables(text.TABLE, "model.language_model.", text.OUTSIDE)
 
 FAMILY = Family(
     name="qwen3_5",

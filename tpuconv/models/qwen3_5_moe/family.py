@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.wrapper import WrapperConfig, tables
-from tpuconv.models.qwen3_5 import family as qwen3_5
 from tpuconv.models.qwen3_5_moe_text import family as text
+from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen3_vl_moe.family import PREFIX
 from tpuconv.models.registry import Family
 
@@ -18,8 +18,8 @@ class Config(WrapperConfig, text.Config):
 
 
 TABLE, *VARIANTS = (
-    *tables(text.TABLE, PREFIX, qwen3_5.OUTSIDE),
-    *tables(text.STACKED_TABLE, PREFIX, qwen3_5.OUTSIDE, name="stacked "),
+    *tables(text.TABLE, PREFIX, OUTSIDE),
+    *tables(text.STACKED_TABLE, PREFIX, OUTSIDE, name="stacked "),
 )
 
 FAMILY = Family(

@@ -8,7 +8,8 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, decoder_table
-from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH
+from tpuconv.models.common.wrapper import tables
+from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
 from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
 from tpuconv.models.registry import Family
@@ -86,7 +87,14 @@ FAMILY = Family(
     summary="Qwen3.5 with experts, the text model on its own",
     config=Config,
     table=TABLE,
-    variants=(STACKED_TABLE,),
+    variants=(
+        STACKED_TABLE,
+        *tables(TABLE, "model.", OUTSIDE)[1:],
+        *tables(STACKED_TABLE, "model.", OUTSIDE, name="stacked ")[1:],
+    ),
     model="tpuconv.models.qwen3_5_moe_text.modules:Model",
-    architectures={"Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"},
+    architectures={
+        "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+        "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    },
 )

@@ -8,7 +8,7 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import MOST_IN_A_LIST
-from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rope import PARAMETER_KEYS, PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
@@ -192,7 +192,7 @@ def _numbers(given: Any) -> set[int]:
 def _ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `rope_parameters` of each type of layers. In the release each layer has a base and a part of a head
     with rotary positions, and `rope_scaling` is that of layers that see all tokens."""
-    check_rope_keys({key: raw.get(key) for key in ROPE_KEYS[1:]})
+    check_rope_keys({key: raw.get(key) for key in PARAMETER_KEYS})
     kinds = raw.get("layer_types")
     whole, windowed = "full_attention", "sliding_attention"
     found = [kind for kind in (whole, windowed) if kind in kinds] if isinstance(kinds, list) else [whole]

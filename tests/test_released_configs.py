@@ -1,0 +1,194 @@
+"""config.json files of releases, cut to what matters: keys and values that our own configs do not have. Sizes are those
+that were published."""
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from helpers.configs import config_json
+from tpuconv.encodings.modelopt import MODELOPT_NVFP4
+from tpuconv.encodings.schemes import groups, schemes
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.models.common.config_keys import aliases_of_reference
+from tpuconv.models.registry import Family, all_families, find_family, get_family
+from tpuconv.sources.config import encoding_of
+
+GLM_5_2 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "head_dim": 192,
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_types": ["full"] * 3 + ["shared", "shared", "shared", "full"] * 18 + ["shared"] * 3,
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "moe_router_dtype": "float32",
+    "num_nextn_predict_layers": 1,
+    "qk_head_dim": 256,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "vocab_size": 154880,
+}
+LING_3_FLASH = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "gated_attention_proj_granularity_type": "head_wise",
+    "head_dim": 128,
+    "layer_group_size": 6,
+    "moe_shared_expert_intermediate_size": 768,
+    "no_kda_lora": True,
+    "num_experts": 512,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "rotary_dim": 64,
+    "short_conv_kernel_size": 4,
+}
+K_EXAONE = {
+    "architectures": ["ExaoneMoEForCausalLM"],
+    "model_type": "exaone_moe",
+    "first_last_k_dense_replace": 1,
+    "hidden_size": 6144,
+    "intermediate_size": 18432,
+    "is_moe_layer": [False] + [True] * 47,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 12,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_shared_experts": 1,
+    "sliding_window": 128,
+    "vocab_size": 153600,
+}
+PHI_TINY_MOE = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "model_type": "phimoe",
+    "attention_bias": True,
+    "expert_dropout": 0.0,
+    "head_dim": 128,
+    "intermediate_size": 448,
+    "lm_head_bias": True,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+QWEN_3_5_WITHOUT_TOWER = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 180,
+}
+RELEASES = [
+    pytest.param(GLM_5_2, 744, id="GLM-5.2"),
+    pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
+    pytest.param(LING_3_FLASH, 124, id="Ling-3.0-flash"),
+    pytest.param(K_EXAONE, 236, id="K-EXAONE"),
+    pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
+    pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
+]
+
+
+def parameters(family: Family, config: Any) -> int:
+    """The number of a model's parameters."""
+    rows = family.table.bind(config)
+    return sum(prod(shape) for row in rows for shape in row.inverse.layout.src_shapes(row.sizes))
+
+
+@pytest.mark.parametrize(("raw", "billions"), RELEASES)
+def test_releases_are_read(raw: dict[str, Any], billions: float) -> None:
+    find_family(raw).check_config(raw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("raw", "billions"), RELEASES)
+def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
+    family = find_family(raw)
+    assert parameters(family, family.read_config(raw)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("infinity", [1e308, {"__float__": "Infinity"}])
+def test_time_steps_without_a_limit(infinity: Any) -> None:
+    """Of Nemotron 3 Ultra."""
+    config = get_family("nemotron_h").config
+    given = config.from_hf({"model_type": "nemotron_h", "time_step_limit": [0, infinity]})
+    assert given == config.from_hf({"model_type": "nemotron_h"})
+
+
+def test_the_original_context_beside_the_rotary_parameters() -> None:
+    """As Phi-3.5-MoE has it."""
+    inside = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    outside = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 512}
+    read = get_family("llama").config.from_hf
+    assert read(outside) == read({"rope_scaling": inside}) == read(outside | {"rope_scaling": inside})
+    assert read({"original_max_position_embeddings": 512}) == read({})
+    with pytest.raises(ConfigError, match="original_max_position_embeddings=8 outside rope_scaling, 512 inside"):
+        read({"rope_scaling": inside, "original_max_position_embeddings": 8})
+
+
+def test_other_names_of_keys_are_those_of_transformers() -> None:
+    for config in (family.config for family in all_families()):
+        for alias, key in aliases_of_reference(config.model_type).items():
+            if key in config._known() and alias not in config._known():
+                assert config._unaliased({alias: 3}) == {key: 3}
+    config = get_family("deepseek_v3").config
+    assert config.from_hf({"num_local_experts": 64}) == config.from_hf({"n_routed_experts": 64})
+    raw = {"model_type": "deepseek_v3", "num_local_experts": 64}
+    assert find_family(raw).check_config(raw).ignored == ()
+    with pytest.raises(UsageError, match="--allow-config num_local_experts: the conversion reads this key"):
+        find_family(raw).check_config(raw, ["num_local_experts"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_text_model_may_keep_the_prefix_of_the_complete_one(name: str, prefix: str) -> None:
+    family = get_family(name)
+    config = family.config.from_hf(config_json(name))
+    tables = [table for table in family.variants if table.variant in (prefix, f"stacked {prefix}")]
+    assert len(tables) == (1 if name == "qwen3_5_text" else 2)
+    for table in tables:
+        names = [name for row in table.bind(config) for name in row.src_shapes()]
+        assert all(name.startswith((prefix, "lm_head.", "language_model.lm_head.")) for name in names)
+        assert family.table_for([*names, "model.visual.patch_embed.proj.weight"]) is table
+
+
+MINIMAX_M2 = {
+    "quant_method": "fp8",
+    "fmt": "float8_e4m3fn",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
+DEEPSEEK_V4_NVFP4 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "group_size": 16,
+    "moe_quant_algo": "NVFP4",
+    "quant_algo": "MIXED_PRECISION",
+    "producer": {"name": "modelopt", "version": "dsv4-nvfp4-experts"},
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+QWEN3_FP8_STATIC = {
+    "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+    "ignore": ["lm_head"],
+    "quant_algo": "FP8",
+    "producer": {"name": "modelopt", "version": "0.31.0"},
+}
+
+
+def test_encodings_of_releases() -> None:
+    assert [scheme.title for scheme in schemes(MINIMAX_M2)] == ["FP8, blocks of 128x128"]
+    assert [scheme.title for scheme in schemes(QWEN3_FP8_STATIC)] == ["ModelOpt FP8"]
+    experts, others = groups(encoding_of({"expert_dtype": "fp4", "quantization_config": DEEPSEEK_V4_NVFP4}))
+    assert experts.schemes == (MODELOPT_NVFP4,)
+    assert experts.takes("layers.3.ffn.experts.0.w1")
+    assert not experts.takes("layers.3.ffn.shared_experts.w1")
+    assert others.schemes[0].title == "FP8, blocks of 128x128, scales in powers of two"
+    with pytest.raises(UnsupportedConfig, match="moe_quant_algo='INT4' is not implemented"):
+        groups(DEEPSEEK_V4_NVFP4 | {"moe_quant_algo": "INT4"})
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_what_mlx_encoded_is_refused_by_name(key: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=r"encoded by MLX[^`]*`mlx_lm.convert --dequantize`"):
+        groups(encoding_of({key: {"group_size": 64, "bits": 4, "mode": "affine"}}))
