@@ -34,7 +34,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.convert.strided import copy_strided
+from tpuconv.convert.run.strided import copy_strided
 from tpuconv.encodings.decode import Tensor, decode_names
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import SafetensorsReader

@@ -16,7 +16,7 @@ from helpers.attacks.processes import halted_after, started
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert, restore
 from helpers.families import CASES, is_inseparable
-from helpers.quantizing import ONE_OF_EACH, quantize, quantize_source
+from helpers.quantizing import ONE_OF_EACH, interrupted, quantize, quantize_source
 from helpers.times import wait_for
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -33,7 +33,6 @@ from tpuconv.quantize.calibrate.memory import calibration_memory
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import BF16, QwixEncoder
 from tpuconv.quantize.rules import resolve_rules
-from tpuconv.storage.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -375,21 +374,10 @@ def test_each_family_is_smoothed_where_its_layers_allow_it(case, orbax, tmp_path
 def test_an_interrupted_calibration_goes_on_after_its_last_layer(last, when, orbax, tmp_path, monkeypatch):
     ckpt = orbax(ONE_OF_EACH["qwen3"], "bfloat16")
     quantize(ckpt, tmp_path / "whole", config(), DATA)
-    record, calibrated = Journal.record, []
-
-    def interrupted(self, part, facts):
-        if part == last and when == "before":
-            raise KeyboardInterrupt
-        record(self, part, facts)
-        if part == last:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "record", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(ckpt, tmp_path / "out", config(), DATA)
+    with interrupted(last, when):
+        quantize(ckpt, tmp_path / "out", config(), DATA)
     assert not (tmp_path / "out").exists()
-    real = calibrate.LayerwiseCalibration._calibrate
+    real, calibrated = calibrate.LayerwiseCalibration._calibrate, []
 
     def counted(self, runner, stage, *args):
         calibrated.append(stage)

@@ -14,7 +14,7 @@ from helpers.conversions import convert
 from helpers.encoded import same_bits
 from helpers.families import CASES, save
 from tpuconv import api
-from tpuconv.convert import export_files
+from tpuconv.convert.export import files as export_files
 from tpuconv.errors import SourceError, UsageError
 
 WRAPPER = next(case for case in CASES if case.id == "gemma3-own-head")

@@ -24,14 +24,14 @@ from helpers.conversions import LIMITS, assert_same, convert, flatten, plan_for,
 from helpers.families import CASES
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert import run as run_module
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
-from tpuconv.convert.sizing import Limits
-from tpuconv.convert.strided import copy_strided
-from tpuconv.convert.workers import all_finite
+from tpuconv.convert.run import conversion as run_module
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.sizing import Limits
+from tpuconv.convert.run.strided import copy_strided
+from tpuconv.convert.run.workers import all_finite
 from tpuconv.errors import (
     MappingError,
     OutputError,

@@ -19,7 +19,7 @@ from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoi
 from helpers.limits import limited
 from tpuconv import text
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.card import model_card
+from tpuconv.convert.run.card import model_card
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.quantize.report import report_page
 from tpuconv.sources.hub import fetch_config, resolve

@@ -15,8 +15,8 @@ from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, in_memory, objects
 from tpuconv import api
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.run import PART_DONE, run
-from tpuconv.convert.share import share_of
+from tpuconv.convert.run.conversion import PART_DONE, run
+from tpuconv.convert.run.share import share_of
 from tpuconv.errors import OutputError, SourceError, UsageError
 from tpuconv.hosts import ProcessPart, divided, find_part
 from tpuconv.location import Location, to_location
@@ -226,7 +226,7 @@ def test_quantized_and_exported_by_three(source, out, tmp_path, monkeypatch):
     """`quantize`, `export`, and the one pass to safetensors."""
     ckpt = tmp_path / "ckpt"
     api.convert(source, ckpt, jobs=1)
-    monkeypatch.setattr("tpuconv.convert.export_files.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("tpuconv.convert.export.files.SHARD_BYTES", 20_000)
     for number, command in enumerate(
         (
             lambda to, part: api.quantize(ckpt, to, config="int8_weight_only", jobs=1, part=part),

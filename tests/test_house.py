@@ -71,6 +71,21 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter({m: imports(MODULES[m], everywhere=True) & set(INSIDE) - {m} for m in INSIDE}).prepare()
 
 
+def test_folders_import_each_other_one_way():
+    """Folders that stand side by side: of `tpuconv.convert` these are `plan`, `run` and `export`."""
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for module in INSIDE:
+        for name in imports(MODULES[module], everywhere=True) & set(INSIDE):
+            one, other = module.split("."), name.split(".")
+            shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+            if shared is not None and len(one) > shared + 1 and len(other) > shared + 1:
+                place = ".".join(one[:shared])
+                graphs.setdefault(place, {}).setdefault(one[shared], set()).add(other[shared])
+    assert {"tpuconv", "tpuconv.convert", "tpuconv.models"} <= set(graphs)
+    for graph in graphs.values():
+        TopologicalSorter(graph).prepare()
+
+
 MOST_LINES = 450
 
 
@@ -194,7 +209,7 @@ def test_kernels_bring_no_scipy():
     program = """
 import sys
 import numpy as np
-from tpuconv.convert.transpose import transpose
+from tpuconv.convert.run.transpose import transpose
 words, at = np.arange(64, dtype=np.uint64), np.zeros(1, np.int64)
 transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 1)
 assert "scipy.linalg" not in sys.modules

@@ -16,10 +16,10 @@ from helpers.encoded import fp8, same_bits, write_encoded
 from helpers.families import CASES, one_fast_of_each, save
 from helpers.quantizing import ONE_OF_EACH
 from tpuconv import api
-from tpuconv.convert import export_files
-from tpuconv.convert.export import planned_files
+from tpuconv.convert.export import files as export_files
+from tpuconv.convert.export.export import planned_files
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.sizing import BASE_MEMORY
+from tpuconv.convert.run.sizing import BASE_MEMORY
 from tpuconv.errors import OutputError, ResourceError, SourceError, UsageError
 from tpuconv.models.registry import FAMILIES
 from tpuconv.storage import disk

@@ -44,12 +44,12 @@ from helpers.families import CASES, CORE, Case
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert import export_files
-from tpuconv.convert.export import file_names
+from tpuconv.convert.export import files as export_files
+from tpuconv.convert.export.export import file_names
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.sizes import SLAB_BYTES
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.sizing import BASE_MEMORY, planned_memory
+from tpuconv.convert.run.sizing import BASE_MEMORY, planned_memory
 from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales

@@ -18,7 +18,7 @@ from tpuconv import api, cli
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization

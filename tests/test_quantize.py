@@ -27,7 +27,7 @@ from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.errors import (
     ConfigError,
     CorruptOutput,

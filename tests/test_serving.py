@@ -17,7 +17,7 @@ from helpers.logits import forward
 from helpers.quantizing import ONE_OF_EACH
 from helpers.served import decompressed, dequantized, quantized, rule
 from tpuconv import api
-from tpuconv.convert.serving.rows import pack_words
+from tpuconv.convert.export.serving.rows import pack_words
 from tpuconv.errors import ConfigError, UsageError
 
 CONFIGS = (

@@ -19,7 +19,7 @@ from tpuconv.checkpoint.reader import read_box
 from tpuconv.checkpoint.shard_files import LocalShard
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray
-from tpuconv.convert.store import Store
+from tpuconv.convert.run.store import Store
 from tpuconv.errors import CorruptOutput
 from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.sealed import Sealed

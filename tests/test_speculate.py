@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -15,7 +14,7 @@ import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.drafts import save_with_drafts
-from helpers.families import CASES, PROMPTS, Case
+from helpers.families import CASES, PROMPTS
 from tpuconv import cli
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
@@ -29,7 +28,8 @@ BY_ID = {case.id: case for case in CASES}
 WITH_MODULE = (
     *("deepseek_v3-groups", "deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "glm4_moe-air"),
     *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
-    "qwen3_5_moe-plain",
+    *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
+    *("hy_v3-plain", "bailing_hybrid-plain", "longcat_flash-plain", "nemotron_h-latent"),
 )
 
 
@@ -96,86 +96,6 @@ def test_long_prompts_are_read_in_chunks(drafting: Any, monkeypatch: pytest.Monk
     chunked = Speculator(model)
     np.testing.assert_array_equal(tokens(chunked, PROMPTS), expected)
     assert chunked.drafts == whole.drafts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3-groups", "glm4_moe-air", "qwen3_next-plain", "qwen3_5_text-plain"])
-def test_the_module_is_a_layer_of_transformers_on_joined_inputs(name: str, drafting: Any, shared: Any) -> None:
-    """Its layer is loaded as one more layer of the model of transformers, which drops the module; the formula around
-    it is that of arXiv:2412.19437, section 2.2, on the hidden states after the last norm."""
-    import torch
-    from safetensors.torch import load_file
-
-    folder = drafting(name)
-    source = shared(f"{name}-drafts-hf", lambda folder: None)
-    tensors = load_file(source / "model.safetensors")
-    case = BY_ID[name]
-    hf = one_more_layer(case)
-    L = case.hf_config().num_hidden_layers
-    of_qwen = any(key.startswith("mtp.") for key in tensors)
-    renamed = {key.replace("mtp.layers.0.", f"model.layers.{L}."): value for key, value in tensors.items()}
-    missing = hf.load_state_dict(stacked_experts(renamed, hf), strict=False).missing_keys
-    assert not missing
-    part = "mtp." if of_qwen else f"model.layers.{L}."
-    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-    embed_norm, hidden_norm, joining, last = (
-        tensors[f"{part}{key}.weight"]
-        for key in (names if of_qwen else ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    )
-    ids = torch.tensor([PROMPTS[0]])
-    layers, hf.model.layers = hf.model.layers, hf.model.layers[:L]
-    with torch.no_grad():
-        normed = hf.model(ids[:, :-1]).last_hidden_state
-
-        def norm(x: Any, scale: Any) -> Any:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + hf.config.rms_norm_eps)
-            return x * (scale + 1 if of_qwen else scale)
-
-        both = torch.cat([norm(hf.model.embed_tokens(ids[:, 1:]), embed_norm), norm(normed, hidden_norm)], dim=-1)
-        inputs = both @ joining.T
-        positions = torch.arange(inputs.shape[1])[None]
-        causal = torch.full((inputs.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        out = layers[L](
-            inputs,
-            attention_mask=causal,
-            position_ids=positions,
-            position_embeddings=hf.model.rotary_emb(inputs, positions),
-        )
-        expected = hf.lm_head(norm(out[0] if isinstance(out, tuple) else out, last)).numpy()
-    model: Any = tpuconv.load(folder, mtp=True)
-    ids_BT = jnp.asarray([PROMPTS[0]])
-    x_BTD, cache = model.run_layers(ids_BT[:, :-1], jnp.ones((1, 8), bool), model.init_cache(1, 8))
-    y_BTD, _ = model.draft(model.norm(x_BTD), ids_BT[:, 1:], cache, 0)
-    np.testing.assert_allclose(model.head(y_BTD), expected, atol=2e-5 * np.abs(expected).max())
-
-
-def one_more_layer(case: Case) -> Any:
-    """The model of transformers, with a layer more that has full attention and, in a model with experts, experts."""
-    from transformers import AutoModelForCausalLM
-
-    config = case.hf_config()
-    config.num_hidden_layers += 1
-    for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
-        if getattr(config, key, None):
-            setattr(config, key, [*getattr(config, key)[: config.num_hidden_layers - 1], kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def stacked_experts(tensors: Any, hf: Any) -> dict[str, Any]:
-    """The tensors with the names that a model has in memory, where experts are stacked."""
-    import torch
-
-    out = dict(tensors)
-    for name in hf.state_dict():
-        if ".experts." in name and name not in out:
-            front, _, last = name.rpartition(".")
-            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-            count = hf.state_dict()[name].shape[0]
-            experts = [torch.cat([tensors[f"{front}.{e}.{part}.weight"] for part in parts]) for e in range(count)]
-            out[name] = torch.stack(experts)
-    return out
 
 
 def test_what_cannot_draft_is_refused(with_mtp: Path, converted: Path, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from flax import nnx
 
 import tpuconv
 from helpers.conversions import Options, convert, restore
-from helpers.quantizing import ONE_OF_EACH, quantize
+from helpers.quantizing import ONE_OF_EACH, interrupted, quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.found import FOUND_STEP
+from tpuconv.convert.run.found import FOUND_STEP
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.generate import Generator
@@ -24,7 +24,6 @@ from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.input_scale import MeanScale
-from tpuconv.storage.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -214,23 +213,12 @@ def test_a_loaded_model_decodes(orbax, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_run_ends_in_the_same_bits(when, orbax, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_in_the_same_bits(when, orbax, tmp_path):
     """At the moment when the scales are written, and before the first unit of work."""
     ckpt = orbax(ONE_OF_EACH["qwen3"], "bfloat16")
     quantize(ckpt, tmp_path / "whole", config(), DATA)
-    record = Journal.record
-
-    def interrupted(self, part, facts):
-        if part == FOUND_STEP and when == "before":
-            raise KeyboardInterrupt
-        record(self, part, facts)
-        if part == FOUND_STEP:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "record", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(ckpt, tmp_path / "out", config(), DATA)
+    with interrupted(FOUND_STEP, when):
+        quantize(ckpt, tmp_path / "out", config(), DATA)
     assert not (tmp_path / "out").exists()
     quantize(ckpt, tmp_path / "out", config(), DATA)
     sums = [{n: a.xxh3 for n, a in read_manifest(tmp_path / out).arrays.items()} for out in ("whole", "out")]

@@ -32,9 +32,9 @@ from helpers.hub_server import HubServer, Request
 from helpers.quantizing import ONE_OF_EACH
 from helpers.times import wait_for
 from tpuconv import api, buckets
-from tpuconv.convert import export_files
+from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.workers import Workers
+from tpuconv.convert.run.workers import Workers
 from tpuconv.errors import SourceError, TpuconvError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import BucketPath

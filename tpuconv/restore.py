@@ -86,7 +86,8 @@ def load(
         # Quantized values of a dtype that checkpoints do not have (uint4) are stored as uint8, and cast below.
         dtype, place = (stored, formats[name].sharding) if stored == jnp.uint8 else (value.dtype, formats[name])
         targets[name] = jax.ShapeDtypeStruct(value.shape, dtype, sharding=place)  # type: ignore[no-untyped-call]
-    if unused := manifest.arrays.keys() - flat.keys():
+    # With the module, the further layers after its first one are expected to be left.
+    if unused := {n for n in manifest.arrays.keys() - flat.keys() if not (mtp and n.startswith(MTP_PARAMETERS))}:
         patterns = ", ".join(collapse(sorted(unused)))
         warnings.warn(f"{ckpt}: not loaded, since the model does not use them: {patterns}", stacklevel=2)
     if not manifest.sealed.is_sealed:

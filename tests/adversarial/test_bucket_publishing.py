@@ -17,10 +17,10 @@ from helpers.attacks import made
 from helpers.attacks.counts import count
 from helpers.buckets import ROOT, Killed, MemoryBucket, in_memory, objects
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert import export as exporter
-from tpuconv.convert.array_source import released_config
+from tpuconv.convert.export import export as exporter
+from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.registry import get_family

@@ -21,7 +21,7 @@ from tpuconv import api
 from tpuconv.api import verify
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
-from tpuconv.convert import export_files
+from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import ConfigError, CorruptOutput, SourceError, TpuconvError, UsageError
 from tpuconv.storage.sealed import read_sealed

@@ -17,7 +17,7 @@ from helpers.attacks.simulated import Disk, contents
 from helpers.attacks.simulated import Killed as DiskKilled
 from helpers.buckets import ROOT, Killed, in_memory, objects
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.storage import bucket_journal, disk

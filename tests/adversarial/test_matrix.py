@@ -54,8 +54,8 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
-from tpuconv.convert.sizing import Limits
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import TpuconvError
 from tpuconv.models.registry import find_family
 from tpuconv.names import MANIFEST

@@ -23,14 +23,14 @@ from helpers.checkpoints import qwen3_config, random_checkpoint
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert import export as exporter
-from tpuconv.convert import export_files
-from tpuconv.convert.array_source import released_config
+from tpuconv.convert.export import export as exporter
+from tpuconv.convert.export import files as export_files
+from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
-from tpuconv.convert.sizing import Limits
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import TpuconvError
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.sources.source import open_source

@@ -21,8 +21,8 @@ import atexit, gc, json, os, sys, traceback, warnings
 warnings.simplefilter("ignore")  # jax's, of forks: no backend of its own runs here yet, and no thread
 import numba, rich.console, rich.progress, rich.table
 import jax, qwix, torch, transformers, transformers.models.qwen3.modeling_qwen3
-import tpuconv.convert.export, tpuconv.convert.run, tpuconv.convert.transpose, tpuconv.encodings.kernels
-import tpuconv.models.generate, tpuconv.models.text_generator
+import tpuconv.convert.export.export, tpuconv.convert.run.conversion, tpuconv.convert.run.transpose
+import tpuconv.encodings.kernels, tpuconv.models.generate, tpuconv.models.text_generator
 import tpuconv.quantize.apply, tpuconv.restore, tpuconv.verify.checksums, tpuconv.verify.logits
 from tpuconv.cli import main
 warnings.resetwarnings()

@@ -6,8 +6,8 @@ import numpy as np
 
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
-from tpuconv.convert.sizing import Limits
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.sizing import Limits
 from tpuconv.models.registry import find_family
 from tpuconv.sources.source import open_source
 

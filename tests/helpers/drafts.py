@@ -9,8 +9,16 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.families import Case, save
 from tpuconv.models.registry import get_family
 
-OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
-JOINING = ("eh_proj.weight", "mtp.fc.weight")
+OUTPUTS = (
+    "o_proj.weight",
+    "out_proj.weight",
+    "down_proj.weight",
+    "down_proj",
+    "wo_b.weight",
+    "w2.weight",
+    "dense.weight",
+)
+JOINING = ("eh_proj.weight", "mtp.fc.weight", "mtp_linear_proj.0.weight", ".e_proj.weight", ".h_proj.weight")
 
 
 def save_with_drafts(case: Case, folder: Path) -> Path:
@@ -32,12 +40,15 @@ def save_with_drafts(case: Case, folder: Path) -> Path:
         raise AssertionError(f"no table of {case.family} has the names that transformers writes")
     for name in shapes.keys() - tensors.keys():
         values = rng.normal(size=shapes[name]) * 0.25
-        if name.endswith("norm.weight") or "pre_fc_norm" in name:  # of some families the stored scales are less 1
+        if "norm" in name:  # of some families the stored scales are less 1
             values = np.full(shapes[name], tensors[name_of_norm(tensors)].mean())
         if name.endswith(JOINING):
             width = shapes[name][0]
             values *= 0.1
-            values[:, :width] += np.eye(width)
+            if not name.endswith(".h_proj.weight"):
+                values[:, :width] += np.eye(width)
+        if name.endswith("embed_tokens.weight"):  # the module's own
+            values = tensors["model.embed_tokens.weight"]
         tensors[name] = values.astype("f4")
     tensors |= {name: x * np.float32(0.06) for name, x in tensors.items() if name.endswith(OUTPUTS)}
     return write_checkpoint(folder, config, tensors)
@@ -45,4 +56,6 @@ def save_with_drafts(case: Case, folder: Path) -> Path:
 
 def name_of_norm(names: object) -> str:
     """Returns the name of the last norm."""
-    return next(name for name in names if name.endswith(("model.norm.weight", "language_model.norm.weight")))
+    return next(
+        name for name in names if name.endswith(("norm.weight", "norm_f.weight")) and ".layers." not in f".{name}"
+    )

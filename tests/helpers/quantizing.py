@@ -1,9 +1,14 @@
 """Quantization in this process, of a small model of each family."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from flax import nnx
 
 import tpuconv
@@ -12,7 +17,7 @@ from helpers.families import CASES, Case
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run import run
+from tpuconv.convert.run.conversion import run
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization
@@ -20,6 +25,7 @@ from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.rules import LAYER
 from tpuconv.sources.source import open_source
+from tpuconv.storage.journal import Journal
 
 MLA = {
     "kv_lora_rank": 32,
@@ -42,11 +48,19 @@ EVEN = {
     "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},
     "bamba": {**MAMBA, "head_dim": 32},
     "falcon_h1": {**MAMBA, "head_dim": 32, "mamba_d_ssm": 128},
-    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "mistral4")},
-    **{name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32} for name in ("deepseek_v32", "glm_moe_dsa")},
+    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "mistral4", "axk1")},
+    **{name: {"head_dim": 32, **SHARED} for name in ("laguna", "kolibri1", "flint")},
+    **{
+        name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32}
+        for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+    },
+    "axk2": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32, "gated_norm_rank": 32},
+    "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
+    "helium": {"num_attention_heads": 2, "head_dim": 32},
+    "granitemoe_swa": {"head_dim": 32, "shared_intermediate_size": 64},
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
-        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe")
+        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum")
     },
     **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
@@ -142,3 +156,18 @@ def assert_same_model(scanned: Path, separate: Path) -> None:
     assert_same(leaves(have), stacked(leaves(want)))
     logits = [forward(tpuconv.load(path, "float32"), [[3, 1, 4, 1, 5]], "float32")() for path in (scanned, separate)]
     assert np.array_equal(*logits)
+
+
+@contextmanager
+def interrupted(entry: str, when: str) -> Iterator[None]:
+    """Ctrl-C "before" or "after" this entry of the journal is written, in the work inside the block."""
+    record = Journal.record
+
+    def interrupting(self: Journal, name: str, facts: Any) -> None:
+        if name != entry or when == "after":
+            record(self, name, facts)
+        if name == entry:
+            raise KeyboardInterrupt
+
+    with patch.object(Journal, "record", interrupting), pytest.raises(KeyboardInterrupt):
+        yield

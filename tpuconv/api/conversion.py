@@ -17,7 +17,7 @@ from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Plan
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.sizing import Limits
     from tpuconv.quantize.config import QuantConfig
 
 
@@ -84,7 +84,7 @@ def convert(
     """
     from tpuconv.checkpoint.manifest import OWN_TARGET
     from tpuconv.convert.plan.types import Options
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.sizing import Limits
     from tpuconv.sources.adapter import read_adapter
     from tpuconv.sources.damaged import DamagedDownload
 
@@ -229,7 +229,7 @@ def quantize(
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.sizing import Limits
 
     folder, to = to_location(ckpt), to_location(out) if out else None
     rules = _required_rules(config)
@@ -287,8 +287,8 @@ def _run(
     part: ProcessPart | None,
 ) -> Conversion:
     from tpuconv.api.evaluation import verify
-    from tpuconv.convert.export import convert_to_safetensors, described
-    from tpuconv.convert.run import PART_DONE, run
+    from tpuconv.convert.export.export import convert_to_safetensors, described
+    from tpuconv.convert.run.conversion import PART_DONE, run
     from tpuconv.quantize.report import report
     from tpuconv.storage.sealed import read_sealed
 

@@ -9,7 +9,7 @@ from tpuconv.location import Location
 from tpuconv.names import collapse
 
 if TYPE_CHECKING:
-    from tpuconv.convert.export_tensor import ExportTensor
+    from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Plan, Skip
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
@@ -119,12 +119,12 @@ class ConversionPlan:
             ResourceError: the memory does not suffice.
             UsageError: no format of servers holds what is quantized.
         """
-        from tpuconv.convert import sizing
-        from tpuconv.convert.steps import workspace_bytes
+        from tpuconv.convert.run import sizing
+        from tpuconv.convert.run.steps import workspace_bytes
 
         limits = sizing.Limits.of_this_machine(jobs, max_memory)
         if plan.target.is_safetensors:
-            from tpuconv.convert.export import PlannedFiles, planned_files
+            from tpuconv.convert.export.export import PlannedFiles, planned_files
 
             planned = PlannedFiles([], {}, 0) if plan.faults else planned_files(plan)
             count = sizing.jobs_for_tensors(plan, limits, planned.slabs)

@@ -14,8 +14,8 @@ from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.convert.array_source import ArraySource
-    from tpuconv.convert.exporting import Exporting
+    from tpuconv.convert.export.array_source import ArraySource
+    from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.plan.types import Skip
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
@@ -103,9 +103,10 @@ def export(
         TpuconvError: see `tpuconv.errors` for its children.
     """
     from tpuconv.api.evaluation import verify
-    from tpuconv.convert.export import export as export_arrays
-    from tpuconv.convert.run import PART_DONE, check_outside
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.export.export import export as export_arrays
+    from tpuconv.convert.export.layout import lay_out
+    from tpuconv.convert.run.conversion import PART_DONE, check_outside
+    from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
     _check_options(config, target, with_skipped, scheme, part)
@@ -120,7 +121,7 @@ def export(
             skipped = ()
         progress(Progress("exporting"))
         jobs = Limits.of_this_machine().jobs
-        for step in export_arrays(arrays, what, folder, jobs, overwrite=overwrite, part=part):
+        for step in export_arrays(arrays, what, lay_out(arrays, what), folder, jobs, overwrite=overwrite, part=part):
             progress(Progress(f"exporting, {part}" if part else "exporting", step.done, step.total))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total
@@ -173,9 +174,9 @@ def _converted(
     """The arrays of a checkpoint of ours, and what is exported of them."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.orbax_tree import holds_tree
-    from tpuconv.convert.array_source import CheckpointArrays
-    from tpuconv.convert.carried import carried
-    from tpuconv.convert.exporting import describe_exporting
+    from tpuconv.convert.export.array_source import CheckpointArrays
+    from tpuconv.convert.export.carried import carried
+    from tpuconv.convert.export.exporting import describe_exporting
     from tpuconv.models.registry import get_family
     from tpuconv.sources.source import open_source
     from tpuconv.storage.places import is_there
@@ -203,9 +204,9 @@ def _trained(
 ) -> "tuple[ArraySource, Exporting, tuple[Skip, ...]]":
     """The arrays of what a trainer saved, what is exported of them, and what is not."""
     from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
-    from tpuconv.convert.exporting import Exporting
-    from tpuconv.convert.orbax_arrays import OrbaxArrays
-    from tpuconv.convert.way_back import explain_tree, parameters_of
+    from tpuconv.convert.export.exporting import Exporting
+    from tpuconv.convert.export.orbax_arrays import OrbaxArrays
+    from tpuconv.convert.export.way_back import explain_tree, parameters_of
     from tpuconv.models.registry import find_family
     from tpuconv.sources.config import without_encoding
     from tpuconv.storage.places import is_there

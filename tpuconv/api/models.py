@@ -101,8 +101,8 @@ def generator(
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or has no tokenizer; or the model's cache cannot have this dtype;
-            or `speculate` is asked for with a
-            temperature, or the checkpoint has no module for multi-token prediction.
+            or `speculate` is asked for with a temperature, or of a checkpoint without a module for multi-token
+            prediction.
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
@@ -151,7 +151,7 @@ def save(
         TpuconvError: the model is not that of `like`, or the folder cannot be written; see `tpuconv.errors`.
     """
     from tpuconv import persist
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.sizing import Limits
 
     folder, limits = to_location(out), Limits.of_this_machine(jobs, max_memory)
     for step in persist.save(model, folder, to_location(like), limits, overwrite=overwrite):

@@ -119,7 +119,7 @@ def _make_plan(
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan
-    from tpuconv.convert.run import read_ahead
+    from tpuconv.convert.run.conversion import read_ahead
     from tpuconv.quantize.apply import quantization
 
     if runs:  # begins before jax and Qwix are imported: these come in small pieces from the same disk

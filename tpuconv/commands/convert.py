@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--include-mtp",
     is_flag=True,
-    help="Convert the multi-token prediction layers (DeepSeek, Qwen3-Next) too.",
+    help="Convert the multi-token prediction layers (DeepSeek, GLM, Qwen3-Next and others) too.",
 )
 @options.target
 @options.scheme

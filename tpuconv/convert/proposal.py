@@ -50,6 +50,7 @@ class Candidate:
             with another shape; and that it has and the checkpoint does not.
         refused, unread, absent: keys of config.json with values that it refuses; that it does not read; and that it
             reads and config.json does not have.
+        reads_sizes_only: whether it cannot read the other keys that it knows, such as rotary positions of another form.
     """
 
     name: str
@@ -59,12 +60,14 @@ class Candidate:
     refused: tuple[str, ...]
     unread: tuple[str, ...]
     absent: tuple[str, ...]
+    reads_sizes_only: bool
 
     @property
     def score(self) -> int:
         """The family with the largest is the nearest; of equal ones the first of the registry, which begins with plain
         families."""
-        return len(self.explained) - len(self.left) - MISSING * (len(self.missing) + len(self.refused))
+        faults = len(self.missing) + len(self.refused) + self.reads_sizes_only
+        return len(self.explained) - len(self.left) - MISSING * faults
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,10 @@ def propose_family(source: Source) -> FamilyProposal:
     shapes = {pattern: {tensors[name].shape for name in names} for pattern, names in patterns.items()}
     is_wrapper = isinstance(source.config.get("text_config"), Mapping)
     found = [
-        _Fit(family, config, source.config, tensors, shapes)
+        _Fit(family, *read, source.config, tensors, shapes)
         for family in all_families()
         if issubclass(family.config, WrapperConfig) == is_wrapper
-        and (config := _lenient_config(family, source.config)) is not None
+        and (read := _lenient_config(family, source.config)) is not None
     ]
     if not found:
         raise UsageError(
@@ -175,9 +178,9 @@ def _text_of(family: Family, raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return family.config.text_of(raw) if issubclass(family.config, WrapperConfig) else raw
 
 
-def _lenient_config(family: Family, raw: Mapping[str, Any]) -> DecoderConfig | None:
-    """The family's reading of what it knows of a config.json; of the sizes alone if it cannot read that. None if it
-    cannot read these either."""
+def _lenient_config(family: Family, raw: Mapping[str, Any]) -> tuple[DecoderConfig, bool] | None:
+    """The family's reading of what it knows of a config.json; of the sizes alone, and then True, if it cannot read
+    that. None if it cannot read these either."""
     text = _text_of(family, raw)
     known = {key for key, _ in _keys_of(family)} | set(ROPE_KEYS)
     sizes = {family.config._key(field.name) for field in fields(DecoderConfig)}
@@ -186,7 +189,7 @@ def _lenient_config(family: Family, raw: Mapping[str, Any]) -> DecoderConfig | N
         some["model_type"] = family.config.model_type
         try:
             inside = {"text_config": some} if issubclass(family.config, WrapperConfig) else some
-            return family.config.from_hf(inside)
+            return family.config.from_hf(inside), keys is sizes
         except TpuconvError:
             continue
     return None
@@ -211,6 +214,7 @@ class _Fit:
         self,
         family: Family,
         config: DecoderConfig,
+        reads_sizes_only: bool,
         raw: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
         shapes: Mapping[str, set[Shape]],
@@ -243,6 +247,7 @@ class _Fit:
             tuple(refused),
             tuple(unread),
             tuple(sorted(self.defaults)),
+            reads_sizes_only,
         )
 
     @property

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
+from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
-from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.groups import NAMES, SchemeGroup, unless_named
 from tpuconv.encodings.modelopt import MODELOPT, modelopt_groups
 from tpuconv.encodings.scheme import BY_SCALES, FP4_BY_32, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block, is_head
 from tpuconv.errors import ConfigError, UnsupportedConfig
@@ -22,6 +22,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "compressed-tensors": COMPRESSED,
     "awq": AWQ,
     "gptq": GPTQ,
+    METHOD: BITSANDBYTES,
 }
 """For each method, which keys of a description are read, and their types."""
 
@@ -46,6 +47,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return ()
     where = "config.json, quantization_config"
     method = check(quantization, {"quant_method": Optional((str, None))}, where, ConfigError).get("quant_method")
+    method = METHOD if is_bitsandbytes(quantization) else method
     where = "hf_quant_config.json" if "quantization" in quantization else where
     check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
@@ -65,25 +67,20 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return awq_groups(quantization)
     if method == "gptq":
         return gptq_groups(quantization)
+    if method == METHOD:
+        return bitsandbytes_groups(quantization)
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq and gptq; or convert an unquantized "
-        "release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq, gptq and bitsandbytes; or convert "
+        "an unquantized release",
     )
 
 
 def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
-    """All weights except the head and the modules that are named, as transformers chooses: a name is a pattern for the
-    beginning of a module's name, up to a dot, or the end of it."""
+    """All weights except the head and the modules that are named."""
     names = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ()
-    patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
-
-    def takes(module: str) -> bool:
-        left_out = is_head(module) or module.endswith(tuple(names))
-        return not left_out and not any(compiled_pattern(pattern).match(module) for pattern in patterns.values())
-
-    checked = (pattern_to_check("modules_to_not_convert", name, pattern) for name, pattern in patterns.items())
-    return SchemeGroup(schemes, takes, tuple(chain.from_iterable(checked)))
+    group = unless_named(schemes, names, "modules_to_not_convert")
+    return replace(group, takes=lambda module: not is_head(module) and group.takes(module))
 
 
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:

@@ -34,6 +34,10 @@ MTP, MTP_PARAMETERS = "U", "mtp."
 """The letter of layers that predict further tokens (MTP), and how the names of their parameters begin. Their rows exist
 only on request."""
 
+MTP_PATTERN = "mtp"
+"""Part of the patterns of tensors that are ignored unless these rows are requested. Other patterns of such tensors have
+the letter."""
+
 MAX_MODEL_TENSORS = 500_000
 """The largest models have 100,000. Listing one takes half a kilobyte and some microseconds."""
 
@@ -308,7 +312,7 @@ class MappingTable:
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
         left_out = {MTP: ()} if include_mtp else {}
-        ignored = {p: why for p, why in self.ignore.items() if not (include_mtp and p.startswith(MTP_PARAMETERS))}
+        ignored = {p: why for p, why in self.ignore.items() if not (include_mtp and MTP_PATTERN in p)}
         patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in ignored.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 

@@ -97,12 +97,15 @@ class TokenScorer:
 
         self._score = score
 
-    def __call__(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def __call__(
+        self, texts: Sequence[Sequence[int]], on_text: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text the log-probabilities in nats [T - 1] of its tokens after the first, each given those
         before it, and whether it is the most likely one [T - 1].
 
         Args:
             texts: token ids, two or more of each text.
+            on_text: called with the number of texts that are done, and of all.
         """
         import jax
 
@@ -120,6 +123,7 @@ class TokenScorer:
             for row, i in enumerate(chosen):
                 count = len(texts[i]) - 1
                 out[i] = logp_BT[row, :count], is_best_BT[row, :count]
+            on_text(len(out), len(texts))
         return [out[i] for i in range(len(texts))]
 
 

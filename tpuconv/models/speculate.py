@@ -103,8 +103,7 @@ class Speculator(Generator):
     def _decode_step(self, weights: list[jax.Array], ids_B2: jax.Array, cache: Cache, key: jax.Array) -> Any:
         model, slot = self._merged(weights), cache.used
         x_B2D, after = model.run_layers(ids_B2, jnp.ones(ids_B2.shape, bool), cache)
-        x_B2D = model.norm(x_B2D)
-        best_B2 = jnp.argmax(model.head(x_B2D), axis=-1).astype(jnp.int32)
+        best_B2 = jnp.argmax(model.head(model.norm(x_B2D)), axis=-1).astype(jnp.int32)
         accepted_B = best_B2[:, 0] == ids_B2[:, 1]
         kept_B2 = jnp.stack([jnp.ones_like(accepted_B), accepted_B], axis=1)
         after = model.without(ids_B2, kept_B2, cache, after)
@@ -118,8 +117,7 @@ class Speculator(Generator):
     ) -> Any:
         model, slot = self._merged(weights), cache.used
         x_BTD, after = model.run_layers(ids_BT[:, :-1], mask_BT, cache)
-        x_BTD = model.norm(x_BTD)
-        chosen_B = jnp.argmax(model.head(x_BTD[:, -1:])[:, 0], axis=-1).astype(jnp.int32)
+        chosen_B = jnp.argmax(model.head(model.norm(x_BTD[:, -1:]))[:, 0], axis=-1).astype(jnp.int32)
         last_B = jnp.where(ids_BT[:, -1] == ENDED, chosen_B, ids_BT[:, -1])
         next_BT = jnp.concatenate([ids_BT[:, 1:-1], last_B[:, None]], axis=1)
         column_B = jnp.full(last_B.shape, next_BT.shape[1] - 1)

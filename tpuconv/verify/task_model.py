@@ -65,7 +65,7 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         texts = [[*context, *continuation][-self.context - 1 :] for _, context, continuation in requests]
-        scored = self._scored(texts)
+        scored = self.scorer(texts, self.on_request)
         counts = [len(continuation) for *_, continuation in requests]
         pairs = ((logp[-n:], best[-n:]) for (logp, best), n in zip(scored, counts, strict=True))
         return [(float(logp.sum(dtype=float)), bool(best.all())) for logp, best in pairs]
@@ -121,13 +121,3 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
                 done += len(chosen)
                 self.on_request(done, len(requests))
         return out
-
-    def _scored(self, texts: Sequence[Sequence[int]]) -> list[Any]:
-        """What the scorer finds, in parts, so that progress can be shown."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        found: dict[int, Any] = {}
-        for start in range(0, len(order), TEXTS_AT_ONCE):
-            chosen = order[start : start + TEXTS_AT_ONCE]
-            found |= zip(chosen, self.scorer([texts[i] for i in chosen]), strict=True)
-            self.on_request(len(found), len(order))
-        return [found[i] for i in range(len(texts))]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ class TaskList:
         Raises:
             UsageError: lm_eval is not installed or has no such task, or the data of one cannot be read.
         """
-        self._load()
+        _ = self._manager
 
-    def _load(self) -> Any:
+    @cached_property
+    def _manager(self) -> Any:
         """lm_eval's manager of tasks, after the data are read."""
         try:
             from lm_eval.tasks import TaskManager
@@ -114,7 +116,7 @@ class TaskList:
         Raises:
             UsageError: see `check`; or a task draws its texts.
         """
-        manager = self._load()
+        manager = self._manager
         from lm_eval import simple_evaluate
 
         from tpuconv.models.tokenizer import end_tokens, load_tokenizer

@@ -194,8 +194,8 @@ def plan_of(folder: Path, encoding: str = "dequantize") -> Any:
 
 
 def run_plan(plan: Any, out: Path, overwrite: bool = False) -> None:
-    from tpuconv.convert.run import run
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.conversion import run
+    from tpuconv.convert.run.sizing import Limits
 
     try:
         drain(run(plan, out, Limits(jobs=1, max_memory=2**30), overwrite=overwrite))
@@ -356,7 +356,7 @@ def read_all(folder: Path) -> None:
     from tpuconv.api import export, inspect, verify
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import open_checkpoint
-    from tpuconv.convert.array_source import released_config
+    from tpuconv.convert.export.array_source import released_config
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
@@ -585,8 +585,8 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 
 
 def run_plan_there(plan: Any, out: Any, overwrite: bool) -> None:
-    from tpuconv.convert.run import run
-    from tpuconv.convert.sizing import Limits
+    from tpuconv.convert.run.conversion import run
+    from tpuconv.convert.run.sizing import Limits
 
     drain(run(plan, out, Limits(jobs=1, max_memory=2**30), overwrite=overwrite))
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope, check_rope_keys
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, PRE_NORMS, SHARED, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
 from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
@@ -120,6 +120,15 @@ LING_DELTA_ROWS = (
     Map("dense.weight", "o.kernel", "D (n w) -> n w D"),
 )
 
+LING_FULL_ROWS = (*latent_rows(), Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"))
+
+LING_EXPERT_ROWS = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("gate.expert_bias", "router.correction", "E", buffer=True),
+    *EXPERT_MLPS,
+    *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+)
+
 TABLE = MappingTable(
     (
         Map("model.word_embeddings.weight", "embed.embedding", "V D"),
@@ -128,26 +137,22 @@ TABLE = MappingTable(
             "layers.{L}",
             *PRE_NORMS,
         ),
-        *under(
-            "model.layers.{f}",
-            "layers.{f}",
-            *latent_rows(),
-            Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"),
-        ),
+        *under("model.layers.{f}", "layers.{f}", *LING_FULL_ROWS),
         *under("model.layers.{l}.attention", "layers.{l}.attn", *LING_DELTA_ROWS),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *LING_EXPERT_ROWS),
         *under(
-            "model.layers.{J}.mlp",
-            "layers.{J}.moe",
-            Map("gate.weight", "router.kernel", "E D -> D E"),
-            Map("gate.expert_bias", "router.correction", "E", buffer=True),
-            *EXPERT_MLPS,
-            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+            "model.layers.{U}",
+            "mtp.{U}",
+            *PRE_NORMS,
+            *LING_FULL_ROWS,
+            *under("mlp", "moe", *LING_EXPERT_ROWS),
+            *MTP_FINAL,
         ),
         Map("model.norm.weight", "norm.scale", "D"),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
-    ignore={"model.layers.{U}.*": FURTHER_TOKENS},
+    ignore=MTP_IGNORE,
     copies={"lm_head.weight": "model.word_embeddings.weight"},
 )
 

@@ -18,6 +18,7 @@ from tpuconv.models.common.heads import SCORES
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.rope import Rope
 
 NO_WINDOW = 2**31 - 1
 """The window of a layer without a sliding window: the largest int32, the dtype of positions."""
@@ -298,7 +299,7 @@ class Decoder(nnx.Module):
         """Runs the module for multi-token prediction on tokens that `run_layers` was called with.
 
         Args:
-            x_BTD: their hidden states, after the last norm.
+            x_BTD: their hidden states, before the last norm.
             next_BT: id of the token after each.
             cache: the cache with these tokens.
             slot: that of the first one.
@@ -308,10 +309,22 @@ class Decoder(nnx.Module):
         """
         B, T = next_BT.shape
         pos_BT = jax.lax.dynamic_slice(cache.positions_BS, (0, slot), (B, T))
-        # Its rotary positions are those of the last layer; of the families with a module all layers have the same.
-        step = Steps.of(self.config, pos_BT, cache.positions_BS, slot)[self.config.num_hidden_layers - 1]
-        x_BTD, mtp = self.mtp(self.scaled(self.embed(next_BT)), x_BTD, step, cache.mtp)
+        cos_sin = rope_cos_sin(*self.mtp_rope, pos_BT, cache.positions_BS.shape[1])
+        step = Step(pos_BT, cache.positions_BS, slot, cos_sin)
+        x_BTD, mtp = self.mtp(*self.mtp_inputs(next_BT, x_BTD), step, cache.mtp)
         return x_BTD, replace(cache, mtp=mtp)
+
+    @property
+    def mtp_rope(self) -> tuple[Rope | None, int]:
+        """The rotary positions of the module for multi-token prediction, and of how many dimensions: those of the last
+        layer. Families whose layers differ may override this."""
+        return self.config.ropes[-1], self.config.rope_dims[-1]
+
+    def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what the module for multi-token prediction joins: the embeddings [B, T, D] of the tokens `next_BT`,
+        and the hidden states [B, T, D] of those before them, after the last norm. Families whose module reads something
+        else override this."""
+        return self.scaled(self.embed(next_BT)), self.norm(x_BTD)
 
     def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
         """Returns the cache `after` a call of `run_layers` with the cache `before`, as if the tokens that are not

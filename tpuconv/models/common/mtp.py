@@ -14,14 +14,20 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 
 class JoinedInputs(nnx.Module):
     """The parts of a module besides its layer: norms, the products that join both inputs, and the norm before the
-    head, which is the model's own."""
+    head, which is the model's own. `window` is that of the layer."""
 
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+    window: int = NO_WINDOW
 
     def add_parts(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
         """Creates the parts."""
+        self.add_joining(config, dtype=dtype, keys=keys)
+        self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def add_joining(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
+        """Creates the parts that join both inputs."""
         sizes, eps = config.axes, config.rms_norm_eps
-        self.embed_norm, self.hidden_norm, self.norm = (self.norm_type("D", sizes, eps, dtype=dtype) for _ in range(3))
+        self.embed_norm, self.hidden_norm = (self.norm_type("D", sizes, eps, dtype=dtype) for _ in range(2))
         self.from_embed = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
         self.from_hidden = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
 
@@ -41,7 +47,29 @@ class MTPLayer(JoinedInputs):
     def predict(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
         """Returns hidden states for the head [B, T, D] and the cache; see `MTPModule`."""
         block: Any = self
-        y_BTD, kv = block(self.joined_inputs(next_BTD, x_BTD), step, NO_WINDOW, kv)
+        y_BTD, kv = block(self.joined_inputs(next_BTD, x_BTD), step, self.window, kv)
+        return self.norm(y_BTD), kv
+
+
+FIRST = "0"
+"""The name of the layer of a `JoinedLayer`."""
+
+
+class JoinedLayer(JoinedInputs):
+    """The module of a model that stores the joined inputs beside the layer, as Qwen3-Next does. See `MTPModule`.
+
+    Attributes:
+        block: creates the layer.
+    """
+
+    block: ClassVar[Callable[..., Any]]
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.add_parts(config, dtype=dtype, keys=keys)
+        setattr(self, FIRST, self.block(config, config.num_hidden_layers, dtype=dtype, keys=keys))
+
+    def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        y_BTD, kv = getattr(self, FIRST)(self.joined_inputs(next_BTD, x_BTD), step, self.window, kv)
         return self.norm(y_BTD), kv
 
 
@@ -64,7 +92,7 @@ class MTPModule(nnx.Module):
 
         Args:
             next_BTD: embeddings of the tokens after these.
-            x_BTD: hidden states of these tokens, after the model's last norm.
+            x_BTD: hidden states of these tokens, as the model's `mtp_inputs` returns them.
             step: positions of these tokens.
             kv: cache of the module's layer.
 

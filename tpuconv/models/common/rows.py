@@ -132,14 +132,24 @@ CORRECTED_ROUTER = (
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
 )
 
-MTP_HEAD = (
+MTP_INPUTS = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),
     # The kernel of the next token's embedding, then that of the hidden state.
     Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
-    Map("shared_head.norm.weight", "norm.scale", "D"),
 )
-"""A layer for multi-token prediction, besides the rows of every layer (arXiv:2412.19437, section 2.2)."""
+"""What joins the inputs of a layer for multi-token prediction (arXiv:2412.19437, section 2.2)."""
+MTP_HEAD = (*MTP_INPUTS, Map("shared_head.norm.weight", "norm.scale", "D"))
+"""Such a layer in DeepSeek V3, besides the rows of every layer."""
+MTP_FINAL = (*MTP_INPUTS, Map("final_layernorm.weight", "norm.scale", "D"))
+"""The same under another name of the last norm."""
+MTP_AROUND = (
+    Map("fc.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
+    Map("pre_fc_norm_embedding.weight", "embed_norm.scale", "D"),
+    Map("pre_fc_norm_hidden.weight", "hidden_norm.scale", "D"),
+    Map("norm.weight", "norm.scale", "D"),
+)
+"""The same beside the layer, as in Qwen3-Next."""
 
 FURTHER_TOKENS = "predicts further tokens (MTP), which the model's own logits do not need"
 MTP_IGNORE = {"model.layers.{U}.*": FURTHER_TOKENS}

@@ -148,6 +148,11 @@ class Config(DecoderConfig):
         layers = range(self.num_hidden_layers)
         return tuple(SPARSE if layer > 2 and layer % 2 else HEAVY for layer in layers)
 
+    def kind_of(self, layer: int) -> str:
+        """Returns the `layer_types` entry of a layer; those for multi-token prediction, after the model's own, see the
+        window alone."""
+        return self.kinds[layer] if layer < self.num_hidden_layers else SLIDING
+
     @property
     def mlp_kinds(self) -> tuple[str, ...]:
         """The `mlp_layer_types` of all layers."""
@@ -168,6 +173,8 @@ class Config(DecoderConfig):
             "M": self.intermediate_size,
             "W": self.intermediate_size,
             "X": self.num_experts_per_tok,
+            "A": self.hidden_size,
+            "U": tuple(range(self.num_nextn_predict_layers)),
             "n": self.index_n_heads,
             "x": self.index_head_dim,
             "c": self.compress_rate_csa,
@@ -242,38 +249,52 @@ def streams(hf: str, jax: str) -> tuple[Map, ...]:
     )
 
 
+LAYER_ROWS = (
+    Map("attn_norm.weight", "attn_norm.scale", "D"),
+    Map("ffn_norm.weight", "moe_norm.scale", "D"),
+    *streams("hc_attn", "attn_streams"),
+    *streams("hc_ffn", "moe_streams"),
+    *under(
+        "attn",
+        "attn",
+        Map("wq_a.weight", "q_a.kernel", "Q D -> D Q"),
+        Map("q_norm.weight", "q_a_norm.scale", "Q"),
+        Map("wq_b.weight", "q.kernel", "(N H) Q -> Q N H"),
+        Map("wkv.weight", "kv.kernel", "H D -> D H"),
+        Map("kv_norm.weight", "kv_norm.scale", "H"),
+        Map("wo_a.weight", "o_a.kernel", "(K C) (G H) -> K G H C"),
+        Map("wo_b.weight", "o_b.kernel", "D (K C) -> K C D"),
+        Map("attn_sink", "sinks", "N"),
+    ),
+    *under(
+        "ffn",
+        "moe",
+        Map("gate.weight", "router.kernel", "E D -> D E"),
+        *NUMBERED_EXPERT_MLPS,
+        Map("shared_experts.w1.weight", "shared.gate.kernel", "W D -> D W"),
+        Map("shared_experts.w3.weight", "shared.up.kernel", "W D -> D W"),
+        Map("shared_experts.w2.weight", "shared.down.kernel", "D W -> W D"),
+    ),
+)
+
+V4_MTP_ROWS = (
+    Map("enorm.weight", "embed_norm.scale", "D"),
+    Map("hnorm.weight", "hidden_norm.scale", "D"),
+    Map("e_proj.weight", "from_embed.kernel", "D A -> A D"),
+    Map("h_proj.weight", "from_hidden.kernel", "D A -> A D"),
+    Map("ffn.gate.bias", "moe.correction", "E", buffer=True),
+    Map("hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
+    Map("hc_head_base", "norm.base", "w"),
+    Map("hc_head_scale", "norm.pre_scale", "1"),
+    Map("norm.weight", "norm.scale", "D"),
+)
+"""A layer for multi-token prediction, besides the rows of every layer. It has no compressed keys."""
+
 TABLE = MappingTable(
     (
         Map("embed.weight", "embed.embedding", "V D"),
-        *under(
-            "layers.{L}",
-            "layers.{L}",
-            Map("attn_norm.weight", "attn_norm.scale", "D"),
-            Map("ffn_norm.weight", "moe_norm.scale", "D"),
-            *streams("hc_attn", "attn_streams"),
-            *streams("hc_ffn", "moe_streams"),
-            *under(
-                "attn",
-                "attn",
-                Map("wq_a.weight", "q_a.kernel", "Q D -> D Q"),
-                Map("q_norm.weight", "q_a_norm.scale", "Q"),
-                Map("wq_b.weight", "q.kernel", "(N H) Q -> Q N H"),
-                Map("wkv.weight", "kv.kernel", "H D -> D H"),
-                Map("kv_norm.weight", "kv_norm.scale", "H"),
-                Map("wo_a.weight", "o_a.kernel", "(K C) (G H) -> K G H C"),
-                Map("wo_b.weight", "o_b.kernel", "D (K C) -> K C D"),
-                Map("attn_sink", "sinks", "N"),
-            ),
-            *under(
-                "ffn",
-                "moe",
-                Map("gate.weight", "router.kernel", "E D -> D E"),
-                *NUMBERED_EXPERT_MLPS,
-                Map("shared_experts.w1.weight", "shared.gate.kernel", "W D -> D W"),
-                Map("shared_experts.w3.weight", "shared.up.kernel", "W D -> D W"),
-                Map("shared_experts.w2.weight", "shared.down.kernel", "D W -> W D"),
-            ),
-        ),
+        *under("layers.{L}", "layers.{L}", *LAYER_ROWS),
+        *under("mtp.{U}", "mtp.{U}", *LAYER_ROWS, *V4_MTP_ROWS),
         *under("layers.{l}.attn.compressor", "layers.{l}.attn.compressor", *compressor("H", "p", SPARSE_SERIES[1])),
         *under("layers.{f}.attn.compressor", "layers.{f}.attn.compressor", *compressor("H", "c", *SPARSE_SERIES)),
         *under(

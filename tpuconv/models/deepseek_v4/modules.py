@@ -1,7 +1,7 @@
 """DeepSeek V4: few keys for each token, compressed ones for those further back, and several residual streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
 from tpuconv.models.common.moe import Expert, Experts, Rows, routed
@@ -58,7 +60,7 @@ class WindowKeys:
 
 def empty_cache(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
     """Returns the empty cache of a layer; `shape` is [B, S]."""
-    kind, sizes = config.kinds[layer], config.axes
+    kind, sizes = config.kind_of(layer), config.axes
     local = WindowKeys.empty(config, shape, dtype)
     if kind == SLIDING:
         return (local,)
@@ -181,7 +183,7 @@ class Attention(nnx.Module):
     has a score without a value, and each group of heads a projection of its own."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps, kind = config.axes, config.rms_norm_eps, config.kinds[layer]
+        sizes, eps, kind = config.axes, config.rms_norm_eps, config.kind_of(layer)
         self.config, self.layer, self.dtype = config, layer, dtype
         self.q_a = Einsum("BTD,DQ->BTQ", sizes, dtype=dtype, keys=keys)
         self.q_a_norm = ScaledRMSNorm("Q", sizes, eps, dtype=dtype)
@@ -269,7 +271,7 @@ class MoE(Experts):
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
         self.shared = SharedExpert(config, dtype=dtype, keys=keys)
-        if config.mlp_kinds[layer] == HASHED:
+        if layer < config.num_hidden_layers and config.mlp_kinds[layer] == HASHED:
             self.experts_of_token = nnx.Param(jnp.zeros((sizes["V"], sizes["X"]), jnp.int32))
         else:
             self.correction = nnx.Param(jnp.zeros(sizes["E"], jnp.float32))
@@ -318,10 +320,35 @@ class Block(nnx.Module):
         return write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), state
 
 
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction. Each stream is joined with the embeddings of the next tokens."""
+
+    norm_type = ScaledRMSNorm
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.norm = JoinedNorm(config, dtype=dtype, keys=keys)
+        self.window = config.sliding_window
+
+    def joined_inputs(self, next_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)], made of the embeddings [B, T, D] of the next tokens and of streams."""
+        x_BTrD = self.hidden_norm(by_stream(x_BTD, self.count))
+        B, T, r, D = x_BTrD.shape
+        x_BTrD = self.from_hidden(x_BTrD.reshape(B, T * r, D)).reshape(B, T, r, D)
+        return (self.from_embed(self.embed_norm(next_BTD))[:, :, None] + x_BTrD).reshape(x_BTD.shape)
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
+
+
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
+    mtp_type = MTPModule
     config: Config
 
     def __init__(
@@ -337,6 +364,17 @@ class Model(Decoder):
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
         """Returns the token ids, for each layer."""
         return [ids_BT] * self.config.num_hidden_layers
+
+    def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.embed(next_BT), x_BTD
+
+    def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
+        """As `Decoder.without`. The window and what a compressor keeps cannot forget a token: if one is not kept, the
+        call is repeated."""
+        layers = jax.lax.cond(
+            kept_BT.all(), lambda: after.layers, lambda: self.run_layers(ids_BT, kept_BT, before)[1].layers
+        )
+        return replace(super().without(ids_BT, kept_BT, before, after), layers=layers)
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""

@@ -16,11 +16,17 @@ class Config(dense.Config):
 
     model_type: ClassVar[str] = "ernie4_5_moe"
     only: ClassVar = {"use_bias": (False,)}
-    least: ClassVar = {"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_num_shared_experts": 0}
+    least: ClassVar = {
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": -1,
+        "moe_num_shared_experts": 0,
+        "num_nextn_predict_layers": 0,
+    }
 
     hidden_size: int = 2560
     intermediate_size: int = 12288
     num_hidden_layers: int = 28
+    num_nextn_predict_layers: int = 1
     num_attention_heads: int = 20
     num_key_value_heads: int | None = 4
     head_dim: int | None = None
@@ -50,6 +56,8 @@ class Config(dense.Config):
             "W": self.moe_intermediate_size * self.moe_num_shared_experts,
             "I": tuple(i for i in layers if i not in sparse),
             "J": tuple(sparse),
+            "A": self.hidden_size,
+            "U": tuple(range(self.num_nextn_predict_layers)),
         }
 
     @property
@@ -69,6 +77,14 @@ TABLE = decoder_table(
             Map("moe_statics.e_score_correction_bias", "router.correction", "1 E -> E", buffer=True),
             *EXPERT_MLPS,
             *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+        ),
+        *under("model.mtp_block.{U}", "mtp.{U}", *dense.LAYER_ROWS, *under("mlp", "mlp", *MLP)),
+        Map("model.mtp_emb_norm.{U}.weight", "mtp.{U}.embed_norm.scale", "D"),
+        Map("model.mtp_hidden_norm.{U}.weight", "mtp.{U}.hidden_norm.scale", "D"),
+        Map(
+            "model.mtp_linear_proj.{U}.weight",
+            ("mtp.{U}.from_embed.kernel", "mtp.{U}.from_hidden.kernel"),
+            "D (A + A) -> A D, A D",
         ),
     ),
     ignore={"*mtp*": FURTHER_TOKENS},

@@ -1,12 +1,16 @@
 """ERNIE 4.5, mixture of experts."""
 
+from typing import Any, ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
-from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
@@ -50,10 +54,39 @@ class Block(PreNormBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     attention_type = Attention
-    moe_type = MoE
+    moe_type: ClassVar[Any] = MoE
+
+
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction, which has an MLP, and no norm after it."""
+
+    moe_type = None
+
+    def add_parts(self, config: Config, *, dtype: DTypeLike, keys: Keys) -> None:
+        self.add_joining(config, dtype=dtype, keys=keys)
+
+    def predict(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        return self(self.joined_inputs(next_BTD, x_BTD), step, self.window, kv)
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
 
 
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    mtp_type = MTPModule
+
+    def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.embed(next_BT), x_BTD
+
+    def draft(
+        self, x_BTD: jax.Array, next_BT: jax.Array, cache: Cache, slot: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """As `Decoder.draft`. The module has no norm before the head: the model's is used."""
+        y_BTD, cache = super().draft(x_BTD, next_BT, cache, slot)
+        return self.norm(y_BTD), cache

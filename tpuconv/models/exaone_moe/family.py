@@ -1,15 +1,17 @@
 """K-EXAONE: config and mapping table."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
     FURTHER_TOKENS,
     HEAD_NORMS,
+    MLP,
+    MTP_AROUND,
     PRE_NORMS,
     SHARED_EXPERT_ROWS,
     decoder_table,
@@ -49,16 +51,24 @@ class Config(SparseConfig, exaone4.Config):
     sliding_window_pattern: int | str | None = 4
     layer_types: tuple[str, ...] | None = None
 
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "A": self.hidden_size, "U": (0,)}
+
+
+LAYER_ROWS = (*PRE_NORMS, *ATTENTION, *HEAD_NORMS)
 
 TABLE = decoder_table(
-    *PRE_NORMS,
-    *ATTENTION,
-    *HEAD_NORMS,
-    others=mlp_rows(
-        Map("gate.weight", "router.kernel", "E D -> D E"),
-        Map("e_score_correction_bias", "router.correction", "E", buffer=True),
-        *EXPERT_MLPS,
-        *SHARED_EXPERT_ROWS,
+    *LAYER_ROWS,
+    others=(
+        *mlp_rows(
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+            *EXPERT_MLPS,
+            *SHARED_EXPERT_ROWS,
+        ),
+        *under("mtp", "mtp", *MTP_AROUND),
+        *under("mtp.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "mlp", *MLP)),
     ),
     ignore={"mtp.*": FURTHER_TOKENS},
 )

@@ -10,6 +10,8 @@ from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
     HEAD_NORMS,
+    MTP_COPIES,
+    MTP_FINAL,
     MTP_IGNORE,
     O_BIAS,
     PRE_NORMS,
@@ -64,21 +66,30 @@ class Config(SparseConfig):
     @property
     def axes(self) -> dict[str, Any]:
         layers = self.num_hidden_layers
-        return {**super().axes, "U": tuple(range(layers, layers + self.num_nextn_predict_layers))}
+        return {
+            **super().axes,
+            "A": self.hidden_size,
+            "U": tuple(range(layers, layers + self.num_nextn_predict_layers)),
+        }
 
+
+LAYER_ROWS = (*PRE_NORMS, *ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS), *HEAD_NORMS)
+
+HY3_EXPERT_ROWS = (
+    Map("router.gate.weight", "router.kernel", "E D -> D E"),
+    Map("expert_bias", "router.correction", "E", buffer=True),
+    *EXPERT_MLPS,
+    *under("shared_mlp", "shared", *SHARED),
+)
 
 TABLE = decoder_table(
-    *PRE_NORMS,
-    *ATTENTION,
-    *when("attention_bias", *QKV_BIAS, O_BIAS),
-    *HEAD_NORMS,
-    others=mlp_rows(
-        Map("router.gate.weight", "router.kernel", "E D -> D E"),
-        Map("expert_bias", "router.correction", "E", buffer=True),
-        *EXPERT_MLPS,
-        *under("shared_mlp", "shared", *SHARED),
+    *LAYER_ROWS,
+    others=(
+        *mlp_rows(*HY3_EXPERT_ROWS),
+        *under("model.layers.{U}", "mtp.{U}", *LAYER_ROWS, *under("mlp", "moe", *HY3_EXPERT_ROWS), *MTP_FINAL),
     ),
     ignore=MTP_IGNORE,
+    copies=MTP_COPIES,
 )
 
 FAMILY = Family(

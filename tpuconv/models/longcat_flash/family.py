@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, decoder_table
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, MTP_INPUTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import Family
 
@@ -61,7 +61,7 @@ class Config(deepseek_v3.Config):
 
     @property
     def axes(self) -> dict[str, Any]:
-        return {**super().axes, "z": self.n_routed_experts + self.zero_expert_num}
+        return {**super().axes, "z": self.n_routed_experts + self.zero_expert_num, "U": (0,)}
 
     @property
     def unscannable(self) -> str:
@@ -83,6 +83,13 @@ def half_rows(half: int) -> tuple[Map, ...]:
     return (*rows, *under(f"mlps.{half}", f"{HALVES[half]}.mlp", *MLP))
 
 
+LONGCAT_MTP_ROWS = (
+    *(replace(row, hf=row.hf_names[0].replace("norm.", "norm.m.")) for row in MTP_INPUTS),
+    *deepseek_v3.ATTENTION_ROWS,
+    *under("transformer_layer.mlp", "mlp", *MLP),
+)
+"""The layer for multi-token prediction. It has one attention and one MLP."""
+
 TABLE = decoder_table(
     *half_rows(0),
     *half_rows(1),
@@ -92,6 +99,11 @@ TABLE = decoder_table(
         Map("router.classifier.weight", "router.kernel", "z D -> D z"),
         Map("router.e_score_correction_bias", "router.correction", "z", buffer=True),
         *EXPERT_MLPS,
+    ),
+    others=(
+        *under("model.mtp.layers.{U}", "mtp.{U}", *LONGCAT_MTP_ROWS),
+        Map("model.mtp.norm.weight", "mtp.0.norm.scale", "D"),
+        Map("model.mtp.embed_tokens.weight", "mtp.embed.embedding", "V D"),
     ),
     ignore={"model.mtp.*": FURTHER_TOKENS},
 )

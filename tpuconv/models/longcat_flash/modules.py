@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common import mtp
+from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, exact_product, times
+from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, exact_product, times
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
@@ -103,11 +104,34 @@ class Block(nnx.Module):
         return x_BTD + y_BTD, (first, second)
 
 
+class MTPLayer(mtp.MTPLayer, PreNormBlock):
+    """The layer for multi-token prediction: one attention and one MLP."""
+
+    attention_type = Attention
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction. It has embeddings of its own."""
+
+    layer_type = MTPLayer
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.embed = Embed(config.axes, dtype=dtype, keys=keys)
+
+
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    mtp_type = MTPModule
+
+    def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.mtp.embed(next_BT), self.norm(x_BTD)
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Returns the empty caches of the two attentions of a layer; `shape` is [B, S], or [L, B, S] for all layers."""
+        """Returns the empty caches of the two attentions of a layer; `shape` is [B, S], or [L, B, S] for all layers.
+        The layer for multi-token prediction has one."""
+        if layer == config.num_hidden_layers:
+            return Latent.empty(config, layer, shape, dtype)
         return tuple(Latent.empty(config, layer, shape, dtype) for _ in range(2))

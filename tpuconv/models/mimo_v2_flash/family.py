@@ -12,13 +12,15 @@ from tpuconv.models.common.rows import (
     CORRECTED_ROUTER,
     EXPERT_MLPS,
     FURTHER_TOKENS,
+    MLP,
+    MTP_FINAL,
     PRE_NORMS,
     decoder_table,
     mlp_rows,
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import WindowRopesConfig
+from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import Family
 
 ROTARY_PART = 0.334
@@ -28,7 +30,7 @@ THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROP
 
 
 @dataclass(frozen=True)
-class Config(SparseConfig, WindowRopesConfig):
+class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
     their own, `local_rope`. Keys of the release that transformers replaces by others are read as these, or must agree
     with them."""
@@ -42,7 +44,7 @@ class Config(SparseConfig, WindowRopesConfig):
         "topk_method": ("noaux_tc",),
     }
     least: ClassVar = {"n_shared_experts": 0}
-    derived: ClassVar[frozenset[str]] = WindowRopesConfig.derived | {"first_k_dense_replace"}
+    derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {"first_k_dense_replace"}
     rotary_part: ClassVar[float] = ROTARY_PART
 
     vocab_size: int = 152576
@@ -103,6 +105,8 @@ class Config(SparseConfig, WindowRopesConfig):
             "G": sizes["N"] // (2 * sizes["K"]),
             "m": sizes["K"],
             "w": self.v_head_dim,
+            "A": self.hidden_size,
+            "U": range(MTP_LAYERS),
             "s": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
             "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
         }
@@ -161,21 +165,29 @@ RELEASED_KEYS = {
 }
 """Keys of the released config.json that `_as_transformers` and `_disagreements` read. No layer attends in chunks."""
 
-TABLE = decoder_table(
-    *PRE_NORMS,
+MTP_LAYERS = 3
+"""The layers for multi-token prediction of the release, whose number config.json does not say."""
+
+QUERY_OUTPUT_ROWS = (
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
     Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N w) -> N w D"),
     *when("attention_bias", Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H")),
+)
+
+LOCAL_ROWS = (
+    Map("k_proj.weight", "k.kernel", "(K H) D -> D K H"),
+    Map("v_proj.weight", "v.kernel", "(K w) D -> D K w"),
+    *when("attention_bias", Map("k_proj.bias", "k.bias", "(K H) -> K H")),
+    *when("attention_bias", Map("v_proj.bias", "v.bias", "(K w) -> K w")),
+    Map("attention_sink_bias", "sinks", "N"),
+)
+"""Keys, values and sinks of layers with the window."""
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *QUERY_OUTPUT_ROWS,
     others=(
-        *under(
-            "model.layers.{s}.self_attn",
-            "layers.{s}.attn",
-            Map("k_proj.weight", "k.kernel", "(K H) D -> D K H"),
-            Map("v_proj.weight", "v.kernel", "(K w) D -> D K w"),
-            *when("attention_bias", Map("k_proj.bias", "k.bias", "(K H) -> K H")),
-            *when("attention_bias", Map("v_proj.bias", "v.bias", "(K w) -> K w")),
-            Map("attention_sink_bias", "sinks", "N"),
-        ),
+        *under("model.layers.{s}.self_attn", "layers.{s}.attn", *LOCAL_ROWS),
         *under(
             "model.layers.{g}.self_attn",
             "layers.{g}.attn",
@@ -185,6 +197,16 @@ TABLE = decoder_table(
             *when("attention_bias", Map("v_proj.bias", "v.bias", "(m w) -> m w")),
         ),
         *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
+        *under(
+            "model.mtp.layers.{U}",
+            "mtp.{U}",
+            *MTP_FINAL,
+            PRE_NORMS[0],
+            *QUERY_OUTPUT_ROWS,
+            *under("self_attn", "attn", *LOCAL_ROWS),
+            Map("pre_mlp_layernorm.weight", "mlp_norm.scale", "D"),
+            *under("mlp", "mlp", *MLP),
+        ),
     ),
     ignore={"model.mtp.*": FURTHER_TOKENS},
 )

@@ -1,16 +1,17 @@
 """MiMo-V2-Flash (arXiv:2601.02780)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import blocks
+from tpuconv.models.common import blocks, mtp
 from tpuconv.models.common.cache import KV, append_kv, empty_vectors
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, times
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.deepseek_v3.modules import MoE
 from tpuconv.models.gpt_oss.modules import attention_with_sinks
 from tpuconv.models.mimo_v2_flash.family import Config
@@ -27,7 +28,7 @@ class Attention(nnx.Module):
         self.k = Einsum(f"BTD,D{K}H->BT{K}H", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum(f"BTD,D{K}w->BT{K}w", sizes, bias=bias, dtype=dtype, keys=keys)
         self.o = Einsum("BTNw,NwD->BTD", sizes, dtype=dtype, keys=keys)
-        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer in sizes["s"] else None
+        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer not in sizes["g"] else None
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         cos_sin = step.cos_sin_in(x_BTD.dtype)
@@ -40,8 +41,8 @@ class Attention(nnx.Module):
 
 
 def kv_heads(config: Config, layer: int) -> str:
-    """Returns the letter of a layer's key-value heads."""
-    return "K" if layer in config.axes["s"] else "m"
+    """Returns the letter of a layer's key-value heads. The layer for multi-token prediction has the window."""
+    return "m" if layer in config.axes["g"] else "K"
 
 
 def new_kv(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> KV:
@@ -55,10 +56,26 @@ def new_kv(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike)
 class Block(blocks.PreNormBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
-    moe_type = MoE
+    moe_type: ClassVar[Any] = MoE
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         return Attention(config, layer, dtype=dtype, keys=keys)
+
+
+class MTPLayer(mtp.MTPLayer, Block):
+    """The layer for multi-token prediction, which has the window and an MLP."""
+
+    moe_type = None
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.window = config.sliding_window or NO_WINDOW
+
+
+class MTPModule(mtp.MTPModule):
+    """The module for multi-token prediction."""
+
+    layer_type = MTPLayer
 
 
 class Model(Decoder):
@@ -66,3 +83,12 @@ class Model(Decoder):
 
     block = Block
     cached = staticmethod(new_kv)
+    mtp_type = MTPModule
+    config: Config
+
+    @property
+    def mtp_rope(self) -> tuple[Rope | None, int]:
+        return self.config.local_rope, int(self.config.axes["H"] * self.config.local_rotary)
+
+    def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.embed(next_BT), x_BTD

@@ -1,18 +1,35 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.hybrid import NO_LIMIT, OLDER_KINDS, MambaConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import ATTENTION, FURTHER_TOKENS, MAMBA_ROWS, PLAIN_MLP, PLAIN_MLP_BIAS, when
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    FURTHER_TOKENS,
+    MAMBA_ROWS,
+    MTP_INPUTS,
+    PLAIN_MLP,
+    PLAIN_MLP_BIAS,
+    when,
+)
 from tpuconv.models.common.sparse import contradictions_of_groups
 from tpuconv.models.registry import Family
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The letters of `hybrid_override_pattern`."""
+
+PATTERN_KEYS = {
+    "hybrid_override_pattern": "layers_block_type",
+    "mtp_hybrid_override_pattern": "mtp_layers_block_type",
+}
+"""Keys of releases with such letters, and those with the kinds of layers that transformers has for them."""
+
+MTP_KINDS = ("full_attention", "moe")
+"""The layers for multi-token prediction, in all releases that have some."""
 
 UNREAD_KEYS = {
     *("rms_norm_eps", "attention_bias", "mamba_proj_bias", "residual_in_fp32", "sliding_window"),
@@ -90,22 +107,24 @@ class Config(MambaConfig):
     topk_group: int = 1
     norm_topk_prob: bool = True
     num_nextn_predict_layers: int = 0
+    mtp_layers_block_type: tuple[str, ...] | None = None
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """As `MambaConfig.from_hf`. The kinds of layers are those of `layers_block_type`, or else of
         `hybrid_override_pattern`."""
         raw = dict(cls._renamed(raw))
-        pattern = raw.pop("hybrid_override_pattern", None)
-        if raw.get("layers_block_type") is None and isinstance(pattern, str):
-            raw["layers_block_type"] = [PATTERN.get(letter, letter) for letter in pattern]
+        for key, kinds_key in PATTERN_KEYS.items():
+            pattern = raw.pop(key, None)
+            if raw.get(kinds_key) is None and isinstance(pattern, str):
+                raw[kinds_key] = [PATTERN.get(letter, letter) for letter in pattern]
         if isinstance(kinds := raw.get("layers_block_type"), list):
             raw["num_hidden_layers"] = len(kinds)
         return super().from_hf(raw)
 
     @classmethod
     def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        known = ("hybrid_override_pattern", *UNREAD_KEYS)
+        known = (*PATTERN_KEYS, *UNREAD_KEYS)
         return super()._ignored({key: value for key, value in raw.items() if key not in known})
 
     def contradictions(self) -> Iterator[str]:
@@ -147,6 +166,8 @@ class Config(MambaConfig):
             "M": self.moe_intermediate_size,
             "W": self.moe_shared_expert_intermediate_size,
             "C": self.moe_latent_size or self.hidden_size,
+            "A": self.hidden_size,
+            "U": tuple(range(len(MTP_KINDS))) if self.has_mtp else (),
         }
 
     @property
@@ -165,6 +186,12 @@ class Config(MambaConfig):
         return self.has_latent and self.mlp_bias
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether there are layers for multi-token prediction, of the kinds that are known."""
+        kinds = [OLDER_KINDS.get(kind, kind) for kind in self.mtp_layers_block_type or MTP_KINDS]
+        return self.num_nextn_predict_layers == 1 and tuple(kinds) == MTP_KINDS
+
+    @property
     def is_full_width(self) -> bool:
         """Whether experts read hidden states."""
         return not self.has_latent
@@ -178,41 +205,45 @@ def plain_experts(D: str) -> tuple[Map, ...]:
     )
 
 
+NEMOTRON_ATTENTION_ROWS = tuple(replace(row, hf=str(row.hf).removeprefix("self_attn.")) for row in ATTENTION)
+
+NEMOTRON_EXPERT_ROWS = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+    *when("is_full_width", *plain_experts("D")),
+    *when(
+        "has_latent",
+        *plain_experts("C"),
+        Map("fc1_latent_proj.weight", "to_latent.kernel", "C D -> D C"),
+        Map("fc2_latent_proj.weight", "from_latent.kernel", "D C -> C D"),
+    ),
+    *when(
+        "has_latent_bias",
+        Map("fc1_latent_proj.bias", "to_latent.bias", "C"),
+        Map("fc2_latent_proj.bias", "from_latent.bias", "D"),
+    ),
+    Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W"),
+    Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D"),
+    *when(
+        "mlp_bias",
+        Map("shared_experts.up_proj.bias", "shared.up.bias", "W"),
+        Map("shared_experts.down_proj.bias", "shared.down.bias", "D"),
+    ),
+)
+
 TABLE = MappingTable(
     (
         Map("backbone.embeddings.weight", "embed.embedding", "V D"),
         Map("backbone.layers.{L}.norm.weight", "layers.{L}.norm.scale", "D"),
         *under("backbone.layers.{l}.mixer", "layers.{l}.attn", *MAMBA_ROWS),
-        *(
-            Map(str(row.hf).replace("self_attn", "backbone.layers.{f}.mixer"), f"layers.{{f}}.{row.jax}", row.layout)
-            for row in ATTENTION
-        ),
+        *under("backbone.layers.{f}.mixer", "layers.{f}", *NEMOTRON_ATTENTION_ROWS),
         *under("backbone.layers.{I}.mixer", "layers.{I}.mlp", *PLAIN_MLP, *when("mlp_bias", *PLAIN_MLP_BIAS)),
-        *under(
-            "backbone.layers.{J}.mixer",
-            "layers.{J}.moe",
-            Map("gate.weight", "router.kernel", "E D -> D E"),
-            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
-            *when("is_full_width", *plain_experts("D")),
-            *when(
-                "has_latent",
-                *plain_experts("C"),
-                Map("fc1_latent_proj.weight", "to_latent.kernel", "C D -> D C"),
-                Map("fc2_latent_proj.weight", "from_latent.kernel", "D C -> C D"),
-            ),
-            *when(
-                "has_latent_bias",
-                Map("fc1_latent_proj.bias", "to_latent.bias", "C"),
-                Map("fc2_latent_proj.bias", "from_latent.bias", "D"),
-            ),
-            Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W"),
-            Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D"),
-            *when(
-                "mlp_bias",
-                Map("shared_experts.up_proj.bias", "shared.up.bias", "W"),
-                Map("shared_experts.down_proj.bias", "shared.down.bias", "D"),
-            ),
-        ),
+        *under("backbone.layers.{J}.mixer", "layers.{J}.moe", *NEMOTRON_EXPERT_ROWS),
+        *under("mtp.layers.0", "mtp", *MTP_INPUTS),
+        Map("mtp.layers.{U}.norm.weight", "mtp.{U}.norm.scale", "D"),
+        *under("mtp.layers.0.mixer", "mtp.0", *NEMOTRON_ATTENTION_ROWS),
+        *under("mtp.layers.1.mixer", "mtp.1.moe", *NEMOTRON_EXPERT_ROWS),
+        Map("mtp.layers.1.final_layernorm.weight", "mtp.norm.scale", "D"),
         Map("backbone.norm_f.weight", "norm.scale", "D"),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V"),
     ),

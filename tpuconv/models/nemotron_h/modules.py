@@ -11,9 +11,10 @@ from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm
 from tpuconv.models.common.mamba2 import Mamba2, MambaState
 from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.mtp import JoinedInputs
 from tpuconv.models.common.recurrence import HybridDecoder
 from tpuconv.models.deepseek_v3.modules import Router
-from tpuconv.models.nemotron_h.family import Config
+from tpuconv.models.nemotron_h.family import MTP_KINDS, Config
 
 
 class MoE(nnx.Module):
@@ -45,7 +46,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        match config.kinds[layer]:
+        match (*config.kinds, *MTP_KINDS)[layer]:
             case "linear_attention":
                 self.attn: Any = Mamba2(config, dtype=dtype, keys=keys)
             case "full_attention":
@@ -64,12 +65,31 @@ class Block(nnx.Module):
         return x_BTD + y_BTD, kv
 
 
+class MTPModule(JoinedInputs):
+    """The module for multi-token prediction: the joined inputs, then a layer of attention and one of experts. See
+    `MTPModule` of `models/common`."""
+
+    norm_type = ScaledRMSNorm
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        self.add_parts(config, dtype=dtype, keys=keys)
+        for number in config.axes["U"]:
+            setattr(self, str(number), Block(config, config.num_hidden_layers + number, dtype=dtype, keys=keys))
+
+    def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
+        y_BTD, kv = getattr(self, "0")(self.joined_inputs(next_BTD, x_BTD), step, self.window, kv)
+        y_BTD, _ = getattr(self, "1")(y_BTD, step, self.window, None)
+        return self.norm(y_BTD), kv
+
+
 class Model(HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    mtp_type = MTPModule
     norm_type = ScaledRMSNorm
     state_type = MambaState
 
     def cached_keys(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        return super().cached_keys(config, layer, shape, dtype) if layer in config.axes["f"] else None
+        has_keys = (*config.kinds, *MTP_KINDS)[layer] == "full_attention"
+        return super().cached_keys(config, layer, shape, dtype) if has_keys else None

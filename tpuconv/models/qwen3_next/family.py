@@ -12,6 +12,7 @@ from tpuconv.models.common.rows import (
     ATTENTION,
     FURTHER_TOKENS,
     HEAD_NORMS,
+    MTP_AROUND,
     O_BIAS,
     PRE_NORMS,
     QKV_BIAS,
@@ -140,19 +141,12 @@ FULL_ROWS = (
 )
 """Full attention: each head's queries are stored with its gates."""
 
-FURTHER_ROWS = (
-    Map("fc.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
-    Map("pre_fc_norm_embedding.weight", "embed_norm.scale", "D"),
-    Map("pre_fc_norm_hidden.weight", "hidden_norm.scale", "D"),
-    Map("norm.weight", "norm.scale", "D"),
-)
-
 
 def further_rows(*mlp: Map) -> tuple[Map, ...]:
     """Returns the rows of the layer with full attention that predicts further tokens, and of what is around it. `mlp`
     are those of its MLP or experts."""
     return (
-        *under("mtp", "mtp", *FURTHER_ROWS),
+        *under("mtp", "mtp", *MTP_AROUND),
         *under("mtp.layers.{U}", "mtp.{U}", *PRE_NORMS, *FULL_ROWS, *mlp),
     )
 

@@ -1,7 +1,6 @@
 """Qwen3-Next."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -9,15 +8,12 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import NO_WINDOW, Step
+from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, attention
-from tpuconv.models.common.mtp import JoinedInputs
+from tpuconv.models.common.mtp import JoinedLayer
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
 from tpuconv.models.qwen2_moe.modules import MoE
-
-FIRST = "0"
-"""The name of the layer for multi-token prediction."""
 
 
 class Attention(blocks.NormedAttention):
@@ -51,23 +47,14 @@ class Block(DeltaBlock):
     moe_type = MoE
 
 
-class JoinedLayer(JoinedInputs):
-    """The module for multi-token prediction: the joined inputs and a layer with full attention, a `DeltaBlock`. See
-    `MTPModule` of `models/common`."""
+class JoinedDeltaLayer(JoinedLayer):
+    """The module for multi-token prediction: the joined inputs and a layer with full attention."""
 
     norm_type = CenteredRMSNorm
-    block: ClassVar[Callable[..., Any]] = DeltaBlock
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.add_parts(config, dtype=dtype, keys=keys)
-        setattr(self, FIRST, self.block(config, config.num_hidden_layers, dtype=dtype, keys=keys))
-
-    def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:
-        y_BTD, kv = getattr(self, FIRST)(self.joined_inputs(next_BTD, x_BTD), step, NO_WINDOW, kv)
-        return self.norm(y_BTD), kv
+    block = DeltaBlock
 
 
-class JoinedExpertLayer(JoinedLayer):
+class JoinedExpertLayer(JoinedDeltaLayer):
     """The module for multi-token prediction of a model with experts."""
 
     block = Block
@@ -78,7 +65,7 @@ class DeltaDecoder(HybridDecoder):
 
     norm_type = CenteredRMSNorm
     state_type = DeltaState
-    mtp_type = JoinedLayer
+    mtp_type = JoinedDeltaLayer
 
 
 class Model(DeltaDecoder):

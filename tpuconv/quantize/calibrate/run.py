@@ -18,8 +18,8 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
-from tpuconv.convert.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.convert.plan.quantization import FoundArray
+from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse

@@ -1,0 +1,1 @@
+"""Safetensors, from a checkpoint or straight from a source."""

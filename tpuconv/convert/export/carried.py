@@ -1,0 +1,141 @@
+"""Tensors that a conversion skipped, carried into an export: towers, projectors, layers that predict further tokens.
+
+They are read from the source of the checkpoint, which is first proved to be the same, and written byte for byte.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.convert.export.tensor import ExportTensor
+from tpuconv.convert.plan.types import Plan
+from tpuconv.encodings.decode import decode_names, unused_reason
+from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.location import BucketPath
+from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.names import collapse
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.reader import Reader
+from tpuconv.sources.shard import changed_shards
+from tpuconv.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tensors of a source that go into an export as they are."""
+
+    source: Source
+    tensors: tuple[ExportTensor, ...]
+
+    def read(self, names: Collection[str], opened: Reader | None) -> Iterator[tuple[ExportTensor, np.ndarray]]:
+        """Yields each tensor that has one of the names, with its bytes, from a reader of the source if one is open.
+
+        Raises:
+            SourceError: they cannot be read, or the source changed.
+        """
+        tensors = [tensor for tensor in self.tensors if tensor.name in names]
+        with nullcontext(opened) if opened else closing(self.source.open(hashes=())) as reader:
+            for tensor in tensors:
+                values = np.empty(tensor.nbytes, np.uint8)
+                reader.read(self.source.tensors[tensor.of], 0, values.data)
+                yield tensor, values.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+            reader.check_unchanged({self.source.tensors[tensor.of].shard for tensor in tensors})
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules among them that have a matrix."""
+        return [
+            t.name.removesuffix(".weight") for t in self.tensors if len(t.shape) == 2 and t.name.endswith(".weight")
+        ]
+
+
+def carried(manifest: Manifest, source: Source, table: MappingTable, config: HasAxes) -> Carried:
+    """Returns what the conversion of a checkpoint skipped.
+
+    A copy of another tensor is carried too, unless the export may hold other values of that.
+
+    Args:
+        manifest: of the checkpoint.
+        source: a checkpoint that should be its source.
+        table: of the family, with the names of the source.
+        config: the family's reading of the source's config.json.
+
+    Raises:
+        UsageError: the conversion skipped nothing; or what it skipped is encoded, and the export is not.
+        SourceError: it is not the source of the checkpoint, or that cannot be proved.
+    """
+    _check_same(manifest, source)
+    mtp = manifest.include_mtp
+    tensors, _ = decode_names(source.tensors, source.encoding, any_scales=True)
+    expected = {name for binding in table.bind(config, mtp) for name in binding.src_shapes()}
+    copies, why_ignored = table.copies_of(config, mtp), table.ignored(config, mtp)
+    is_encoded, has_copies = bool(manifest.passthrough) and not manifest.is_rounded, _has_values_of_source(manifest)
+    infos: list[TensorInfo] = []
+    encoded = []
+    for name, tensor in tensors.items():
+        if name in expected or (name in copies and not has_copies):
+            continue
+        if not is_encoded and not why_ignored(name) and unused_reason(name):
+            continue  # of an encoding that the export does not have
+        if tensor.scheme and not is_encoded:
+            encoded.append(name)
+        infos += tensor.stored
+    if encoded:
+        raise UsageError(
+            f"what the conversion of {source.name} skipped is encoded, and the export is not",
+            details=shorten(list(collapse(encoded))),
+            hint="convert with --encoding keep, and export that; or export without --with-skipped",
+        )
+    if not infos:
+        raise UsageError(f"the conversion of {source.name} skipped nothing", hint="leave --with-skipped out")
+    return _as_they_are(source, infos)
+
+
+def skipped_tensors(plan: Plan) -> Carried | None:
+    """What a plan leaves out of its source and is not encoded; if the output stays encoded, that too. None if it leaves
+    out nothing."""
+    mapped = {name for array in plan.arrays.values() for name in array.sources}
+    infos = [
+        info
+        for name, tensor in plan.tensors.items()
+        if mapped.isdisjoint((name, *(info.name for info in tensor.stored)))  # encoded ones are mapped as stored
+        and name not in plan.copies
+        and not unused_reason(name)
+        and (plan.passthrough or tensor.scheme is None)
+        for info in tensor.stored
+    ]
+    return _as_they_are(plan.source, infos) if infos else None
+
+
+def _as_they_are(source: Source, infos: Sequence[TensorInfo]) -> Carried:
+    return Carried(source, tuple(ExportTensor(i.name, i.dtype, i.shape, i.name, np.asarray) for i in infos))
+
+
+def _has_values_of_source(manifest: Manifest) -> bool:
+    """Whether the export has the source's own values."""
+    options: Mapping[str, Any] = manifest.raw["options"]
+    changed = manifest.raw["source"].get("changed") or manifest.is_rounded or options.get("adapters")
+    return not changed and options["dtype"] == "auto"
+
+
+def _check_same(manifest: Manifest, source: Source) -> None:
+    """Raises SourceError unless every shard is that of the conversion, by its stamp or its sha256."""
+    if isinstance(source.folder, BucketPath):
+        raise UsageError(f"--with-skipped does not read {source.folder}", hint="give a local copy of it, or its Hub id")
+    changed = changed_shards(source.folder, manifest.raw["source"]["shards"])
+    if changed:
+        raise SourceError(
+            f"{source.folder} is not the source of {manifest.folder}: other weights",
+            details=shorten(changed),
+            hint="give the source at the commit that was converted, which the manifest names",
+        )
+    if changed is None:
+        raise SourceError(
+            f"{source.folder} may not be the source of {manifest.folder}: its files were replaced, and not all of them "
+            "were hashed when it was converted",
+            hint="convert it again, without --layers",
+        )

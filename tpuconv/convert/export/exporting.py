@@ -1,0 +1,89 @@
+"""What is exported of arrays: the table and the config with which the tensors of the release are named."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.convert.export.array_source import ArraySource, exported_config
+from tpuconv.convert.export.carried import Carried
+from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
+from tpuconv.errors import UsageError
+from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.models.registry import Family, get_family
+from tpuconv.sources.config import ENCODING_KEYS, without_encoding
+from tpuconv.targets.compose import target_table
+from tpuconv.targets.registry import get_target
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """What is exported, besides the arrays.
+
+    Attributes:
+        table: from released tensors to the arrays, before layers are stacked.
+        config: the family's, with the letters of the table.
+        family: its name.
+        beside: tensors of the source that are written too.
+        scheme: in which quantized parameters are written; None to leave them encoded as they were released.
+    """
+
+    table: MappingTable
+    config: HasAxes
+    family: str
+    beside: Carried | None = None
+    scheme: str | None = None
+
+
+def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: Carried | None = None) -> Exporting:
+    """What is exported of arrays that have a manifest.
+
+    Args:
+        arrays: those of a checkpoint or of a plan.
+        scheme: in which quantized parameters are written. By default that of their types; parameters that are all
+            encoded as they were released stay so.
+        beside: tensors of the source that are written too.
+
+    Raises:
+        UsageError: a scheme is given, and nothing is quantized.
+    """
+    manifest = arrays.manifest
+    family, raw = get_family(manifest.family), exported_config(arrays)
+    if manifest.quantization is None and scheme is not None:
+        raise UsageError(
+            f"{manifest.folder} has no quantized parameters, which --scheme is for",
+            hint="leave out --scheme, or quantize with --quantize",
+        )
+    if manifest.is_rounded and scheme is None:
+        scheme = _scheme_of(manifest, family, raw)
+    if scheme is not None:
+        raw = _encoded(raw, scheme)
+    table, config = target_table(
+        get_target(manifest.target),
+        family.name,
+        raw["model_type"],
+        family.table_of(manifest.variant, manifest.returns),
+        _read(manifest, family, raw),
+        scan_layers=manifest.scan_layers,
+        include_mtp=manifest.include_mtp,
+    )
+    return Exporting(table, config, family.name, beside, scheme)
+
+
+def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:
+    """The scheme that servers read the types of a checkpoint in: that of compressed-tensors; MXFP4's own where releases
+    of the family have other tensors in it."""
+    types = {facts["qtype"] for facts in (manifest.quantization or {})["parameters"].values()}
+    plain = _read(manifest, family, without_encoding(raw))
+    if types == {IN_MXFP4} and _read(manifest, family, _encoded(raw, IN_MXFP4)) != plain:
+        return IN_MXFP4
+    return IN_COMPRESSED
+
+
+def _encoded(raw: Mapping[str, Any], scheme: str) -> dict[str, Any]:
+    """A parsed config.json that says that weights are encoded in this scheme."""
+    return without_encoding(raw) | {ENCODING_KEYS[0]: {"quant_method": scheme}}
+
+
+def _read(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> Any:
+    return family.read_config(raw, manifest.allow_config, manifest.source_names, manifest.returns)

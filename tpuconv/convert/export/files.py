@@ -1,0 +1,85 @@
+"""The files of an export: how tensors are divided among them, their headers, and what lies beside them."""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from tpuconv.convert.export.array_source import ArraySource, exported_config
+from tpuconv.convert.export.tensor import ExportTensor
+from tpuconv.sources.companions import CARD, SOURCE_CARD
+from tpuconv.sources.config import without_encoding
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
+from tpuconv.storage.sinks import Sink
+
+SHARD_BYTES = 5_000_000_000
+
+
+def file_names(count: int) -> list[str]:
+    """The names of `count` shards, as Hugging Face names them."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def divide_tensors(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
+    """Divides tensors among files of `SHARD_BYTES` at most, in their order; a larger tensor has one for itself."""
+    shards: list[list[ExportTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def safetensors_header(shard: list[ExportTensor]) -> bytes:
+    """Returns what a file begins with: the names, dtypes, shapes and offsets of its tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    offset = 0
+    for tensor in shard:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_index_and_companions(
+    arrays: ArraySource,
+    shards: list[list[ExportTensor]],
+    sink: Sink,
+    total: int,
+    files: dict[str, Any],
+    encoding: dict[str, Any] | None,
+) -> None:
+    """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
+    `encoding`."""
+
+    def write(name: str, text: str) -> None:
+        files.update(sink.write_all({name: text.encode()}))
+
+    if len(shards) > 1:
+        names = file_names(len(shards))
+        weight_map: Mapping[str, str] = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
+        write(INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    config = exported_config(arrays)
+    if encoding is not None:
+        config = without_encoding(config) | {"quantization_config": encoding}
+    undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
+    for name, facts in arrays.companions.items():
+        if undone and name == ENCODING_FILE:
+            continue
+        target = CARD if name == SOURCE_CARD else name
+        # config.json changes if it had a description of an encoding, or one was read from the file that is left out.
+        if name == CONFIG_FILE and config != (arrays.file_config if undone else arrays.config):
+            write(name, json.dumps(config, indent=2))
+        else:
+            arrays.copy_companion(name, sink, target)
+            files[target] = facts

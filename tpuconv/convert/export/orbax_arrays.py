@@ -1,0 +1,118 @@
+"""The arrays of an Orbax checkpoint that a trainer saved, without a manifest of ours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.orbax_tree import TrainedTree
+from tpuconv.convert.export.array_source import array_box
+from tpuconv.convert.export.way_back import Explained, Parameter
+from tpuconv.convert.plan.types import FLOAT_DTYPES
+from tpuconv.errors import ConfigError
+from tpuconv.layout import Ranges
+from tpuconv.location import Location
+from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
+from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.source import CHANGED, Source
+from tpuconv.storage.sealed import Sealed
+from tpuconv.storage.sinks import Sink
+
+
+class OrbaxArrays:
+    """See `tpuconv.convert.export.array_source.ArraySource`. `read` may be called from several threads.
+
+    Args:
+        tree: what was saved.
+        explained: by which target.
+        parameters: the arrays of its table.
+        source: what was trained: config.json, the tokenizer, and headers if there are any.
+        family: of the model.
+    """
+
+    def __init__(
+        self, tree: TrainedTree, explained: Explained, parameters: Sequence[Parameter], source: Source, family: str
+    ):
+        self.tree, self.source = tree, source
+        self.companions = source.companions
+        self.file_config: Mapping[str, Any] = read_json(source.folder / CONFIG_FILE, ConfigError)
+        self._names = explained.names
+        raw = {
+            "family": family,
+            "variant": explained.table.variant,
+            "returns": explained.table.returns,
+            "source": source.origin(dict.fromkeys(shard.name for shard in source.shards))
+            | {"verified": CHANGED, "changed": True},
+            "options": {
+                "dtype": "auto",
+                "layers": None,
+                "scan_layers": explained.scan_layers,
+                "include_mtp": explained.include_mtp,
+                "target": explained.target.name,
+            },
+        }
+        arrays = {
+            each.name: StoredArray(
+                name=each.name,
+                shape=each.shape,
+                dtype=each.stored.dtype,
+                axes=each.axes,
+                chunks=each.shape,
+                sources=each.sources,
+                xxh3="",
+                buffer=each.buffer,
+                shards=None,
+                crc32c=None,
+            )
+            for each in parameters
+        }
+        self.manifest = Manifest(tree.folder, Sealed(raw, tree.identity, None), arrays)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `ArraySource`. It describes no encoding, and has the dtype that the weights were saved in."""
+        config = without_encoding(self.source.config)
+        stated = {part[key] for part in parts_of(config) for key in DTYPE_KEYS if isinstance(part.get(key), str)}
+        dtype = self.manifest.dtype
+        return config if stated <= {dtype} or dtype not in FLOAT_DTYPES else with_dtype(config, dtype)
+
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """See `ArraySource`. Raises SourceError if it was changed."""
+        self.source.copy_companion(name, sink, target)
+
+    def check(self) -> None:
+        """Nothing: names and shapes are known, and there are no checksums."""
+
+    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+        """See `ArraySource`. Raises SourceError if it cannot be read."""
+        return self.tree.read(self._names[name], array_box(self.manifest.arrays[name], ranges))
+
+    hashed: Sequence[str] = ()
+    """Chunks have checksums of their own."""
+
+    def finish_part(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """See `ArraySource`. Raises SourceError if the tree was changed."""
+        self.tree.check_unchanged()
+        return dict(self.manifest.raw["source"])
+
+    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `ArraySource`."""
+        return {}, {}
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `ArraySource`: a tree has an identity."""
+        return {}
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+        """See `ArraySource`: a tree has an identity."""

@@ -1,0 +1,205 @@
+"""The arrays of a plan, made when they are asked for: what is exported in one pass, without a checkpoint between."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest, add_statistics, stored_arrays
+from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
+from tpuconv.convert.run.conversion import check_made_of
+from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.share import share_of
+from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.stamps import stamps_for_hosts
+from tpuconv.convert.run.steps import slab_reads
+from tpuconv.convert.run.workers import UnitResult
+from tpuconv.errors import ConfigError, SourceError
+from tpuconv.hosts import ProcessPart
+from tpuconv.layout import Ranges
+from tpuconv.location import BucketPath, Location
+from tpuconv.sources.config import read_json, with_dtype
+from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.reader import Reader
+from tpuconv.sources.schedule import Extent
+from tpuconv.storage.sealed import Sealed
+from tpuconv.storage.sinks import Sink
+
+
+class PlannedArrays:
+    """See `tpuconv.convert.export.array_source.ArraySource`. `read` may be called from several threads."""
+
+    def __init__(self, plan: Plan, part: ProcessPart | None = None):
+        self.plan = plan
+        self.share = share_of(plan, part)
+        self._cancelled = threading.Event()
+        raw = describe_plan(plan)
+        self.manifest = Manifest(plan.source.folder, Sealed(raw, plan.fingerprint, None), stored_arrays(raw))
+        self.companions = plan.source.companions
+        dtypes = {slab.binding.dst[0].names[0]: slab.dtype for unit in plan.units for slab in unit.slabs}
+        self._made_by = {
+            stored: (binding, dtypes[binding.dst[0].names[0]])
+            for binding in plan.bindings
+            for stack in binding.dst
+            for stored in plan.stored_names(stack.names[0])
+        }
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Of the source. It is opened when the first value is read."""
+        return self.plan.source.open(self._check_cancelled, hashes=self.share.hashes(self.plan))
+
+    def cancel(self) -> None:
+        """Ends what waits for bytes of the source, by an error."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise SourceError("the work was cancelled")
+
+    @cached_property
+    def file_config(self) -> Mapping[str, Any]:
+        """See `ArraySource`."""
+        return read_json(self.plan.source.folder / CONFIG_FILE, ConfigError)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `ArraySource`. It has the dtype that the weights are cast to."""
+        config, dtype = self.plan.source.config, self.plan.options.dtype
+        return with_dtype(config, dtype) if dtype in FLOAT_DTYPES else config
+
+    def copy_companion(self, name: str, sink: Sink, target: str) -> None:
+        """See `ArraySource`. Raises SourceError if it was changed."""
+        self.plan.source.copy_companion(name, sink, target)
+
+    def check(self) -> None:
+        """Opens the source, once for all threads. Raises SourceError if copies of a tensor are not equal; of a source
+        that is fetched they are compared at the end."""
+        _ = self.reader
+        if not self.plan.source.remote:
+            self.check_copies()
+
+    def check_copies(self) -> None:
+        """Raises SourceError if copies of a tensor are not equal."""
+        for copy, original in self.plan.copies.items():
+            check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
+
+    def extents(self, name: str, ranges: Ranges) -> Iterable[Extent]:
+        """The bytes of the source that are read for an array, or for the box of it with these ranges of letters."""
+        binding, dtype = self._made_by[name]
+        return slab_reads(self.plan, Slab(binding, ranges, dtype))
+
+    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+        """See `ArraySource`.
+
+        Raises:
+            SourceError: the source cannot be read, or holds values that are not finite.
+        """
+        if name not in made:
+            binding, dtype = self._made_by[name]
+            self._make(Slab(binding, ranges, dtype), made, figures)
+        return made.pop(name)
+
+    def _make(self, slab: Slab, made: dict[str, np.ndarray], figures: dict[str, Any]) -> None:
+        plan = self.plan
+        raw = 0 if plan.is_stored_as_wanted(slab) else plan.stored_bytes(slab)
+        sources = read_slab(self.reader, plan, slab, np.empty(slab.nbytes, np.uint8), np.empty(raw, np.uint8))
+        bits = [source.view(f"u{slab.dtype.itemsize}") for source in sources]
+        names = [stack.names[0] for stack in slab.binding.dst]
+        is_plain = any(name not in plan.encoders for name in names)  # an encoder looks by itself
+        checked = is_plain and slab.dtype.name in CAN_BE_NAN and not plan.options.allow_nonfinite
+        if checked and not all(all_finite(values, slab.dtype) for values in bits):
+            raise not_finite(" or ".join(names))
+        for name, target in zip(names, slab.binding.layout(bits, slab.sizes), strict=True):
+            values, encoder = target.view(slab.dtype), plan.encoders.get(name)
+            if encoder is None:
+                made[name] = values
+                continue
+            try:
+                parts, found = encoder(values)
+            except FloatingPointError:
+                raise not_finite(name) from None
+            encoder.check()
+            add_statistics(figures.setdefault(name, {}), found)
+            made |= zip(plan.stored_names(name), parts, strict=True)
+
+    @property
+    def hashed(self) -> Sequence[str]:
+        """See `ArraySource`. In a bucket the versions of objects are compared instead."""
+        is_hashed = self.plan.hashes_shards and not isinstance(self.plan.source.folder, BucketPath)
+        return [shard.name for shard in self.plan.source.shards] if is_hashed else []
+
+    def finish_part(self) -> dict[str, str]:
+        """See `ArraySource`.
+
+        Raises:
+            DamagedDownload: a shard does not have the sha256 that the Hub promises.
+            SourceError: the source changed.
+        """
+        if self.plan.source.remote:  # hashes were compared as files came, and what was fetched is not needed any more
+            self.reader.check_unchanged()
+            self.reader.close()
+            return {}
+        hashes = {shard.name: check_promise(self.plan, self.reader, shard) for shard in self.share.shards}
+        self.reader.check_unchanged()
+        return {name: digest for name, digest in hashes.items() if digest is not None}
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """See `ArraySource`. Raises SourceError if the source changed."""
+        if not self.plan.source.remote:
+            self.reader.check_unchanged()
+        return self.plan.source.origin({shard.name: hashes.get(shard.name) for shard in self.plan.source.shards})
+
+    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `ArraySource`: with `--quantize` the rules and what they did, and the report."""
+        raw, quantization = self.manifest.raw, self.manifest.quantization
+        if quantization is None or self.plan.quantization is None:
+            return {"options": raw["options"]}, {}
+        parameters = {
+            n: facts | ({"figures": figures[n]} if n in figures else {})
+            for n, facts in quantization["parameters"].items()
+        }
+        found = {**quantization, "parameters": parameters}
+        return {"options": raw["options"], "quantization": found}, {
+            REPORT: self.plan.quantization.report({**raw, "quantization": found})
+        }
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return self.plan.source.stamps
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return stamps_for_hosts(self.plan.source)
+
+    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+        """See `ArraySource`. Raises OutputError if it was not."""
+        for _ in check_made_of(self.plan, out, known["shards"]):
+            pass
+
+    def close(self) -> None:
+        """Closes the files of the source."""
+        if "reader" in vars(self):
+            self.reader.close()
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """What the manifest of a plan's checkpoint would say, with zeros for what is found on the way."""
+    result = UnitResult(
+        checksums=dict.fromkeys(plan.arrays, (0, 0)),
+        statistics={
+            name: dict.fromkeys(("signal", "noise", "clipped"), 0.0) | {"count": 1.0} for name in plan.encoders
+        },
+        shard_bytes={n: dict.fromkeys(a.shard_names(), 0) for n, a in plan.arrays.items() if a.compressed},
+    )
+    return describe(plan, dict.fromkeys((shard.name for shard in plan.source.shards), None), result, {})

@@ -1,0 +1,368 @@
+"""Quantized parameters as servers read them. Quantized values and scales are those of the checkpoint, bit for bit.
+
+A scale of the checkpoint that stands for several groups of the format is repeated. What a format cannot hold is an
+error that names the rule to change.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, read_array
+from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, WeightGroup
+from tpuconv.convert.export.tensor import ExportRow, ExportTensor
+from tpuconv.encodings.awq_gptq import AWQ_ORDER
+from tpuconv.encodings.passthrough import exponents, pack_halves
+from tpuconv.encodings.words import Words
+from tpuconv.errors import UsageError
+from tpuconv.layout import ScaleLayout, Shape, scale_layout
+from tpuconv.mapping.table import Binding, Stack
+from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
+from tpuconv.sources.headers import DTYPES
+from tpuconv.targets.target import Target
+
+WEIGHT = ".weight"
+PACK_WORD = 32
+"""Bits of a word of packed integers."""
+AWQ_WORDS = Words(4, 1, AWQ_ORDER)
+MIDDLE = 8
+"""The zero point of symmetric values in AWQ's words."""
+
+
+@dataclass(frozen=True)
+class QuantizedRow:
+    """A row whose parameters are quantized.
+
+    Attributes:
+        rows: the row's inverse, from quantized values, from scales, and from zero points if there are any.
+        group: the format of its tensors.
+        modules: the names of the modules that have them.
+    """
+
+    rows: tuple[ExportRow, ...]
+    group: WeightGroup
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One tensor of a release that is quantized: its name and shape as the format stores it, how many of its rows and
+    columns share a scale in the checkpoint, and how many in the format."""
+
+    name: str
+    shape: Shape
+    blocks: Shape
+    steps: Shape
+
+    @property
+    def base(self) -> str:
+        """The name of the module."""
+        return self.name.removesuffix(WEIGHT)
+
+    @property
+    def grid(self) -> Shape:
+        """The shape of the stored scales."""
+        *stacked, rows, columns = self.shape
+        return (*stacked, -(-rows // self.steps[0]), -(-columns // self.steps[1]))
+
+
+class _Parameters:
+    """The parameters of a row, and what the manifest says about their quantization."""
+
+    def __init__(self, manifest: Manifest, binding: Binding, target: Target, scheme: str):
+        assert manifest.quantization is not None
+        assert target.quantized is not None
+        self.scheme, self.names = scheme, [stack.names[0] for stack in binding.dst]
+        self.facts: list[Any] = [manifest.quantization["parameters"].get(name) for name in self.names]
+        if any(each is None for each in self.facts) or len({self._kind(each) for each in self.facts}) > 1:
+            raise self.refused("are joined in one tensor, and not quantized alike")
+        number = self.facts[0].get("rule")
+        self.rule = {} if number is None else manifest.quantization["rules"][number]
+        suffix = ZERO_POINT[1:]
+        self.has_zero_points = suffix in target.quantized and any(
+            target.part(name, suffix) in manifest.arrays for name in self.names
+        )
+
+    @staticmethod
+    def _kind(facts: Mapping[str, Any]) -> tuple[Any, ...]:
+        return facts["qtype"], facts.get("rule"), facts.get("kept")
+
+    @property
+    def tiles(self) -> list[Any]:
+        """How many elements share a scale, along each axis of each parameter."""
+        return [each["tiles"] for each in self.facts]
+
+    @property
+    def block(self) -> int:
+        """How many inputs, and how many outputs, share a scale by the rule; 0 if it has no blocks. Matrices that have
+        fewer are one block."""
+        return int(self.rule["tile_size"]) if self.rule.get("tile_axes") == "block" else 0
+
+    @property
+    def format(self) -> Format:
+        """The format of the parameters' type.
+
+        Raises:
+            UsageError: the scheme has none.
+        """
+        qtype, act = self.facts[0]["qtype"], self.rule.get("act_qtype")
+        form = FORMATS[self.scheme].get((qtype, act is not None))
+        if form is None or act not in (None, qtype):
+            how = f"{qtype} with activations in {act}" if act else qtype
+            anywhere = any((qtype, act is not None) in formats for formats in FORMATS.values()) and act in (None, qtype)
+            raise self.refused(f"are {how}: no format of {self.scheme if anywhere else 'servers'} has this")
+        if self.has_zero_points and not form.has_zero_points:
+            raise self.refused(f"have zero points, which {form.name or form.scheme} does not have")
+        if self.is_static and not form.has_input_scale:
+            raise self.refused(f"have static scales of activations, which {form.name or form.scheme} does not have")
+        return form
+
+    @property
+    def is_static(self) -> bool:
+        """Whether their inputs have static scales."""
+        return bool(self.rule.get("act_static_scale"))
+
+    def input_scales(self, manifest: Manifest) -> np.ndarray:
+        """The static scale of the input of each layer, float32 [L]; [1] if layers are not stacked.
+
+        Raises:
+            UsageError: joined parameters have different ones.
+        """
+        first, *others = (
+            read_array(manifest, name.rpartition(".")[0] + INPUT_SCALE, None).reshape(-1) for name in self.names
+        )
+        if not all(np.array_equal(first, other) for other in others):
+            raise self.refused("are joined in one tensor, and have inputs of different static scales")
+        return first
+
+    def refused(self, why: str) -> UsageError:
+        """The error that says why the parameters cannot be exported, and which rule to change."""
+        rule = next((each.get("rule") for each in self.facts if each is not None), None)
+        return UsageError(
+            f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
+            hint="export the checkpoint that this one was quantized from"
+            + (f"; or change rule {rule + 1} of the quantization config" if rule is not None else ""),
+        )
+
+
+def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str) -> QuantizedRow:
+    """How a row whose parameters are quantized is written.
+
+    Args:
+        manifest: of the checkpoint.
+        binding: the row, from released tensors to parameters.
+        target: what the checkpoint is for, which names the arrays of a parameter.
+        scheme: one of `FORMATS`.
+
+    Raises:
+        UsageError: the scheme has no format that holds it.
+    """
+    parameters = _Parameters(manifest, binding, target, scheme)
+    form = parameters.format
+    sources = [name for stack in binding.src for name in stack.names]
+    if form.is_of_experts == any(name.endswith(WEIGHT) for name in sources):
+        kind = "stacked experts" if form.is_of_experts else "a linear layer's weight"
+        raise parameters.refused(f"come from {sources[0]}, which is not {kind}")
+    inverse = binding.swapped(lambda _: form.input_first).inverse
+    follow = scale_layout(inverse.layout, binding.sizes, parameters.tiles)
+    shapes, matrices, groups = inverse.dst_shapes(), [], set()
+    for stack, blocks in zip(inverse.dst, follow.dst_blocks, strict=True):
+        own = blocks[stack.depth :][-2:] if len(blocks) - stack.depth > 1 else (1, blocks[-1])
+        for name in stack.names:
+            steps = _steps(parameters, form, own, shapes[name][-2:])
+            matrices.append(_Matrix(name, shapes[name], own, steps))
+            groups.add(_group(parameters, form, matrices[-1]))
+    if len(groups) > 1:
+        raise parameters.refused("have groups of several sizes")
+    (group,) = groups
+    scales = replace(inverse, sizes=follow.sizes, src=_parts(inverse.src, SCALE, target))
+    scale_dtype = _scale_dtype(parameters, form, manifest.arrays[scales.src[0].names[0]].dtype)
+    rows = [
+        ExportRow(
+            replace(inverse, src=_parts(inverse.src, QVALUE, target)),
+            [tensor for matrix in matrices for tensor in _values(form, matrix, asymmetric=group.asymmetric)],
+        ),
+        ExportRow(
+            scales,
+            [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
+            + _input_scales(parameters, manifest, inverse, matrices),
+            _repeats(scales, follow),
+        ),
+    ]
+    if group.asymmetric:
+        zeros = replace(scales, src=_parts(inverse.src, ZERO_POINT, target))
+        rows.append(ExportRow(zeros, [_zero_points(form, matrix) for matrix in matrices], _repeats(zeros, follow)))
+    return QuantizedRow(tuple(rows), group, tuple(matrix.base for matrix in matrices))
+
+
+def _parts(stacks: tuple[Stack, ...], suffix: str, target: Target) -> tuple[Stack, ...]:
+    return tuple(Stack(tuple(target.part(name, suffix[1:]) for name in stack.names), stack.depth) for stack in stacks)
+
+
+def _repeats(scales: Binding, follow: ScaleLayout) -> dict[str, Shape]:
+    """How often each scale is repeated along every axis before the layout is applied, by name of the array."""
+    return {stack.names[0]: refine[stack.depth :] for stack, refine in zip(scales.src, follow.refine, strict=True)}
+
+
+def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGroup:
+    whole = not (form.has_blocks and parameters.block)
+    outputs, inputs = (
+        None if whole and step >= size and (axis or form.has_blocks) else step
+        for axis, (step, size) in enumerate(
+            zip(_rows_first(form, matrix.steps), _rows_first(form, matrix.shape[-2:]), strict=True)
+        )
+    )
+    if form.group_size is not None:
+        inputs = form.group_size
+    has_activations = "act_qtype" in parameters.rule
+    return WeightGroup(form, (outputs, inputs), has_activations, parameters.has_zero_points, parameters.is_static)
+
+
+def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
+    """Of outputs and inputs, however matrices are stored."""
+    return pair[::-1] if form.input_first else pair
+
+
+def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape) -> Shape:
+    """How many rows and columns of a matrix share a stored scale, if `blocks` share one in the checkpoint."""
+    (outputs, inputs), tile = _rows_first(form, blocks), parameters.rule.get("tile_size")
+    columns = _rows_first(form, shape)[1]
+    size = form.group_size or (tile if isinstance(tile, int) and inputs % tile == 0 else inputs)
+    has_blocks = form.has_blocks and (outputs > 1 or not form.has_rows) and size < columns
+    name = form.name or form.scheme
+    if form.has_blocks and (block := parameters.block):
+        if blocks != (found := tuple(min(block, n) for n in shape)):
+            raise parameters.refused(f"have scales for blocks of {blocks}, not of {found} of the matrix")
+        return block, block
+    if size < columns and not form.has_groups and not has_blocks:
+        raise parameters.refused(f"have scales for groups of {size} inputs, which {name} does not have")
+    if size >= columns and not form.has_rows and outputs > 1:
+        raise parameters.refused(f"have scales for complete rows, which {name} does not have")
+    if inputs % size or (columns % size and not has_blocks):
+        raise parameters.refused(f"have scales for {inputs} of {columns} inputs, no whole number of groups")
+    return tuple(_rows_first(form, (outputs if has_blocks else 1, size)))
+
+
+def _scale_dtype(parameters: _Parameters, form: Format, dtype: str) -> str:
+    """safetensors' name of the dtype of stored scales, where the checkpoint has them in `dtype`."""
+    own = SAFETENSORS_DTYPES[dtype]
+    if form.scale_dtype == "F16" and own == "F32" and "kept" not in parameters.facts[0]:
+        raise parameters.refused(f"have scales in float32, and {form.scheme} has them in float16")
+    return form.scale_dtype or own
+
+
+def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[ExportTensor]:
+    """The tensors made of the quantized values."""
+    name, base, shape = matrix.name, matrix.base, matrix.shape
+    if form.packing is Packing.WORDS:
+        words = -(-shape[1] // (PACK_WORD // form.bits))
+        size = np.array(shape, np.int64)
+        yield ExportTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), name, partial(pack_words, form.bits))
+        yield ExportTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, name, lambda values: size)
+    elif form.packing is Packing.PAIRS:
+        yield ExportTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), name, pack_halves)
+    elif form.packing is Packing.AWQ_WORDS:
+        stored = AWQ_WORDS.stored_shape(shape)
+        yield ExportTensor(f"{base}.qweight", "I32", stored, name, pack_awq)
+        if not asymmetric:
+            zeros = AWQ_WORDS.pack(np.full(matrix.grid, MIDDLE, np.uint8))
+            yield ExportTensor(f"{base}.qzeros", "I32", zeros.shape, name, lambda values: zeros)
+    elif form.packing is Packing.GROUPS_APART:
+        groups = matrix.grid[-1]
+        stored = (*shape[:-1], groups, shape[-1] // groups // 2)
+        make = partial(_groups_apart, stored[1:])
+        yield ExportTensor(f"{name}_blocks", "U8", stored, name, make, sliced=True)
+    else:
+        dtype = "I8" if form.kind == "int" else "F8_E4M3"
+        yield ExportTensor(name, dtype, shape, name, lambda values: values)
+
+
+def _groups_apart(inner: Shape, values: np.ndarray) -> np.ndarray:
+    return pack_halves(values).reshape(-1, *inner)
+
+
+def pack_awq(values: np.ndarray) -> np.ndarray:
+    """int32 [I, O / 8] of integers [I, O] or of zero points, each with the offset 8, in AWQ's order."""
+    return AWQ_WORDS.pack((values.view(np.uint8) + np.uint8(MIDDLE)) & np.uint8(AWQ_WORDS.mask))
+
+
+def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
+    """int32 [O, words] of integers [O, I], each with the offset 2^(bits - 1), the first in the lowest bits."""
+    per_word = PACK_WORD // bits
+    offset = np.uint32(1 << (bits - 1))
+    unsigned = (values.astype(np.int8).astype(np.int32) + np.int32(offset)).astype(np.uint32)
+    padded = np.pad(unsigned, ((0, 0), (0, -values.shape[1] % per_word)), constant_values=offset)
+    words = np.zeros((values.shape[0], padded.shape[1] // per_word), np.uint32)
+    for i in range(per_word):
+        words |= padded[:, i::per_word] << np.uint32(bits * i)
+    return words.view(np.int32)
+
+
+def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) -> Iterator[ExportTensor]:
+    """The tensors made of the scales."""
+    name = matrix.name if form.is_of_experts else matrix.base
+
+    def make(scales: np.ndarray) -> np.ndarray:
+        stored = _stored_scales(dtype, _spread(matrix, scales))
+        if stored is None:
+            raise parameters.refused(f"have scales that {DTYPES[dtype].name} does not hold")
+        return stored
+
+    yield ExportTensor(f"{name}{form.scales}", dtype, matrix.grid, matrix.name, make, sliced=form.is_of_experts)
+    if form.tensor_scale:
+        one = np.ones(1, np.float32)
+        yield ExportTensor(f"{name}{WEIGHT}_global_scale", "F32", one.shape, matrix.name, lambda scales: one)
+
+
+def _input_scales(
+    parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix]
+) -> list[ExportTensor]:
+    """The tensors of static scales, one for each matrix."""
+    if not parameters.is_static:
+        return []
+    scales = parameters.input_scales(manifest)
+    names = [list(stack.names) for stack in inverse.dst]
+    layer = {name: number * len(scales) // len(of_stack) for of_stack in names for number, name in enumerate(of_stack)}
+
+    def tensor(matrix: _Matrix) -> ExportTensor:
+        own = scales[layer[matrix.name]].reshape(1)
+        return ExportTensor(f"{matrix.base}.input_scale", "F32", own.shape, matrix.name, lambda _: own)
+
+    return [tensor(matrix) for matrix in matrices]
+
+
+def _spread(matrix: _Matrix, values: np.ndarray) -> np.ndarray:
+    """Scales or zero points of the shape that is stored, each repeated for all groups that it stands for."""
+    for axis, (block, step, count) in enumerate(zip(matrix.blocks, matrix.steps, matrix.grid[-2:], strict=True)):
+        if block > step:
+            values = np.repeat(values, block // step, axis=axis - 2).take(range(count), axis=axis - 2)
+    return values
+
+
+def _stored_scales(dtype: str, scales: np.ndarray) -> np.ndarray | None:
+    """Scales in the dtype that is stored; None if that does not hold one of them."""
+    if dtype == "U8":
+        stored = exponents(scales)
+        return stored if np.array_equal(np.ldexp(np.float32(1), stored.astype(np.int32) - 127), scales) else None
+    stored = scales.astype(DTYPES[dtype], copy=False)
+    return stored if stored is scales or np.array_equal(stored.astype(np.float32), scales.astype(np.float32)) else None
+
+
+def _zero_points(form: Format, matrix: _Matrix) -> ExportTensor:
+    """The tensor made of the zero points."""
+    if form.packing is Packing.AWQ_WORDS:
+        stored = AWQ_WORDS.stored_shape(matrix.grid)
+        return ExportTensor(
+            f"{matrix.base}.qzeros", "I32", stored, matrix.name, lambda zeros: pack_awq(_spread(matrix, zeros))
+        )
+    words = Words(form.bits, 0)
+    offset, mask = np.uint8(1 << (form.bits - 1)), np.uint8(words.mask)
+
+    def pack(zeros: np.ndarray) -> np.ndarray:
+        return words.pack((_spread(matrix, zeros).view(np.uint8) + offset) & mask)
+
+    return ExportTensor(f"{matrix.base}{WEIGHT}_zero_point", "I32", words.stored_shape(matrix.grid), matrix.name, pack)

@@ -1,0 +1,1 @@
+"""The work of a conversion: threads that read, transform and write what a plan says."""

@@ -1,0 +1,277 @@
+"""The loop of a conversion: does what is left to do, and publishes the output when it is complete."""
+
+import os
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpuconv.checkpoint import manifest
+from tpuconv.convert.plan.quantization import REPORT, CalibrationPass
+from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.run.card import model_card
+from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.found import FOUND_STEP, write_found
+from tpuconv.convert.run.share import entries_of, share_of
+from tpuconv.convert.run.sizing import Limits, jobs
+from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed, stamps_for_hosts
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
+from tpuconv.convert.run.store import OrbaxTree, Store, step_files
+from tpuconv.convert.run.workers import HASH_ENTRY, UNIT_ENTRY, UnitResult, Workers
+from tpuconv.errors import OutputError, UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.jsonfile import MIB
+from tpuconv.location import Location
+from tpuconv.names import MANIFEST
+from tpuconv.sources.companions import CARD, SOURCE_CARD
+from tpuconv.sources.damaged import hash_of
+from tpuconv.storage.hashes import known_hash
+from tpuconv.storage.journal import Journal, RunJournal, State
+from tpuconv.storage.opening import open_journal
+from tpuconv.storage.places import real
+from tpuconv.storage.sealed import STAGED, raise_damage, seal
+from tpuconv.storage.sinks import Sink
+
+AHEAD_BYTES = 768 * MIB
+"""Bytes of the source that are read while the rules of a quantization are resolved: what a disk delivers
+in a second."""
+
+
+PART_DONE = "part done"
+"""The last stage of a process whose part is done, where another one is to publish the output."""
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a conversion is, in bytes of the source; of one of several processes, in those of its part. `resumed` are
+    those of an earlier run; `layer` is what is being calibrated, before anything is converted. The last `stage` is
+    "published", or PART_DONE."""
+
+    done: int
+    total: int
+    resumed: int
+    stage: str
+    layer: str = ""
+
+
+def read_ahead(plan: Plan) -> None:
+    """Begins to check a checkpoint's contents and then to load what `run` reads first into the page cache, while other
+    work leaves the disk idle. Runs in a thread; errors are left to `run`."""
+    checked = plan.source.start_checks()
+
+    def read() -> None:
+        wait(checked)
+        left = AHEAD_BYTES
+        names = dict.fromkeys(name for unit in plan.units for slab in unit.slabs for name in slab.names())
+        with suppress(OSError):  # `run` raises the error when it reads the file
+            for path, start, size in (
+                place for n in names for i in plan.tensors[n].stored for place in plan.source.files(i)
+            ):
+                with path.open("rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), start, min(size, left), os.POSIX_FADV_WILLNEED)
+                left -= size
+                if left <= 0:
+                    return
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def run(
+    plan: Plan, out: Location, limits: Limits, *, overwrite: bool = False, part: ProcessPart | None = None
+) -> Iterator[RunProgress]:
+    """Converts, and yields progress. If it is killed at any moment and run again, it resumes.
+
+    Args:
+        plan: what to convert.
+        out: the output folder.
+        limits: jobs and memory.
+        overwrite: replace an existing output of ours.
+        part: which of several processes this is. Each does a part of the units; the last one publishes.
+
+    Raises:
+        MappingError: the plan has faults.
+        SourceError: the source changed, cannot be read, or holds values that are not finite.
+        DamagedDownload: a shard from the Hub does not match its promised sha256.
+        ResourceError: there is too little disk space or memory.
+        OutputError: `out` exists, is locked, or belongs to another plan.
+        UsageError: `out` lies in the source folder.
+    """
+    plan.check()
+    job_count = jobs(plan, limits)
+    check_outside(plan.source.folder, out)
+    total, stamps = plan.source_bytes, stamps_for_hosts(plan.source)
+    with open_journal(out, plan.fingerprint, plan.facts, part, overwrite=overwrite) as journal:
+        state = journal.begin()
+        if state is State.PUBLISHED:
+            yield from _check_published(plan, journal.out)
+            yield RunProgress(total, total, total, "published")
+            return
+        if state is State.JOINED:
+            check_same_files(journal, stamps)
+        elif forget_changed(
+            journal, plan.source.stamps, partial(_made_of, plan, journal), stamps, is_part=part is not None
+        ):
+            state = State.BEGUN
+        if state is not State.COMPLETE:
+            end = yield from _work(plan, journal, job_count, part)
+            if end is not None:
+                yield end
+                return
+        yield RunProgress(total, total, 0, "publish")
+        journal.publish()
+    yield RunProgress(total, total, 0, "published")
+
+
+def check_outside(folder: Location, out: Location) -> None:
+    """Raises UsageError if an output lies in the folder of its source."""
+    inside, target = real(folder), real(out)
+    if target == inside or inside in target.parents:
+        raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
+
+
+def _check_published(plan: Plan, out: Location) -> Iterator[RunProgress]:
+    """Checks that an output of this plan has all its files, in their sizes, and was made from the files of the source
+    as they are now.
+
+    Raises:
+        CorruptOutput: files are missing or have the wrong size.
+        OutputError: it was made from a source with the same headers and other values.
+    """
+    published = manifest.read_manifest(out)
+    raise_damage(out, published.size_faults())
+    yield from check_made_of(plan, out, published.raw["source"]["shards"])
+
+
+def check_made_of(plan: Plan, out: Location, known: Mapping[str, Any]) -> Iterator[RunProgress]:
+    """Checks that an output was made from the files of the source as they are now. `known` is what its manifest says
+    about them. Yields progress before a file is read completely.
+
+    Raises:
+        OutputError: it was made from a source with the same headers and other values.
+    """
+    if not plan.source.hashed:  # its arrays' checksums are in the fingerprint
+        return
+    for shard in plan.source.shards:
+        facts = known.get(shard.name, {})
+        if shard.sha256 is None and facts.get("stamp") != shard.stamp:  # another file, perhaps of the same content
+            yield RunProgress(0, plan.source_bytes, 0, "compare")
+            promise = known_hash(facts)
+            if promise is None or hash_of(plan.source.folder / shard.name, promise[0]) != promise[1]:
+                raise OutputError(
+                    f"{out} exists already, and was not made from {plan.source.folder / shard.name} as it is now",
+                    hint="choose another OUT, or give --overwrite to replace it",
+                )
+
+
+def _made_of(plan: Plan, journal: RunJournal, files: set[str]) -> Stale:
+    """Units with tensors of these files, the comparison of copies, and the files' hashes. A file that had its promised
+    hash has the same contents still, if it has that hash again."""
+    entries = {s.name: proof_step(i) for i, s in enumerate(plan.source.shards) if s.name in files}
+    promised = {s.name for s in plan.source.shards if s.sha256 and s.name in files}
+    same = {name for name in promised if journal.done(entries[name], HASH_ENTRY)}
+    changed = files - same
+    units = [unit.uid for unit in plan.units if plan.shards_of(unit) & changed]
+    made = [COMPARE_STEP] * bool(changed) + units + [entries[name] for name in changed]
+    return Stale(made, [entries[name] for name in same])
+
+
+def _work(
+    plan: Plan, journal: RunJournal, jobs: int, part: ProcessPart | None
+) -> Generator[RunProgress, None, RunProgress | None]:
+    """Does what is left of this process's part. Returns None if the output is complete now; if another process is to
+    publish it, or has done so, the last progress."""
+    target, share = plan.target, share_of(plan, part)
+    tree = OrbaxTree(plan.empty, target.has_lists, target.custom_metadata(plan.options.scan_layers))
+    store = Store(journal.sink, target.folder, plan.arrays, tree)
+    left = [unit for unit in plan.units if journal.done(unit.uid, UNIT_ENTRY) is None]
+    uids = {unit.uid for unit in share.units}
+    todo = [unit for unit in left if unit.uid in uids]
+    resumed = share.nbytes - sum(unit.nbytes for unit in todo)
+    _check_disk(plan, journal.sink, left)
+    if (calibration := _calibration(plan)) is not None and todo:
+        for layer in calibration.run(_local(journal)):
+            yield RunProgress(resumed, share.nbytes, resumed, "calibrate", layer)
+    yield RunProgress(resumed, share.nbytes, resumed, "convert")
+    store.make_folders()
+    if calibration is not None and todo:
+        write_found(plan, journal, store, calibration.found(_local(journal)))
+    journal.share()
+    for done in Workers(plan, journal, store, jobs, share).run(todo):
+        yield RunProgress(resumed + done, share.nbytes, resumed, "convert")
+    if not journal.gather(entries_of(plan, journal.sink)):
+        return RunProgress(share.nbytes, share.nbytes, resumed, "published" if journal.is_published() else PART_DONE)
+    yield RunProgress(share.nbytes, share.nbytes, resumed, "merge")
+    result = _result(plan, journal)
+    _write_rest(plan, journal, store.finish(result.shard_bytes), result)
+    return None
+
+
+def _check_disk(plan: Plan, sink: Sink, todo: Sequence[WorkUnit]) -> None:
+    written = sum(plan.written_bytes(slab) for unit in todo for slab in unit.slabs)
+    need = written + written // 100 + sum(facts["bytes"] for facts in plan.source.companions.values()) + 16 * MIB
+    sink.check_room(need, "the conversion")
+
+
+def _result(plan: Plan, journal: RunJournal) -> UnitResult:
+    """What all units found together."""
+    result = UnitResult()
+    for unit in plan.units:
+        result.add_entry(journal.done(unit.uid, UNIT_ENTRY) or UnitResult().to_json())
+    if _calibration(plan) is not None:
+        result.add_entry(journal.done(FOUND_STEP, UNIT_ENTRY) or UnitResult().to_json())
+    compressed = {name: set(array.shard_names()) for name, array in plan.arrays.items() if array.compressed}
+    if (
+        result.checksums.keys() != plan.arrays.keys()
+        or result.statistics.keys() != plan.encoders.keys()
+        or {name: set(files) for name, files in result.shard_bytes.items()} != compressed
+    ):
+        raise OutputError(
+            f"the entries in {journal.work} are not those of this conversion",
+            hint=f"move {journal.work} away, and run again to begin anew",
+        )
+    return result
+
+
+def _write_rest(plan: Plan, journal: RunJournal, files: dict[str, Any], result: UnitResult) -> None:
+    """Writes what the output holds besides the arrays, whose small `files` exist. The manifest comes last."""
+    hashes = {
+        s.name: (journal.done(proof_step(i), HASH_ENTRY) or {"hash": None})["hash"]
+        for i, s in enumerate(plan.source.shards)
+    }
+    sink = journal.sink
+    sink.keep_only({STAGED, *(path.partition("/")[0] for path in files)})  # the others, of an earlier run, follow now
+    for name, own_facts in plan.source.companions.items():
+        target = SOURCE_CARD if name == CARD else name
+        plan.source.copy_companion(name, sink, target)
+        files[target] = own_facts
+    if plan.target.step_item:
+        parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
+        files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
+    calibration = _calibration(plan)
+    facts = describe(plan, hashes, result, calibration.results(_local(journal)) if calibration else {})
+    texts = {CARD: model_card(facts, plan.target)} | (
+        {REPORT: plan.quantization.report(facts)} if plan.quantization else {}
+    )
+    files |= sink.write_all({name: text.encode() for name, text in texts.items()})
+    sink.write(MANIFEST, seal(facts | {"files": files}))
+
+
+def _calibration(plan: Plan) -> CalibrationPass | None:
+    return plan.quantization.calibration if plan.quantization else None
+
+
+def _local(journal: RunJournal) -> Journal:
+    """The journal, whose work folder takes what a calibration finds.
+
+    Raises:
+        UsageError: the output is in a bucket.
+    """
+    if not isinstance(journal, Journal):
+        raise UsageError(
+            f"a calibrated quantization cannot be written to {journal.out}", hint="give a local OUT, and copy that"
+        )
+    return journal

@@ -1,0 +1,104 @@
+"""The manifest that a run writes of its plan."""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, passthrough_facts
+from tpuconv.checkpoint.shards import ZSTD
+from tpuconv.convert.plan.types import OutputArray, Plan
+from tpuconv.convert.run.workers import UnitResult
+from tpuconv.names import QVALUE
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
+
+
+def describe(
+    plan: Plan,
+    hashes: Mapping[str, str | None],
+    result: UnitResult,
+    calibrated: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The manifest of a finished run, without the files beside the arrays.
+
+    Args:
+        plan: what was converted.
+        hashes: of each shard of the source; None for a shard of which only a part was read.
+        result: what all units found.
+        calibrated: of each parameter that was calibrated, what to say of that.
+    """
+    manifest: dict[str, Any] = {
+        "format": MANIFEST_FORMAT,
+        "kind": CHECKPOINT,
+        "fingerprint": plan.fingerprint,
+        "source": plan.source.origin(hashes),
+        "family": plan.family,
+        "table": plan.table.fingerprint,
+        **({"variant": plan.table.variant} if plan.table.variant else {}),
+        **({"returns": plan.table.returns} if plan.table.returns else {}),
+        "options": plan.options.to_json(),
+        **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
+        "versions": {library: version(library) for library in LIBRARIES},
+        "parameters": plan.parameters,
+        "bytes": plan.output_bytes,
+        **dict(_stored_bytes(plan, result.shard_bytes)),
+        "skipped": [vars(skip) for skip in plan.skipped],
+        "arrays": {
+            array.name: {
+                "shape": array.shape,
+                "dtype": array.dtype.name,
+                "axes": array.axes,
+                "chunks": array.chunks,
+                "sources": [info.name for name in array.sources for info in plan.tensors[name].stored],
+                "shards": array.shards,
+                "xxh3": f"{result.checksums[array.name][0]:016x}",
+                "crc32c": f"{result.checksums[array.name][1]:016x}",
+                **dict(_compression(array, result.shard_bytes)),
+                **({"buffer": True} if array.buffer else {}),
+            }
+            for array in plan.arrays.values()
+        },
+    }
+    if plan.quantization:
+        parameters = {
+            name: encoder.to_json()
+            | _undone(plan, name)
+            | {"figures": result.statistics[name], **calibrated.get(name, {})}
+            for name, encoder in plan.quantization.encoders.items()
+        } | {
+            name: passthrough.to_json()
+            | {"rule": plan.quantization.passthrough[name], "figures": _nothing_lost(plan, name)}
+            for name, passthrough in plan.passthrough.items()
+        }
+        manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
+    elif plan.passthrough:
+        manifest["quantization"] = passthrough_facts(plan.passthrough)
+    return manifest
+
+
+def _stored_bytes(plan: Plan, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, int]]:
+    if sizes:
+        plain = sum(array.nbytes for array in plan.arrays.values() if not array.compressed)
+        yield "stored_bytes", plain + sum(sum(files.values()) for files in sizes.values())
+
+
+def _compression(array: OutputArray, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, Any]]:
+    if array.compressed:
+        yield "compression", ZSTD
+        yield "shard_bytes", [sizes[array.name][name] for name in array.shard_names()]
+
+
+def _undone(plan: Plan, name: str) -> dict[str, str]:
+    """The encoding of the source that a parameter had before it was quantized to another."""
+    source = plan.arrays[plan.stored_names(name)[0]].sources[0]
+    scheme = plan.tensors[source].scheme
+    return {"requantized": scheme.title} if scheme else {}
+
+
+def _nothing_lost(plan: Plan, name: str) -> dict[str, float]:
+    return {
+        "signal": 0.0,
+        "noise": 0.0,
+        "clipped": 0.0,
+        "count": float(prod(plan.arrays[plan.target.part(name, QVALUE[1:])].shape)),
+    }

@@ -1,0 +1,87 @@
+"""What one process of several does of a plan."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
+from tpuconv.hosts import ProcessPart, divided
+from tpuconv.location import BucketPath
+from tpuconv.sources.shard import SourceShard
+from tpuconv.storage.sinks import Sink
+
+ZARR_FILES = "metadata"
+"""The journal's entry for the zarr.json of all arrays, where nobody sees them before the output is published."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a plan.
+
+    Attributes:
+        units: neighbours in the source.
+        shards: files of the source to be hashed.
+        others: names of the steps, besides units, that other processes do.
+        describes: whether the zarr.json of all arrays are written too.
+    """
+
+    units: tuple[WorkUnit, ...]
+    shards: tuple[SourceShard, ...]
+    others: frozenset[str]
+    describes: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the source that are converted."""
+        return sum(unit.nbytes for unit in self.units)
+
+    def hashes(self, plan: Plan) -> list[str]:
+        """The names of the files to be hashed while they are read. Of a source that is fetched it is every file: what a
+        neighbour fetched does not prove what was fetched here."""
+        shards = plan.source.shards if plan.source.remote and plan.hashes_shards else self.shards
+        return [shard.name for shard in shards]
+
+
+def share_of(plan: Plan, part: ProcessPart | None) -> Share:
+    """What a process does of a plan: all of it if there is no other. A shard is hashed by the process that reads most
+    of it."""
+    shards = plan.source.shards if plan.hashes_shards else ()
+    if part is None:
+        return Share(plan.units, shards, frozenset(), describes=True)
+    runs = divided(plan.units, [unit.nbytes for unit in plan.units], part.count)
+    read: dict[str, list[int]] = {shard.name: [0] * part.count for shard in shards}
+    for process, units in enumerate(runs):
+        for unit in units:
+            for slab in unit.slabs:
+                first = plan.tensors[slab.begins()[0]].values.shard
+                if first in read:
+                    read[first][process] += slab.nbytes
+    owner = {name: shares.index(max(shares)) for name, shares in read.items()}
+    is_first = part.index == 0
+    others = {proof_step(i) for i, s in enumerate(plan.source.shards) if owner.get(s.name, part.index) != part.index}
+    return Share(
+        tuple(runs[part.index]),
+        tuple(shard for shard in shards if owner[shard.name] == part.index),
+        frozenset(others if is_first else others | {COMPARE_STEP}),
+        describes=is_first,
+    )
+
+
+def hashed_shards(plan: Plan) -> Iterator[tuple[int, SourceShard]]:
+    """Yields the shards of the source whose hashes are recorded, with their numbers. Of objects in a bucket versions
+    are compared instead."""
+    source = plan.source
+    for number, shard in enumerate(source.shards if plan.hashes_shards else ()):
+        is_here = shard.name not in source.remote and not isinstance(source.folder, BucketPath)
+        if shard.sha256 is not None or is_here:
+            yield number, shard
+
+
+def entries_of(plan: Plan, sink: Sink) -> list[str]:
+    """The entries of a journal in which all parts of a plan are done."""
+    return [
+        *(unit.uid for unit in plan.units),
+        *(proof_step(number) for number, _ in hashed_shards(plan)),
+        *([COMPARE_STEP] if plan.copies else []),
+        *([ZARR_FILES] if sink.is_hidden else []),
+    ]
