@@ -149,4 +149,5 @@ class TwoPartialRopesConfig(TwoRopesConfig):
         """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
         has rotary positions."""
         H = self.head_dim or self.hidden_size // self.num_attention_heads
-        return tuple(int(H * getattr(self, PART_FIELDS[kind])) for kind in self.kinds)
+        parts = {kind: getattr(self, field) for kind, field in PART_FIELDS.items()}
+        return tuple(int(H * parts.get(kind, 1.0)) for kind in self.kinds)  # unknown ones are contradictions
