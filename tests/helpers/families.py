@@ -1665,6 +1665,7 @@ CASES: list[Case] = [
         **DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1, "q_lora_rank": 28},
         num_hidden_layers=4,
         indexer_types=["full", "shared", "full", "shared"],
+        initializer_range=0.15,  # else scores are so sharp that a rounded cache makes another model
         swiglu_limit=1.5,
     ),
     _case(
