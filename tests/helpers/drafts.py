@@ -20,6 +20,9 @@ OUTPUTS = (
 )
 JOINING = ("eh_proj.weight", "mtp.fc.weight", "mtp_linear_proj.0.weight", ".e_proj.weight", ".h_proj.weight")
 
+EMBEDDINGS = ("embeddings.weight", "word_embeddings.weight")
+LAST = ("shared_head.norm.weight", "final_layernorm.weight", "mtp.norm.weight", "mtp.0.norm.weight")
+
 
 def save_with_drafts(case: Case, folder: Path) -> Path:
     """Writes the model of a case in float32 with a module for multi-token prediction beside, and returns the folder.
@@ -38,24 +41,27 @@ def save_with_drafts(case: Case, folder: Path) -> Path:
             break
     else:
         raise AssertionError(f"no table of {case.family} has the names that transformers writes")
-    for name in shapes.keys() - tensors.keys():
+    for name in sorted(shapes.keys() - tensors.keys()):
         values = rng.normal(size=shapes[name]) * 0.25
-        if "norm" in name:  # of some families the stored scales are less 1
-            values = np.full(shapes[name], tensors[name_of_norm(tensors)].mean())
+        if "norm" in name and not name.endswith("bias"):  # of some families the stored scales are less 1
+            last = tensors[name_of_norm(tensors)]
+            values = (
+                last * rng.uniform(0.8, 1.2, last.shape) if name.endswith(LAST) else np.full(shapes[name], last.mean())
+            )
         if name.endswith(JOINING):
             width = shapes[name][0]
-            values *= 0.1
+            values *= 0.3
             if not name.endswith(".h_proj.weight"):
                 values[:, :width] += np.eye(width)
         if name.endswith("embed_tokens.weight"):  # the module's own
             values = tensors["model.embed_tokens.weight"]
         tensors[name] = values.astype("f4")
     tensors |= {name: x * np.float32(0.06) for name, x in tensors.items() if name.endswith(OUTPUTS)}
+    tensors |= {name: x * (0.25 / x.std()) for name, x in tensors.items() if name.endswith(EMBEDDINGS)}
     return write_checkpoint(folder, config, tensors)
 
 
 def name_of_norm(names: object) -> str:
     """Returns the name of the last norm."""
-    return next(
-        name for name in names if name.endswith(("norm.weight", "norm_f.weight")) and ".layers." not in f".{name}"
-    )
+    ends = ("model.norm.weight", "language_model.norm.weight", "backbone.norm_f.weight")
+    return next(name for name in names if name.endswith(ends) or name == "norm.weight")
