@@ -19,8 +19,10 @@ from helpers.schemes import (
     FP8,
     MODELOPT,
     awq,
+    bitsandbytes,
     compressed_config,
     encode,
+    fp4_bitsandbytes,
     fp4_experts,
     fp4_groups,
     fp8_beside_fp4,
@@ -44,13 +46,18 @@ from helpers.schemes import (
     int8_asymmetric_channel,
     int8_packed,
     int8_tensor,
+    llm_int8,
     modelopt,
+    modelopt_awq,
+    modelopt_w4a8,
     mxfp8_modelopt,
+    nf4_nested,
     nvfp4_compressed,
     nvfp4_modelopt,
 )
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import check_scales, decode_names
+from tpuconv.encodings.decode import decode_names, shaped, unused_reason
+from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.sources.hub import fetch_config
@@ -76,7 +83,16 @@ SCHEMES = [
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
     *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
     *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt),
+    *(modelopt_awq, modelopt_w4a8, bitsandbytes, nf4_nested, fp4_bitsandbytes, llm_int8),
 ]
+
+
+def one_tensor(source, config, values, **how):
+    """The weight "w", the only tensor that is used."""
+    tensors, faults = decode_names(source.tensors, config, **how)
+    assert not faults
+    assert all(unused_reason(name) for name in tensors if name != "w.weight")
+    return shaped(tensors, {"w.weight": values.shape})["w.weight"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -87,10 +103,8 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
     rows, columns = data.draw(st.integers(1, 23)), data.draw(st.integers(2, 70))
     stored, config, values = scheme(rng, rows, columns)
     source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
-    tensors, faults = decode_names(source.tensors, config)
-    assert not faults
-    (tensor,) = tensors.values()
-    assert (tensor.name, tensor.shape) == ("w.weight", values.shape)
+    tensor = one_tensor(source, config, values)
+    assert tensor.shape == values.shape
     columns = values.shape[-1]
     rows = values.size // columns
     if data.draw(st.booleans()):  # whole rows, or a part of one: what a box of a tensor is made of
@@ -111,10 +125,14 @@ def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_p
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
     stored, config, values = scheme(np.random.default_rng(0), 8, 64)
-    for name, scales in stored.items():
-        if not any(name.endswith(end) for end in ("_scale", "_inv", "_scales", ".scales", ".scale", "_scale_2")):
+    source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
+    used = {info.name for info in one_tensor(source, config, values).stored}
+    ends = ("_scale", "_inv", "_scales", ".scales", ".scale", "_scale_2", ".absmax", "_absmax", ".SCB")
+    for name in (name for name in used if name.endswith(ends)):
+        scales = stored[name]
+        if name.endswith(".absmax") and scales.dtype == np.uint8:  # numbers of a table
             continue
-        for value in (np.nan, np.inf) if name == "w.scales" else (0, -1, np.nan, np.inf):
+        for value in (np.nan, np.inf) if schemes(config)[0].any_sign else (0, -1, np.nan, np.inf):
             bad = scales.copy()
             if scales.dtype == np.uint8:  # powers of two, of which one is no number
                 bad.reshape(-1)[-1] = 255
@@ -127,12 +145,10 @@ def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
             last = [n - 1 for n in bad.shape]
             out, raw = np.empty(values.size, "f4"), np.empty(values.nbytes, np.uint8)
             with closing(source.open()) as reader:
-                (tensor,) = decode_names(source.tensors, config)[0].values()
                 with pytest.raises(SourceError, match=re.escape(f"{name}{last} is ") + ".* not a valid scale"):
-                    tensor.read(reader, 0, raw, out)
-                (tensor,) = decode_names(source.tensors, config, any_scales=True)[0].values()
+                    one_tensor(source, config, values).read(reader, 0, raw, out)
                 with np.errstate(invalid="ignore", divide="ignore"):
-                    tensor.read(reader, 0, raw, out)
+                    one_tensor(source, config, values, any_scales=True).read(reader, 0, raw, out)
 
 
 def test_scales_that_are_none_are_counted():
@@ -277,16 +293,21 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": {"bits": 6}}},
         {"quant_method": "awq", "version": "gemv"},
         {"quant_method": "awq", "bits": 8},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "bitsandbytes"},
+        {"load_in_4bit": True, "load_in_8bit": True},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "float64"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_has_fp16_weight": True},
         {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
-        {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}},
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ", "has_zero_point": True}},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": -1},
         {"quant_method": "modelopt", "quantization": "FP8"},
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
         {
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_AWQ"}},
+            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}},
         },
         {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
         {"quant_method": "fp8", "weight_block_size": [128]},

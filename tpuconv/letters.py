@@ -22,6 +22,8 @@ LETTERS = {
     "W": "MLP width of all shared experts together",
     "C": "latent width of keys and values (kv_lora_rank), of what experts read and write, or of a group of heads",
     "Q": "latent width of queries (q_lora_rank)",
+    "u": "latent width of queries, with their norm and without",
+    "d": "width of the gates of norms",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
     "x": "head dimension of an indexer",

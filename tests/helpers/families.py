@@ -102,6 +102,7 @@ NO_SCAN = {
     "kimi_k25": "as deepseek_v3",
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
+    "hy_v4": "as glm_moe_dsa",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
@@ -123,6 +124,9 @@ NO_SCAN = {
     **dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "layers with a state and with attention"),
     "glm4v_moe": "as deepseek_v3",
     **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
+    **dict.fromkeys(
+        ("mellum-dense-layers", "laguna-elements", "flint-plain", "axk1-plain", "axk2-plain"), "as deepseek_v3"
+    ),
 }
 REPEATING = {
     *("deepseek_v3-all-experts", "deepseek_v3-all-dense", "deepseek_v2-groups", "llama4-scout"),
@@ -247,6 +251,15 @@ DEEPSEEK = {
     "n_group": 3,
     "topk_group": 2,
     "num_experts_per_tok": 4,
+}
+
+EXPERTS = {"head_dim": 10, "moe_intermediate_size": 20}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
 }
 
 # Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
@@ -1566,6 +1579,235 @@ CASES: list[Case] = [
         num_attention_heads=6,
         tie_word_embeddings=True,
     ),
+    _case(
+        "mellum-plain",
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3},
+        num_hidden_layers=4,
+        sliding_window=5,
+        layer_types=MIXED,
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}},
+    ),
+    _case(
+        "mellum-dense-layers",  # more experts than tokens
+        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_mtp_layers=1,
+    ),
+    _case(
+        "laguna-plain",
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 12},
+        num_hidden_layers=4,
+        sliding_window=5,
+        layer_types=MIXED,
+        mlp_layer_types=["sparse"] * 4,
+        num_attention_heads_per_layer=[4, 6, 4, 6],
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": YARN | {"partial_rotary_factor": 0.4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+        },
+    ),
+    _case(
+        "laguna-elements",  # more experts than tokens
+        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 14},
+        num_hidden_layers=3,
+        gating="per-element",
+        attention_bias=True,
+        moe_router_logit_softcapping=1.5,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "hy_v4-plain",
+        **DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1, "q_lora_rank": 28},
+        num_hidden_layers=4,
+        indexer_types=["full", "shared", "full", "shared"],
+        swiglu_limit=1.5,
+    ),
+    _case(
+        "hy_v4-streams",  # more experts than tokens
+        **DEEPSEEK | INDEXED | {"n_routed_experts": 81, "index_topk": 5},
+        num_hidden_layers=3,
+        hc_mult=2,
+        hc_magnitude=1.3,
+        swiglu_limit=0.4,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_shared_experts=2,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        tie_word_embeddings=True,
+    ),
+    _case("minicpm3-plain", **LATENT, scale_depth=0.9, scale_emb=1.7, dim_model_base=20, num_hidden_layers=3),
+    _case(
+        "minicpm3-no-factors",
+        **LATENT | {"q_lora_rank": None, "v_head_dim": 12},
+        scale_depth=None,
+        scale_emb=1,
+        dim_model_base=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    _case("iquestcoder-plain", head_dim=10),
+    _case("iquestcoder-biases", head_dim=8, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    _case("helium-plain", head_dim=8),
+    _case(
+        "helium-biases",
+        head_dim=8,
+        attention_bias=True,
+        mlp_bias=True,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "hyperclovax-plain",
+        attention_multiplier=0.3,
+        embedding_multiplier=1.7,
+        logits_scaling=0.6,
+        residual_multiplier=0.4,
+    ),
+    _case("hyperclovax-no-norms", use_post_norm=False, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    _case("vaultgemma-plain", head_dim=10, sliding_window=6, num_hidden_layers=3, query_pre_attn_scalar=20),
+    _case(
+        "vaultgemma-no-caps",
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=LINEAR,
+    ),
+    _case("jais2-plain"),
+    _case(
+        "jais2-no-biases",
+        attention_bias=False,
+        mlp_bias=False,
+        num_key_value_heads=None,
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+    ),
+    _case(
+        "kolibri1-plain",
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 12},
+        num_hidden_layers=4,
+        sliding_window=5,
+        layer_types=MIXED,
+    ),
+    _case(
+        "kolibri1-many-experts",  # more than tokens
+        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 14},
+        num_hidden_layers=6,
+        sliding_window=4,
+        norm_topk_prob=True,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "flint-plain",
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 12},
+        num_hidden_layers=5,
+        sliding_window=5,
+    ),
+    _case(
+        "flint-all-experts",  # more than tokens
+        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 14},
+        num_hidden_layers=4,
+        sliding_window=4,
+        layer_types=MIXED,
+        mlp_only_layers=[],
+        norm_topk_prob=False,
+        attention_bias=True,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "granite_swa-plain",
+        num_hidden_layers=5,
+        sliding_window=5,
+        attention_multiplier=0.3,
+        embedding_multiplier=1.7,
+        logits_scaling=1.5,
+        residual_multiplier=0.4,
+        layer_rope_theta=[0, 500.0, 60, 500.0, 0],
+    ),
+    _case(
+        "granite_swa-biases",
+        num_hidden_layers=4,
+        head_dim=10,
+        sliding_window=4,
+        layer_types=MIXED,
+        attention_multiplier=0.4,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=YARN,
+    ),
+    _case(
+        "granitemoe_swa-plain",
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        intermediate_size=20,
+        shared_intermediate_size=12,
+        num_hidden_layers=5,
+        sliding_window=5,
+        attention_multiplier=0.3,
+        residual_multiplier=0.4,
+        layer_rope_theta=[0, 500.0, 60, 500.0, 0],
+    ),
+    _case(
+        "granitemoe_swa-many-experts",  # more than tokens, none of them shared
+        num_local_experts=90,
+        num_experts_per_tok=4,
+        intermediate_size=20,
+        num_hidden_layers=4,
+        head_dim=10,
+        sliding_window=4,
+        layer_types=MIXED,
+        attention_multiplier=0.4,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    _case("axk1-plain", **DEEPSEEK | {"num_key_value_heads": 6}, num_hidden_layers=3, first_k_dense_replace=1),
+    _case(
+        "axk1-many-experts",  # more than tokens
+        **DEEPSEEK | {"num_key_value_heads": 6, "n_routed_experts": 81, "norm_topk_prob": False},
+        num_hidden_layers=2,
+        mlp_layer_types=["sparse", "sparse"],
+        n_shared_experts=2,
+        rope_interleave=False,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    _case(
+        "axk2-plain",
+        **DEEPSEEK | INDEXED | {"n_group": None, "topk_group": None},
+        num_hidden_layers=3,
+        gated_norm_rank=5,
+    ),
+    _case(
+        "axk2-groups",  # more experts than tokens
+        **DEEPSEEK | INDEXED | {"n_routed_experts": 81, "index_topk": 64},
+        num_hidden_layers=2,
+        mlp_layer_types=["sparse", "sparse"],
+        gated_norm_rank=3,
+        n_shared_experts=2,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -1611,6 +1853,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
 
 COMPUTED_BY = {
     "internlm3": "llama",
+    "iquestcoder": "llama",
     "ministral": "llama",
     "glm4v": "glm4",
     "glm4v_moe": "glm4_moe",
@@ -1633,7 +1876,7 @@ COMPUTED_BY = {
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
     keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
-    return case.family in ("glm_moe_dsa", "deepseek_v4") or any(case.config.get(key) for key in keys)
+    return case.family in ("glm_moe_dsa", "deepseek_v4", "hy_v4") or any(case.config.get(key) for key in keys)
 
 
 OWN_CACHE = {"llama", "deepseek_v3", "deepseek_v32"}
@@ -1696,6 +1939,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                     parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base")):
                 parameter.normal_(0, 0.3)
+            elif case.family == "hy_v4" and name.endswith(("_hc.scale", ".hc_scale")):
+                parameter.uniform_(0.5, 1.5)  # so small when new that the streams would be alike
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
             elif ".alpha_" in name or name.endswith(".D"):
@@ -1780,6 +2025,9 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
         }
         for old, new in names.items():
             _rename(folder / "model.safetensors", old, new)
+    if case.family == "hy_v4":  # transformers calls the gates of MLPs as those of attention
+        for part in ("mlp", "shared_experts"):
+            _rename(folder / "model.safetensors", f"{part}.linear_gate", f"{part}.gate_proj")
     if case.family == "longcat_flash":  # transformers writes matrices of the experts that have none
         _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size

@@ -48,11 +48,19 @@ EVEN = {
     "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},
     "bamba": {**MAMBA, "head_dim": 32},
     "falcon_h1": {**MAMBA, "head_dim": 32, "mamba_d_ssm": 128},
-    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "mistral4")},
-    **{name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32} for name in ("deepseek_v32", "glm_moe_dsa")},
+    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "mistral4", "axk1")},
+    **{name: {"head_dim": 32, **SHARED} for name in ("laguna", "kolibri1", "flint")},
+    **{
+        name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32}
+        for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+    },
+    "axk2": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32, "gated_norm_rank": 32},
+    "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
+    "helium": {"num_attention_heads": 2, "head_dim": 32},
+    "granitemoe_swa": {"head_dim": 32, "shared_intermediate_size": 64},
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
-        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe")
+        for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum")
     },
     **{name: {"num_attention_heads": 2} for name in ("glm4v", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},

@@ -268,6 +268,78 @@ def fp8_modelopt_blocks(rng, rows, columns):
     return stored, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 4}, values
 
 
+def modelopt_awq(rng, rows, columns, group=16, algorithm="W4A16_AWQ"):
+    """Two rows in one of bytes, in two's complement; the inputs are multiplied by a scale each."""
+    rows, columns = 2 * -(-rows // 2), group * -(-columns // group)
+    codes = rng.integers(-8, 8, (rows, columns))
+    scales = rng.uniform(0.001, 2, (rows, columns // group)).astype("f4")
+    inputs = rng.uniform(0.1, 10, columns).astype(BF16)
+    stored = {
+        "w.weight": (codes[0::2] & 15 | (codes[1::2] & 15) << 4).astype(np.uint8),
+        "w.weight_scale": scales,
+        "w.pre_quant_scale": inputs,
+    }
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "has_zero_point": False}
+    return stored, config, codes.astype("f4") * np.repeat(scales, group, 1) * inputs.astype("f4")
+
+
+def modelopt_w4a8(rng, rows, columns):
+    """A second scale brings the weights to the range of FP8, for the product alone."""
+    stored, config, values = modelopt_awq(rng, rows, columns, algorithm="W4A8_AWQ")
+    del config["group_size"]  # config.json does not say it
+    return stored | {"w.weight_scale_2": np.array(0.01, "f4")}, config, values
+
+
+NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
+    + [-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+    "f4",
+)  # QLoRA, appendix E
+BNB_FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], "f4") / np.float32(12)
+BNB_TABLES = {"nf4": NF4, "fp4": np.concatenate([BNB_FP4, -BNB_FP4])}
+
+
+def bitsandbytes(rng, rows, columns, kind="nf4", nested=False, block=64):
+    """Values of the flattened matrix, the first of two in the high half; scales perhaps as numbers of a table, times a
+    scale of 256 of them, plus an offset."""
+    columns, table = 2 * -(-columns // 2), BNB_TABLES[kind]
+    codes = rng.integers(0, 16, rows * columns).astype(np.uint8)
+    count = -(-codes.size // block)
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [rows, columns]}
+    stored = {"w.weight": (codes[0::2] << 4 | codes[1::2])[:, None], "w.weight.quant_map": table}
+    scales = rng.uniform(0, 2, count).astype("f4")
+    if nested:
+        numbers, of_scales = np.sort(rng.uniform(-1, 1, 256)).astype("f4"), rng.integers(0, 256, count).astype(np.uint8)
+        outer, offset = rng.uniform(0.5, 2, -(-count // 256)).astype("f4"), np.float32(1.25)
+        scales = numbers[of_scales] * np.repeat(outer, 256)[:count] + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+        stored |= {"w.weight.absmax": of_scales, "w.weight.nested_absmax": outer, "w.weight.nested_quant_map": numbers}
+    else:
+        stored["w.weight.absmax"] = scales
+    stored[f"w.weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    values = (table[codes] * np.repeat(scales, block)[: codes.size]).reshape(rows, columns)
+    return stored, config | {"bnb_4bit_use_double_quant": nested}, values
+
+
+def nf4_nested(rng, rows, columns):
+    return bitsandbytes(rng, rows, columns, nested=True)
+
+
+def fp4_bitsandbytes(rng, rows, columns):
+    return bitsandbytes(rng, rows, columns, "fp4", block=32)
+
+
+def llm_int8(rng, rows, columns):
+    """value * scale / 127, where 1 / 127 is rounded to float32 first."""
+    codes = rng.integers(-127, 128, (rows, columns)).astype(np.int8)
+    scales = rng.uniform(0, 60, rows).astype(np.float16).astype("f4")
+    stored = {"w.weight": codes, "w.SCB": scales, "w.weight_format": np.array(0, np.uint8)}
+    values = codes.astype("f4") * scales[:, None] * np.float32(7.874015718698502e-3)
+    return stored, {"quant_method": "bitsandbytes", "load_in_8bit": True}, values
+
+
 def fp8_named_otherwise(rng, rows, columns):
     stored, _, values = fp8_tensor(rng, rows, columns)
     stored["w.weight_scale_inv"] = stored.pop("w.weight_scale").reshape(())

@@ -22,7 +22,7 @@ _QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": ST
 _QUANTIZED |= {"calibration": Optional(CALIBRATED_SCHEMA)}
 _PASSTHROUGH = {
     **_ENCODED,
-    "qtype": OneOf(*NUMBERS),
+    "qtype": OneOf(*NUMBERS, "nf4"),
     "kept": str,
     "stored": [{"dtype": OneOf(*DTYPES), "shape": [Size], "extra": [OneOf(*DTYPES)], "tensor_scale": Optional(bool)}],
     "zero_points": Optional(bool),

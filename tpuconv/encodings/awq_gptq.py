@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.scheme import Affine, Scheme, is_head
 from tpuconv.encodings.words import WORD_BITS, Words
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
 
-FLAG = Optional((bool, None))
 AWQ: Mapping[str, Any] = {
     "bits": Optional((int, None)),
     "group_size": Optional((int, None)),
@@ -60,7 +59,7 @@ def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
         )
     size, symmetric = quantization.get("group_size", 128), quantization.get("zero_point", True) is False
     words = Words(bits, 1, AWQ_ORDER)
-    scheme = _scheme("AWQ", size, Affine(words, ".qzeros", words, symmetric=symmetric, any_sign=True))
+    scheme = _scheme("AWQ", size, Affine(words, ".qzeros", words, symmetric=symmetric))
     left_out = quantization.get("modules_to_not_convert") or ()
 
     def takes(module: str) -> bool:
@@ -117,7 +116,6 @@ def _gptq(description: Mapping[str, Any]) -> tuple[Scheme, ...]:
         ZERO_SHIFTS[stored_as],
         symmetric=description.get("sym", True) is not False,
         group_index=".g_idx",
-        any_sign=True,
         any_order=bool(description.get("desc_act")) and size != -1,
     )
     return (_scheme(f"GPTQ {bits} bits", size, affine),)
@@ -140,6 +138,7 @@ def _scheme(title: str, size: Any, affine: Affine) -> Scheme:
         per_element=WORD_BITS // affine.words.bits,
         blocks=(size if size and size > 0 else None, 1),
         affine=affine,
+        any_sign=True,
         input_first=True,
         scale_dtype="F16",
     )

@@ -6,25 +6,28 @@ scale. They differ in the table, the block, and the names and dtypes.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tpuconv.encodings.scheme import Scheme, decode_scales
+from tpuconv.encodings.flat import MAX_STATE_BYTES, FlatParts
+from tpuconv.encodings.scales import check_scales, check_some_scales, place_of
+from tpuconv.encodings.scheme import NESTED_SCALES, NO_FACTOR, Scheme, decode_scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.encodings.words import Span, read_part, spans_of
 from tpuconv.errors import SourceError
+from tpuconv.jsonfile import short
 from tpuconv.layout import Shape
 from tpuconv.names import collapse
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
 AFFINE_SCALE_DTYPES = ("F16", "BF16", "F32")
-"""Dtypes of the scales of values with zero points."""
+"""Dtypes of the scales of values in words, and of columns."""
 
 TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
@@ -38,6 +41,7 @@ class Tensor:
     Attributes:
         extra: other stored tensors that belong to it.
         zero_points, group_index: the tensors of an affine scheme.
+        column_scales: of what the inputs are multiplied by, if there is such a tensor.
         any_scales: whether scales that no quantizer writes, not positive or not finite, are decoded without an error.
         passthrough: whether it stays encoded, and so is never cast.
     """
@@ -51,6 +55,7 @@ class Tensor:
     tensor_scale: TensorInfo | None = None
     zero_points: TensorInfo | None = field(default=None, kw_only=True)
     group_index: TensorInfo | None = field(default=None, kw_only=True)
+    column_scales: TensorInfo | None = field(default=None, kw_only=True)
     any_scales: bool = field(default=False, kw_only=True)
 
     passthrough = False
@@ -63,7 +68,7 @@ class Tensor:
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
         """The tensors of the source that it is made of."""
-        parts = (self.scales, self.tensor_scale, self.zero_points, self.group_index)
+        parts = (self.scales, self.tensor_scale, self.zero_points, self.group_index, self.column_scales)
         return (self.values, *(info for info in parts if info), *self.extra)
 
     @property
@@ -89,9 +94,14 @@ class Tensor:
             out: flat, of any float dtype, filled with values.
 
         Raises:
-            SourceError: a scale is zero, negative or not finite, unless `any_scales`; or the source cannot be read.
+            SourceError: a scale is zero, negative or not finite, unless `any_scales`; a tensor that holds constants has
+                others; or the source cannot be read.
         """
-        if self.scheme is not None and self.scheme.affine is not None:
+        if start == 0 and self.scheme is not None and self.scheme.constants:
+            self._check_constants(reader, self.scheme)
+        if self.scheme is not None and self.scheme.flat is not None:
+            self.flat_parts.read(reader, start, raw, out)
+        elif self.scheme is not None and self.scheme.affine is not None:
             self._decode_affine(reader, start, raw, out)
         elif self.scheme is not None:
             self._decode(reader, start, raw, out)
@@ -101,6 +111,30 @@ class Tensor:
             raw = raw[: out.size * self.dtype.itemsize]
             reader.read(self.values, start * self.dtype.itemsize, raw.data)
             np.copyto(out, raw.view(self.dtype), casting="unsafe")
+
+    @property
+    def flat_parts(self) -> FlatParts:
+        """The stored tensors of a flat scheme."""
+        assert self.scheme is not None
+        assert self.scales is not None
+        base = self.values.name.removesuffix(self.scheme.values)
+        extra = {info.name.removeprefix(base): info for info in self.extra}
+        return FlatParts(self.scheme, self.shape, self.values, self.scales, extra, self.any_scales)
+
+    def _check_constants(self, reader: Reader, scheme: Scheme) -> None:
+        base = self.values.name.removesuffix(scheme.values)
+        for info in self.extra:
+            if (expected := scheme.constants.get(info.name.removeprefix(base))) is None:
+                continue
+            stored = np.empty(info.nbytes, np.uint8)
+            reader.read(info, 0, stored.data)
+            found = stored.view(DTYPES[info.dtype]).reshape(info.shape)
+            if not np.array_equal(found, expected):
+                raise SourceError(
+                    f"{info.name} is {short(found.tolist())}, not {short(expected.tolist())} as for {scheme.title}",
+                    hint="the tensor was written by another version of its library, or is damaged: convert an "
+                    "unquantized release",
+                )
 
     def place(self, number: int) -> list[int]:
         """The index of value `number` in the stored tensor that is named in an error."""
@@ -126,7 +160,9 @@ class Tensor:
 
     def _check_scales(self, reader: Reader, stored: np.ndarray) -> None:
         assert self.scales is not None
-        check_scales(self.scales.name, decode_scales(stored).reshape(self.scales.shape))
+        assert self.scheme is not None
+        scales = decode_scales(stored).reshape(self.scales.shape)
+        check_scales(self.scales.name, scales, any_sign=self.scheme.any_sign)
         if self.tensor_scale is not None:
             check_scales(self.tensor_scale.name, self._tensor_scale(reader).reshape(self.tensor_scale.shape))
 
@@ -163,13 +199,17 @@ class Tensor:
             )
             count = min(out.size - done, last * columns - row * columns - first)
             scales_SB1 = scales_SB[scale : scale + (at_once if rows == 1 else 1), :, None]
-            tables = (scales_SB1 * self.scheme.table).astype(out.dtype).view(bits)
+            products = scales_SB1 * self.scheme.table
+            if self.scheme.factor != NO_FACTOR:
+                products *= self.scheme.factor
+            tables = products.astype(out.dtype).view(bits)
             qvalues = raw[self.stored_bytes(done) : self.stored_bytes(done + count)]
             look_up(qvalues, tables, first, columns, width, out[done : done + count].view(bits))
             done += count
 
     def _decode_affine(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Each value is (q - z) * scale, in float32, rounded once to the dtype of `out`."""
+        """Each value is (q - z) * scale, times the scale of its column if there is one, in float32, rounded once to the
+        dtype of `out`."""
         assert self.scheme is not None
         assert self.scheme.affine is not None
         height, width = self.scheme.block(self.shape, self.scales.shape if self.scales else ())
@@ -180,14 +220,27 @@ class Tensor:
             blocks = (columns[0] // width, -(-columns[1] // width))
             scales_GB, zeros_GB = self._affine_parts(reader, groups, blocks)
             blocks_C = np.arange(*columns) // width - blocks[0]
+            column_scales_C = self._column_scales(reader, columns)
             for some, qvalues in self.scheme.affine.words.read(reader, self.values, rows, columns, raw):
                 own = groups_R[some[0] - rows[0] : some[1] - rows[0]] - groups[0]
                 scales, zeros = (
                     parts[own] if width == 1 else parts[own][:, blocks_C] for parts in (scales_GB, zeros_GB)
                 )
                 part = out[done : done + qvalues.size].reshape(qvalues.shape)
-                np.copyto(part, (qvalues.astype(np.float32) - zeros) * scales, casting="unsafe")
+                values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
+                if column_scales_C is not None:
+                    values *= column_scales_C
+                np.copyto(part, values, casting="unsafe")
                 done += qvalues.size
+
+    def _column_scales(self, reader: Reader, columns: Span) -> np.ndarray | None:
+        if self.column_scales is None:
+            return None
+        stored = np.empty(columns[1] - columns[0], DTYPES[self.column_scales.dtype])
+        reader.read(self.column_scales, columns[0] * stored.itemsize, stored.view(np.uint8).data)
+        if not self.any_scales:
+            check_scales(self.column_scales.name, stored, self.column_scales.shape, columns[0])
+        return stored.astype(np.float32)
 
     def _groups(self, reader: Reader, rows: Span, height: int) -> np.ndarray:
         """The number of the group of each of some rows."""
@@ -210,53 +263,14 @@ class Tensor:
         assert self.scheme is not None
         assert self.scheme.affine is not None
         assert self.scales is not None
-        assert self.zero_points is not None
         scales = read_part(reader, self.scales, groups, blocks).astype(np.float32)
         if not self.any_scales:
-            check_some_scales(self.scales, scales, (groups[0], blocks[0]), self.scheme.affine.any_sign)
+            check_some_scales(self.scales, scales, (groups[0], blocks[0]), self.scheme.any_sign)
+        if self.zero_points is None:
+            return scales, np.zeros_like(scales)
         found = self.scheme.affine.zero_words.read(reader, self.zero_points, groups, blocks)
         zeros = np.concatenate([values for _, values in found])
         return scales, self.scheme.affine.zeros_of(zeros).astype(np.float32)
-
-
-def check_some_scales(info: TensorInfo, scales: np.ndarray, start: tuple[int, int], any_sign: bool) -> None:
-    """Checks scales [rows, columns] of a tensor, from the row and column `start` on.
-
-    Raises:
-        SourceError: one is infinite or NaN, or not positive unless they may have `any_sign`. The message has the index
-            of the first.
-    """
-    bad = np.argwhere(~np.isfinite(scales) | (False if any_sign else scales <= 0))
-    if len(bad):
-        place = [int(i) + first for i, first in zip(bad[0], start, strict=True)]
-        raise _bad_scale(info.name, place, scales[tuple(bad[0])], len(bad), scales.size)
-
-
-def _bad_scale(name: str, place: list[int], value: np.floating[Any], count: int, size: int) -> SourceError:
-    return SourceError(
-        f"{name}{place} is {value:g}, which is not a valid scale"
-        + (f"; {count} of {size} are invalid" if count > 1 else ""),
-        hint="the checkpoint is damaged, or was quantized badly: download it again, or tell its owner",
-    )
-
-
-def place_of(number: int, shape: Shape) -> list[int]:
-    """The index of element `number` in an array of this shape."""
-    return list(map(int, np.unravel_index(number, shape)))
-
-
-def check_scales(name: str, scales: np.ndarray, shape: Shape | None = None, start: int = 0) -> None:
-    """Checks scales: those of a whole tensor, or some of a tensor of the shape `shape`, from number `start` on.
-
-    Raises:
-        SourceError: one is zero, negative, infinite or NaN. The message has the index of the first.
-    """
-    scales = scales.astype(np.float32)
-    bad = ~((scales > 0) & (scales < np.inf))  # what is not a number is neither
-    if bad.any():
-        first, count = int(bad.argmax()), int(bad.sum())
-        index = place_of(start + first, shape or scales.shape)
-        raise _bad_scale(name, index, scales.flat[first], count, scales.size)
 
 
 def decode_names(
@@ -281,6 +295,7 @@ def decode_names(
     suffixes = [suffix for scheme in known for suffix in scheme.suffixes]
     out: dict[str, Tensor] = {}
     taken: set[str] = set()
+    unused: set[str] = set()
     faults: dict[str, list[str]] = {}
     for name, info in tensors.items():
         candidates = [scheme for scheme in known if scheme.encodes(info)]
@@ -293,8 +308,10 @@ def decode_names(
         extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
         tensor_scale = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
         affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
-        parts = (*extra, tensor_scale, *affine.values())
+        column_scales = tensors.get(base + scheme.column_scales) if scheme.column_scales else None
+        parts = (*extra, tensor_scale, *affine.values(), column_scales)
         taken |= {name, base + scheme.scales, *(part.name for part in parts if part)}
+        unused |= {base + suffix for suffix in scheme.unused}
         shape = scheme.shape(info.shape)
         if scales is None:
             faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
@@ -304,21 +321,29 @@ def decode_names(
             faults.setdefault(f"has no {scheme.tensor_scale.removeprefix('.')}", []).append(name)
         elif tensor_scale is not None and prod(tensor_scale.shape) != 1:
             faults.setdefault("should be one number", []).append(tensor_scale.name)
-        elif found := _affine_fault(scheme, affine, shape, scales, name):
+        elif found := _affine_fault(scheme, affine, shape, scales, name) or _flat_fault(scheme, extra, info, scales):
             faults.setdefault(found[1], []).append(found[0])
+        elif column_scales is not None and (column_scales.shape, column_scales.dtype in AFFINE_SCALE_DTYPES) != (
+            (shape[-1],),
+            True,
+        ):
+            faults.setdefault(f"should be one of {', '.join(AFFINE_SCALE_DTYPES)}, [{shape[-1]}]", []).append(
+                column_scales.name
+            )
         else:
-            zero_points, group_index = [*affine.values(), None, None][:2]
             tensor = Tensor(
                 *(base + scheme.name, shape, info, scales, extra, scheme, tensor_scale),
-                zero_points=zero_points,
-                group_index=group_index,
+                zero_points=affine.get(scheme.affine.zero_points) if scheme.affine else None,
+                group_index=affine.get(scheme.affine.group_index) if scheme.affine else None,
+                column_scales=column_scales,
                 any_scales=any_scales,
             )
             out[tensor.name] = tensor
     for name, info in tensors.items():
         if name in taken:
             continue
-        if any(name.endswith(suffix) for suffix in suffixes if suffix != ".weight"):
+        is_part = any(name.endswith(suffix) for suffix in suffixes if suffix != ".weight")
+        if is_part and name not in unused:
             faults.setdefault("has no values that it belongs to", []).append(name)
         else:
             out[name] = Tensor(name, info.shape, info)
@@ -341,6 +366,40 @@ def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, Tenso
     return _affine_fault(scheme, affine, shape, scales, info.name) is None
 
 
+def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The tensors, where flat ones that hold so many values have the shape that a table wants: only a text that is read
+    with their values says it."""
+    out = dict(tensors)
+    for name, shape in shapes.items():
+        tensor = out.get(name)
+        if tensor and tensor.scheme and tensor.scheme.flat and tensor.scheme.stored_shape(shape) == tensor.values.shape:
+            out[name] = replace(tensor, shape=shape)
+    return out
+
+
+def _flat_fault(
+    scheme: Scheme, extra: Sequence[TensorInfo], values: TensorInfo, scales: TensorInfo
+) -> tuple[str, str] | None:
+    """What is wrong with the tensors beside flat values: the name of one, and the fault; None if nothing."""
+    if scheme.flat is None:
+        return None
+    base = values.name.removesuffix(scheme.values)
+    found = {info.name.removeprefix(base): info for info in extra}
+    own = replace(scheme, scale_dtype=scales.dtype)
+    if scales.dtype not in ("F32", NESTED_SCALES):
+        return scales.name, f"should be F32 or {NESTED_SCALES}"
+    for suffix, kind in own.extra_kinds((), scales.shape).items():
+        info = found.get(suffix)
+        if info is None:
+            return values.name, f"has no {suffix.removeprefix('.')}"
+        if suffix == scheme.flat.state:
+            if info.dtype != "U8" or len(info.shape) != 1 or info.nbytes > MAX_STATE_BYTES:
+                return info.name, f"should be U8, of {MAX_STATE_BYTES} bytes at most"
+        elif (info.dtype, info.shape) != kind:
+            return info.name, f"should be {kind[0]} {list(kind[1])}"
+    return None
+
+
 def _affine_fault(
     scheme: Scheme, parts: Mapping[str, TensorInfo | None], shape: Shape, scales: TensorInfo, name: str
 ) -> tuple[str, str] | None:
@@ -360,9 +419,10 @@ def _affine_fault(
     return None
 
 
-_OF_ACTIVATIONS = re.compile(r".*\.(activation|(input|output|[qkv])(_global)?)_(scale|zero_point)")
+_OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)|weight_scale_2)")
 
 
 def unused_reason(name: str) -> str | None:
-    """Why a tensor of a quantized checkpoint does not concern the weights; None if it may."""
+    """Why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second scale that no
+    scheme takes brings weights to the range of FP8, for products with activations in FP8."""
     return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

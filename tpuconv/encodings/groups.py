@@ -1,15 +1,17 @@
 """Which weights a description treats alike: by names, and by patterns that are checked before they are matched."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.jsonfile import Optional
 
 NAMES = Optional(([str], None))
 """The schema of a list of names; see `tpuconv.jsonfile.check`."""
+FLAG = Optional((bool, None))
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,20 @@ def pattern_to_check(where: str, text: str, pattern: str) -> tuple[tuple[str, st
 
 compiled_pattern = cache(re.compile)
 """`re` itself caches 512 patterns; some releases have more."""
+
+
+def unless_named(schemes: tuple[Scheme, ...], names: Sequence[str], key: str) -> SchemeGroup:
+    """All weights except the modules that are named, as transformers chooses: a name is a pattern for the beginning of
+    a module's name, up to a dot, or the end of it. `key` is that of the names."""
+    patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
+
+    def takes(module: str) -> bool:
+        return not module.endswith(tuple(names)) and not any(
+            compiled_pattern(pattern).match(module) for pattern in patterns.values()
+        )
+
+    checked = (pattern_to_check(key, name, pattern) for name, pattern in patterns.items())
+    return SchemeGroup(schemes, takes, tuple(chain.from_iterable(checked)))
 
 
 def within(module: str) -> list[str]:

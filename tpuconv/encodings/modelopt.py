@@ -1,7 +1,8 @@
 """Schemes as ModelOpt describes them: what that library exports.
 
 NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the tensor; the names of algorithms are those
-of hf_quant_config.json.
+of hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
+take it, a scale for each input.
 """
 
 from collections.abc import Mapping
@@ -11,12 +12,18 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, is_within, pattern_to_check, within
-from tpuconv.encodings.scheme import BY_SCALES, FP4_FIELDS, FP8_SCALES, Scheme, fp8_scheme
+from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, is_within, pattern_to_check, within
+from tpuconv.encodings.scheme import BY_SCALES, FP4_FIELDS, FP8_SCALES, INT4, Affine, Scheme, fp8_scheme
+from tpuconv.encodings.words import BYTE_DTYPE, Words
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
 
-ALGORITHM = {"quant_algo": Optional((str, None)), "group_size": Optional((int, None))}
+ALGORITHM = {
+    "quant_algo": Optional((str, None)),
+    "group_size": Optional((int, None)),
+    "has_zero_point": FLAG,
+    "pre_quant_scale": FLAG,
+}
 MODELOPT_MODEL = {
     **ALGORITHM,
     "exclude_modules": NAMES,
@@ -37,6 +44,12 @@ MODELOPT_NVFP4 = Scheme(
 )
 MIXED = "MIXED_PRECISION"
 MODELOPT_BLOCK = 128
+AWQ_GROUPS = (128, 64, 32, 16, 256)
+"""Sizes of groups, of which the shape of the scales tells: config.json does not say it, only the file beside it."""
+INT4_IN_BYTES = Words(4, 0, dtype=BYTE_DTYPE)
+"""Two rows in one of bytes, the first in the low half, in two's complement (ModelOpt's `pack_int4_in_uint8`)."""
+AWQ_ALGORITHMS: Mapping[str, tuple[str, ...]] = {"W4A16_AWQ": (), "W4A8_AWQ": (".weight_scale_2",)}
+"""By name, the tensors that are only for activations in FP8: servers bring the weights to the range of FP8 by them."""
 
 
 def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
@@ -87,11 +100,31 @@ def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
         return (replace(fp8_scheme("ModelOpt MXFP8", ".weight_scale", (1, MX_GROUP)), scale_dtype="U8"),)
     if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
         return (MODELOPT_NVFP4,)
+    if algorithm in AWQ_ALGORITHMS and not layer.get("has_zero_point") and (size is None or size > 0):
+        return tuple(_awq(algorithm, n) for n in ((size,) if size else AWQ_GROUPS))
     raise UnsupportedConfig(
         f"the encoding of modelopt with quant_algo={layer.get('quant_algo')!r}"
         + (f" and group_size={size!r}" if size is not None else "")
+        + (" and zero points" if layer.get("has_zero_point") else "")
         + " is not implemented",
         hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, MXFP8 in "
-        f"groups of {MX_GROUP}, and "
+        f"groups of {MX_GROUP}, W4A16_AWQ and W4A8_AWQ without zero points, and "
         f"{MIXED} of these; or convert an unquantized release",
+    )
+
+
+def _awq(algorithm: str, size: int) -> Scheme:
+    return Scheme(
+        title=f"ModelOpt {algorithm} in groups of {size}",
+        values=".weight",
+        scales=".weight_scale",
+        name=".weight",
+        dtype="U8",
+        qtype="int4",
+        table=INT4,
+        per_element=2,
+        blocks=(1, size),
+        unused=AWQ_ALGORITHMS[algorithm],
+        affine=Affine(INT4_IN_BYTES, "", INT4_IN_BYTES, symmetric=True),
+        column_scales=".pre_quant_scale",
     )

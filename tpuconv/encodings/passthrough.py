@@ -15,8 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.encodings.decode import Tensor, check_scales, place_of
-from tpuconv.encodings.scheme import Affine, Scheme
+from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.flat import FlatParts
+from tpuconv.encodings.scales import check_scales, place_of
+from tpuconv.encodings.scheme import NO_FACTOR, Affine, Scheme
 from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
 from tpuconv.layout import Shape
@@ -30,16 +32,18 @@ E8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class QValues(Tensor):
-    """The quantized values of an encoded tensor, in the shape of its values. `grid` is the shape of its scales."""
+    """The quantized values of an encoded tensor, in the shape of its values. `grid` is the shape of its scales; `parts`
+    are the stored tensors of flat values."""
 
     scheme: Scheme = field(kw_only=True)
     grid: Shape = ()
+    parts: FlatParts | None = None
     passthrough = True
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the quantized values."""
-        return np.dtype(self.scheme.qtype)
+        return np.dtype(STORED_AS.get(self.scheme.qtype, self.scheme.qtype))
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         """Whether each stored byte is one quantized value."""
@@ -56,7 +60,10 @@ class QValues(Tensor):
         Raises:
             SourceError: the source cannot be read, or a tensor that describes the values contradicts them.
         """
-        if start == 0:
+        if start == 0 and self.parts is not None:
+            self._check_constants(reader, self.scheme)
+            self.parts.state(reader)
+        elif start == 0:
             self._check_extra(reader)
         out = out.view(np.uint8)
         if self.scheme.affine is not None:
@@ -107,17 +114,18 @@ class QValues(Tensor):
 @dataclass(frozen=True)
 class Scales(Tensor):
     """The scales of an encoded tensor, stored in `values`. `grid` is their shape with the axes of the tensor; along
-    each axis each scale is repeated as often as `refine` says."""
+    each axis each scale is repeated as often as `refine` says. `parts` are the stored tensors of flat values."""
 
     scheme: Scheme = field(kw_only=True)
     grid: Shape = ()
     refine: Shape = ()
+    parts: FlatParts | None = None
     passthrough = True
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype in which the scales are kept."""
-        return scale_dtype(self.values.dtype, self.tensor_scale is not None)
+        return scale_dtype(self.values.dtype, self.tensor_scale is not None or self.parts is not None)
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         """False: scales are decoded and refined."""
@@ -142,12 +150,16 @@ class Scales(Tensor):
     def _rows(self, reader: Reader, first: int, last: int, raw: np.ndarray) -> np.ndarray:
         """Rows of the grid, decoded."""
         stored_inner, itemsize = prod(self.grid[1:]), DTYPES[self.values.dtype].itemsize
+        if self.parts is not None:
+            return self.parts.block_scales(reader, first * stored_inner, last * stored_inner, self.parts.state(reader))
         nbytes = (last - first) * stored_inner * itemsize
         raw = raw[:nbytes] if raw.size >= nbytes else np.empty(nbytes, np.uint8)
         reader.read(self.values, first * stored_inner * itemsize, raw.data)
         decoded = self.decode_scales(reader, raw.view(DTYPES[self.values.dtype])).astype(self.dtype)
+        if self.scheme.factor != NO_FACTOR:
+            decoded *= self.scheme.factor
         # Those that are not finite are found with all other values that are not.
-        if not self.any_scales and not (self.scheme.affine and self.scheme.affine.any_sign):
+        if not self.any_scales and not self.scheme.any_sign:
             checked = np.where(np.isfinite(decoded), decoded, 1)
             check_scales(self.values.name, checked, self.values.shape, first * stored_inner)
         return decoded
@@ -174,6 +186,10 @@ class ZeroPoints(Scales):
         return from_middle(affine, self.scheme.qtype, affine.zeros_of(stored)).view(self.dtype)
 
 
+STORED_AS = {"nf4": "uint8"}
+"""The dtypes of kept quantized values of which no checkpoint stores the type."""
+
+
 def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
     """The dtype in which scales are kept. `stored` is safetensors' name of the stored dtype."""
     if has_tensor_scale or stored == "F16":  # bfloat16 would round what a TPU has no other type for
@@ -197,9 +213,11 @@ def to_middle(affine: Affine, qvalues: np.ndarray) -> np.ndarray:
 
 
 def unpack(scheme: Scheme, packed: np.ndarray, out: np.ndarray) -> None:
-    """Fills `out` [2 * bytes] with the quantized values of bytes [bytes] that hold two, the low half first."""
-    np.bitwise_and(packed, 15, out=out[0::2])
-    np.right_shift(packed, 4, out=out[1::2])
+    """Fills `out` [2 * bytes] with the quantized values of bytes [bytes] that hold two, the low half first unless the
+    scheme has it otherwise."""
+    low, high = (1, 0) if scheme.high_first else (0, 1)
+    np.bitwise_and(packed, 15, out=out[low::2])
+    np.right_shift(packed, 4, out=out[high::2])
     apply_xor_mask(scheme, out)
 
 
@@ -237,9 +255,13 @@ def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
     return stored.view(dtype)
 
 
-def unrefine(scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape) -> np.ndarray:
+def unrefine(
+    scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape, factor: np.float32 = NO_FACTOR
+) -> np.ndarray:
     """The stored tensor of scales, of the shape `shape`, from refined scales: the inverse of `Scales`."""
     stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
+    if factor != NO_FACTOR:
+        stored = without_factor(stored, factor)
     if dtype in POWERS_OF_TWO:
         stored = exponents(stored).view(DTYPES[dtype])
     return stored.astype(DTYPES[dtype], copy=False).reshape(shape)
@@ -265,6 +287,24 @@ def separate_scales(products: np.ndarray, *, divided: bool) -> tuple[np.ndarray,
                 if np.array_equal(done(scales.astype(np.float32), whole), unique):
                     return undone(products, whole).astype(FLOAT8), np.array([whole], np.float32)
     return None
+
+
+HALF_PRECISION_REST = 13
+"""Bits of a float32's fraction that a float16 lacks."""
+
+
+def without_factor(products: np.ndarray, factor: np.float32) -> np.ndarray:
+    """Scales in float32 that times a factor are `products`, bit for bit. Of several the one that float16 holds, in
+    which LLM.int8 finds its scales."""
+    near = products / factor
+    rest = np.int32((1 << HALF_PRECISION_REST) - 1)
+    halves = ((near.view(np.int32) + (rest + 1) // 2) & ~rest).view(np.float32)
+    found = near.copy()
+    for step in (2, -2, 1, -1, 0):
+        other = (near.view(np.int32) + np.int32(step)).view(np.float32)
+        found = np.where(other * factor == products, other, found)
+    scales: np.ndarray = np.where(halves * factor == products, halves, found)
+    return scales
 
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

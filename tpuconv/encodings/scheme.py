@@ -5,7 +5,7 @@ v1.0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ INT4 = np.arange(-8, 8, dtype=np.float32)
 INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
 OFFSET_INT8 = np.arange(-128, 128, dtype=np.float32)
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Blocks = tuple[int | None, int | None]
 BY_SCALES: Blocks = (None, None)
 """One scale for the tensor, or one for each row: the shape of the scales decides."""
@@ -42,13 +43,12 @@ class Affine:
 
     Attributes:
         words: how the values are packed.
-        zero_points: suffix of the tensor of zero points, one for each scale.
+        zero_points: suffix of the tensor of zero points, one for each scale. Empty: none, and values are in two's
+            complement.
         zero_words: how these are packed, as a matrix of the shape of the scales.
         zero_shift: what is added to a stored zero point, modulo the number of values.
         symmetric: whether the description says that all zero points are in the middle.
         group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
-        any_sign: whether scales may be zero or negative: auto-round chooses their sign, and float16 rounds small ones
-            to zero.
         any_order: whether they may be in any order, by the description.
     """
 
@@ -59,17 +59,23 @@ class Affine:
     symmetric: bool = False
     group_index: str = ""
     any_order: bool = False
-    any_sign: bool = False
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Of the tensors of zero points, and of the groups of rows."""
-        return (self.zero_points, self.group_index) if self.group_index else (self.zero_points,)
+        return tuple(filter(None, (self.zero_points, self.group_index)))
+
+    def numbers(self, qvalues: np.ndarray) -> np.ndarray:
+        """The quantized values of bytes, in float32."""
+        if self.zero_points:
+            return qvalues.astype(np.float32)
+        half = np.int8(1 << (self.words.bits - 1))  # two's complement
+        return ((qvalues.view(np.int8) ^ half) - half).astype(np.float32)
 
     @property
     def middle(self) -> int:
-        """The zero point of symmetric values: in two's complement it is 0."""
-        return 1 << (self.words.bits - 1)
+        """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
+        return 1 << (self.words.bits - 1) if self.zero_points else 0
 
     def zeros_of(self, stored: np.ndarray) -> np.ndarray:
         """Zero points as the formula has them, from stored ones: bytes."""
@@ -79,6 +85,32 @@ class Affine:
     def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
         """The inverse of `zeros_of`, in words."""
         return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
+
+
+FLAT_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""The numbers of values that bitsandbytes gives a scale."""
+NO_FACTOR = np.float32(1)
+NESTED_SCALES = "U8"
+"""The dtype of scales that are encoded themselves."""
+NESTED_BLOCK, NESTED_VALUES = 256, 256
+STATE_BYTES = 168
+"""The length of the text that bitsandbytes writes for a matrix, about."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Values of a matrix one after the other, in blocks that know no rows, each with a scale. The scales may be encoded
+    themselves: bytes are numbers of a table, times a scale of `NESTED_BLOCK` of them, plus an offset (QLoRA,
+    arXiv:2305.14314, section 3).
+
+    Attributes:
+        state: suffix of a JSON text as bytes, which says the shape, the size of blocks, and the offset.
+        nested_scales, nested_table: suffixes of the scales of scales, and of their table.
+    """
+
+    state: str
+    nested_scales: str
+    nested_table: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +133,15 @@ class Scheme:
         xor_mask: the bits in which a stored integer differs from its two's complement.
         tensor_scale: suffix of one more scale, of the whole tensor, which multiplies those of the blocks.
         divided: whether the tensor's scale divides them instead.
+        factor: what each product of a value and a scale is multiplied by.
+        any_sign: whether scales may be zero or negative: auto-round chooses their sign, float16 rounds small ones to
+            zero, and bitsandbytes gives zeros a scale of zero.
+        constants: what some of the `extra` tensors hold.
+        unused: suffixes of tensors that say nothing of the weights.
         affine: packing and zero points, if it has them.
+        flat: what belongs to values in blocks that know no rows.
+        high_first: whether of two values in a byte the first is in the high half.
+        column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
             really stored is read in any case.
@@ -121,7 +161,14 @@ class Scheme:
     xor_mask: int = 0
     tensor_scale: str = ""
     divided: bool = False
+    factor: np.float32 = NO_FACTOR
+    any_sign: bool = False
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     affine: Affine | None = None
+    flat: Flat | None = None
+    high_first: bool = False
+    column_scales: str = ""
     input_first: bool = False
     scale_dtype: str = "F32"
     by_row: bool = False
@@ -129,7 +176,7 @@ class Scheme:
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Of all stored names."""
-        own = (self.values, self.scales, self.tensor_scale, *self.extra)
+        own = (self.values, self.scales, self.tensor_scale, self.column_scales, *self.extra)
         return tuple(filter(None, own)) + (self.affine.suffixes if self.affine else ())
 
     @property
@@ -137,17 +184,22 @@ class Scheme:
         """Of the tensors that hold nothing but what the scheme says; the last ones may be absent."""
         if self.affine is None:
             return self.extra
-        return (*self.extra, *self.affine.suffixes[0 if self.affine.symmetric else 1 :])
+        has_zeros = bool(self.affine.zero_points) and not self.affine.symmetric
+        return (*self.extra, *self.affine.suffixes[1 if has_zeros else 0 :])
 
     def encodes(self, info: TensorInfo) -> bool:
         """Whether a stored tensor holds values of this scheme, by its name, dtype and rank."""
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
+        if self.flat:
+            has_blocks = len(info.shape) == 2 and info.shape[1] == 1
         return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
-        """The shape of the values that a tensor of the shape `stored` holds."""
+        """The shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""
         if self.affine:
             return self.affine.words.shape(stored)
+        if self.flat:
+            return (prod(stored) * self.per_element,)
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
@@ -156,21 +208,38 @@ class Scheme:
         """The inverse of `shape`."""
         if self.affine:
             return self.affine.words.stored_shape(shape)
+        if self.flat:
+            return (-(-prod(shape) // self.per_element), 1)
         if self.groups_apart:
             assert self.blocks[1] is not None
             return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
         return (*shape[:-1], shape[-1] // self.per_element)
 
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
-        """Rows and columns of the values that share a scale, for values and scales of these shapes."""
+        """Rows and columns of the values that share a scale, for values and scales of these shapes. Flat blocks must
+        follow the rows (`has_blocks_of_rows`)."""
         rows, columns = self.blocks
+        if self.flat:
+            size = prod(shape) // prod(scales)
+            return max(1, size // shape[-1]), min(size, shape[-1])
         one_by_one = rows is None and scales in ((shape[0],), (shape[0], 1)) and shape[0] > 1
         if rows is None:
             rows = 1 if one_by_one else prod(shape[:-1])
         return rows, shape[-1] if columns is None else columns
 
+    def has_blocks_of_rows(self, shape: Shape, scales: Shape) -> bool:
+        """Whether each block is a part of a row, or some complete rows."""
+        if self.flat is None:
+            return True
+        size, rest = divmod(prod(shape), prod(scales))
+        return not rest and (shape[-1] % size == 0 or size % shape[-1] == 0)
+
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
         """The shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
+        if self.flat:
+            assert self.blocks[1] is not None
+            counts = [(-(-prod(shape) // size),) for size in (self.blocks[1], *FLAT_BLOCKS)]
+            return scales if scales in counts else counts[0]
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
             return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
@@ -183,24 +252,40 @@ class Scheme:
         """The dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this shape."""
         base = name.removesuffix(self.name)
         shape = shape[::-1] if self.input_first else shape
-        scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else (1,))
+        scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else () if self.flat else (1,))
         return {
             base + self.values: (self.dtype, self.stored_shape(shape)),
             base + self.scales: (self.scale_dtype, scales),
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
-            **{base + suffix: ("I32", (len(shape),)) for suffix in self.extra},
+            **{base + suffix: kind for suffix, kind in self.extra_kinds(shape, scales).items()},
             **{base + suffix: ("I32", own) for suffix, own in self.affine_shapes(shape, scales).items()},
         }
+
+    def extra_kinds(self, shape: Shape, scales: Shape) -> dict[str, tuple[str, Shape]]:
+        """The dtype and shape, by suffix, of the other tensors that belong to values and scales of these shapes."""
+        kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
+        if self.flat is None:
+            return {suffix: kinds.get(suffix, ("I32", (len(shape),))) for suffix in self.extra}
+        kinds[self.flat.state] = "U8", (STATE_BYTES,)
+        if self.scale_dtype == NESTED_SCALES:
+            kinds[self.flat.nested_scales] = "F32", (-(-prod(scales) // NESTED_BLOCK),)
+            kinds[self.flat.nested_table] = "F32", (NESTED_VALUES,)
+        return kinds
 
     def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
         """The stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
         if self.affine is None:
             return {}
-        shapes = self.affine.zero_words.stored_shape(scales), shape[:1]
-        return dict(zip(self.affine.suffixes, shapes, strict=False))
+        shapes = {
+            self.affine.zero_points: self.affine.zero_words.stored_shape(scales),
+            self.affine.group_index: shape[:1],
+        }
+        return {suffix: shapes[suffix] for suffix in self.affine.suffixes}
 
     def expected(self, suffix: str, shape: Shape, scales: Shape, dtype: str) -> np.ndarray:
         """What the other tensor `suffix` holds that belongs to values and scales of these shapes."""
+        if suffix in self.constants:
+            return self.constants[suffix]
         if self.affine and suffix == self.affine.zero_points:
             return self.affine.stored_zeros(np.full(scales, self.affine.middle, np.uint8))
         if self.affine and suffix == self.affine.group_index:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
+from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
-from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.groups import NAMES, SchemeGroup, unless_named
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
 from tpuconv.encodings.scheme import BY_SCALES, FP4_BY_32, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block, is_head
 from tpuconv.errors import ConfigError, UnsupportedConfig
@@ -27,6 +27,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "compressed-tensors": COMPRESSED,
     "awq": AWQ,
     "gptq": GPTQ,
+    METHOD: BITSANDBYTES,
 }
 """For each method, which keys of a description are read, and their types."""
 
@@ -72,6 +73,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return awq_groups(quantization)
     if method == "gptq":
         return gptq_groups(quantization)
+    if method == METHOD:
+        return bitsandbytes_groups(quantization)
     if method is None and "bits" in quantization:
         raise UnsupportedConfig(
             "the weights are encoded by MLX, which is not implemented",
@@ -80,30 +83,25 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq and gptq; or convert an unquantized "
-        "release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq, gptq and bitsandbytes; or convert "
+        "an unquantized release",
     )
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:
     """The `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
+    if is_bitsandbytes(quantization):
+        return METHOD
     producer = quantization.get("producer")
     is_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
     return quantization.get("quant_method") or ("modelopt" if is_modelopt else None)
 
 
 def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
-    """All weights except the head and the modules that are named, as transformers chooses: a name is a pattern for the
-    beginning of a module's name, up to a dot, or the end of it."""
+    """All weights except the head and the modules that are named."""
     names = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ()
-    patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
-
-    def takes(module: str) -> bool:
-        left_out = is_head(module) or module.endswith(tuple(names))
-        return not left_out and not any(compiled_pattern(pattern).match(module) for pattern in patterns.values())
-
-    checked = (pattern_to_check("modules_to_not_convert", name, pattern) for name, pattern in patterns.items())
-    return SchemeGroup(schemes, takes, tuple(chain.from_iterable(checked)))
+    group = unless_named(schemes, names, "modules_to_not_convert")
+    return replace(group, takes=lambda module: not is_head(module) and group.takes(module))
 
 
 def _experts(quantization: Mapping[str, Any]) -> Scheme | None:

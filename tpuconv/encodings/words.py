@@ -1,4 +1,5 @@
-"""Quantized values packed in words of 32 bits: how AWQ, GPTQ and compressed-tensors store matrices and zero points."""
+"""Quantized values packed in words of 32 bits: how AWQ, GPTQ and compressed-tensors store matrices and zero points; and
+in bytes, as ModelOpt does it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
 WORD_BITS = 32
-WORD_DTYPE = np.dtype(np.uint32)
+WORD_DTYPE, BYTE_DTYPE = np.dtype(np.int32), np.dtype(np.uint8)
 PART_VALUES = 1 << 18
 """How many values of a matrix are unpacked together: they stay in a cache."""
 
@@ -22,18 +23,20 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Words:
-    """Unsigned quantized values of a matrix, packed along an axis in words of 32 bits, from the lowest bit on. If their
-    bits do not divide a word, values lie across words (3 bits: 32 values in 3 words).
+    """Unsigned quantized values of a matrix, packed along an axis in words, from the lowest bit on. If their bits do
+    not divide a word, values lie across words (3 bits: 32 values in 3 words of 32 bits).
 
     Attributes:
         bits: of one value.
         axis: along which neighbours share a word: 0 for rows, 1 for columns.
         order: the place, among the values of a word, of each value from the lowest bit on. Empty: in order.
+        dtype: of a stored word.
     """
 
     bits: int
     axis: int
     order: tuple[int, ...] = ()
+    dtype: np.dtype[Any] = WORD_DTYPE
 
     @property
     def mask(self) -> int:
@@ -41,14 +44,24 @@ class Words:
         return (1 << self.bits) - 1
 
     @property
+    def word_bits(self) -> int:
+        """The number of bits of a word."""
+        return 8 * self.dtype.itemsize
+
+    @property
+    def _unsigned(self) -> np.dtype[Any]:
+        """The dtype of words whose bits are shifted."""
+        return np.dtype(f"u{self.dtype.itemsize}")
+
+    @property
     def per_group(self) -> int:
         """The number of values that fill whole words."""
-        return lcm(WORD_BITS, self.bits) // self.bits
+        return lcm(self.word_bits, self.bits) // self.bits
 
     @property
     def words_per_group(self) -> int:
         """The number of these words."""
-        return lcm(WORD_BITS, self.bits) // WORD_BITS
+        return lcm(self.word_bits, self.bits) // self.word_bits
 
     def shape(self, stored: Shape) -> Shape:
         """The shape of the values that words of the shape `stored` hold."""
@@ -64,28 +77,29 @@ class Words:
     def unpack(self, words: np.ndarray) -> np.ndarray:
         """The values [rows, columns], as bytes, of whole groups of words."""
         values = np.empty(self.shape(words.shape), np.uint8)
-        words, out = (np.moveaxis(array, self.axis, 0) for array in (words.view(WORD_DTYPE), values))
+        words, out = (np.moveaxis(array, self.axis, 0) for array in (words.view(self._unsigned), values))
         for number, (word, shift) in enumerate(self._places()):
-            found = words[word :: self.words_per_group] >> WORD_DTYPE.type(shift)
-            if shift + self.bits > WORD_BITS:
-                found |= words[word + 1 :: self.words_per_group] << WORD_DTYPE.type(WORD_BITS - shift)
+            found = words[word :: self.words_per_group] >> self._unsigned.type(shift)
+            if shift + self.bits > self.word_bits:
+                found |= words[word + 1 :: self.words_per_group] << self._unsigned.type(self.word_bits - shift)
             np.bitwise_and(found, self.mask, out=out[self._place(number) :: self.per_group], casting="unsafe")
         return values
 
     def pack(self, values: np.ndarray) -> np.ndarray:
-        """The inverse of `unpack`, as I32: values [rows, columns] in words, zeros after the last."""
-        words = np.zeros(self.stored_shape(values.shape), WORD_DTYPE)
+        """The inverse of `unpack`: values [rows, columns] in words, zeros after the last."""
+        word_type = self._unsigned.type
+        words = np.zeros(self.stored_shape(values.shape), word_type)
         out, values = (np.moveaxis(array, self.axis, 0) for array in (words, values))
         for number, (word, shift) in enumerate(self._places()):
-            own = values[self._place(number) :: self.per_group].astype(WORD_DTYPE)
-            for extra in (0, 1) if shift + self.bits > WORD_BITS else (0,):
-                part = own >> WORD_DTYPE.type(WORD_BITS - shift) if extra else own << WORD_DTYPE.type(shift)
+            own = values[self._place(number) :: self.per_group].astype(word_type)
+            for extra in (0, 1) if shift + self.bits > self.word_bits else (0,):
+                part = own >> word_type(self.word_bits - shift) if extra else own << word_type(shift)
                 out[word + extra :: self.words_per_group][: len(part)] |= part
-        return words.view(np.int32)
+        return words.view(self.dtype)
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """The word and the lowest bit of each value of a group."""
-        return (divmod(self.bits * number, WORD_BITS) for number in range(self.per_group))
+        return (divmod(self.bits * number, self.word_bits) for number in range(self.per_group))
 
     def _place(self, number: int) -> int:
         return self.order[number] if self.order else number
@@ -110,9 +124,9 @@ class Words:
         begin = first * self.per_group
         spans[self.axis] = [first * self.words_per_group, last * self.words_per_group]
         shape = tuple(last - first for first, last in spans)
-        nbytes = shape[0] * shape[1] * WORD_DTYPE.itemsize
+        nbytes = shape[0] * shape[1] * self.dtype.itemsize
         memory = raw[:nbytes] if raw is not None and raw.size >= nbytes else np.empty(nbytes, np.uint8)
-        words = memory.view(np.int32).reshape(shape)
+        words = memory.view(self.dtype).reshape(shape)
         reader.read_box(info, [slice(*span) for span in spans], words)
         per_row = self.per_group if self.axis == 0 else 1
         step = max(1, PART_VALUES // max(1, columns[1] - columns[0]) // per_row)  # rows of words

@@ -15,16 +15,19 @@ import numpy as np
 
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales, ZeroPoints, scale_dtype
-from tpuconv.encodings.scheme import Scheme
+from tpuconv.encodings.scheme import NESTED_SCALES, Scheme
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.layout import Shape, scale_layout
 from tpuconv.mapping.table import Binding, Stack
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sources.headers import TensorInfo
 
-QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4}
+QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4, "nf4": 4}
 """Bits of one quantized value."""
 
+
+KEEP_FAULT = "cannot stay encoded"
+"""How the faults of weights begin that no `QArray` holds, after their names."""
 
 PartName = Callable[[str, str], str]
 """Names an array that holds a parameter, from the parameter's name and the suffix that the array has in our tree."""
@@ -42,7 +45,7 @@ class Stored:
     Attributes:
         dtype, shape: of the scales of each tensor, by safetensors' names.
         extra: dtypes of the other tensors that belong to each.
-        tensor_scale: whether each tensor has a scale of its own too.
+        tensor_scale: whether each tensor has a scale of its own too, or its scales have scales.
     """
 
     dtype: str
@@ -129,13 +132,19 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
             row changes values.
     """
     if scheme.affine is not None and scheme.affine.any_order:
-        raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has: dequantize it")
+        raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has")
+    if not scheme.qtype:
+        raise UnsupportedConfig(f"the values of {scheme.title} are a table that no type of Qwix has")
     if binding.arithmetic:
         raise UnsupportedConfig(f"the values of {next(iter(binding.arithmetic))} change")
     layout, sizes = binding.layout, binding.sizes
     blocks, grids = [], []
     for stack, shape, stored in zip(binding.src, layout.src_shapes(sizes), scale_shapes, strict=True):
         tensor_shape = shape[stack.depth :]
+        if not scheme.has_blocks_of_rows(tensor_shape, stored):
+            raise UnsupportedConfig(
+                f"its blocks go over the ends of rows of {tensor_shape[-1]} values, which no tiles of a QArray do"
+            )
         block = _blocks(scheme, tensor_shape, stored)
         grids.append(tuple(-(-n // b) for n, b in zip(tensor_shape, block, strict=True)))
         if prod(grids[-1]) != prod(stored):
@@ -207,7 +216,8 @@ def pass_through(
     """
     out_tensors, out_bindings = dict(tensors), []
     passthrough: dict[str, Passthrough] = {}
-    mixed, unsupported = [], []
+    mixed: list[str] = []
+    unsupported: dict[str, list[str]] = {}
     chosen_ids = set(map(id, chosen))
     for binding in bindings:
         first = tensors[binding.src[0].names[0]]
@@ -226,22 +236,33 @@ def pass_through(
                 _scales_of(s[0]).dtype,
                 _scales_of(s[0]).shape,
                 tuple(info.dtype for info in _described(s[0])),
-                s[0].tensor_scale is not None,
+                s[0].tensor_scale is not None or _has_nested_scales(s[0]),
             )
             for s in stacks
         )
         try:
+            if scaled := next((tensor for stack in stacks for tensor in stack if tensor.column_scales), None):
+                assert scaled.scheme is not None
+                raise UnsupportedConfig(
+                    f"each of its columns has a scale of its own too ({scaled.scheme.column_scales.removeprefix('.')}, "
+                    "of its inputs), and a QArray has those of groups only"
+                )
             parts = split(binding, first.scheme, [each.shape for each in stored], part)
         except UnsupportedConfig as e:
-            unsupported.append(f"{first.name}  cannot stay encoded: {e.message}")
+            unsupported.setdefault(e.message, []).append(first.name)
             continue
         scale_shapes = parts.scales.src_shapes()
         for stack, grid, refine in zip(stacks, parts.grids, parts.refine, strict=True):
             for tensor in stack:
                 assert tensor.scheme is not None
                 values, scales = tensor.values, _scales_of(tensor)
+                flat = tensor.flat_parts if tensor.scheme.flat else None
                 out_tensors[values.name] = QValues(
-                    values.name, tensor.shape, values, extra=_described(tensor), scheme=tensor.scheme, grid=grid
+                    *(values.name, tensor.shape, values),
+                    extra=_described(tensor),
+                    scheme=tensor.scheme,
+                    grid=grid,
+                    parts=flat,
                 )
                 shape = scale_shapes[scales.name]
                 out_tensors[scales.name] = Scales(
@@ -253,6 +274,8 @@ def pass_through(
                     any_scales=tensor.any_scales,
                     grid=grid,
                     refine=refine,
+                    extra=tensor.extra if flat else (),
+                    parts=flat,
                 )
                 if parts.zero_points is not None:
                     assert tensor.zero_points is not None
@@ -264,7 +287,8 @@ def pass_through(
         for target, group_shape in zip(binding.dst, parts.group_shape, strict=True):
             passthrough[target.names[0]] = Passthrough(first.scheme, group_shape, stored)
     faults = [f"{p}  has other scales than the tensors it is joined with" for p in collapse(mixed)]
-    return out_tensors, out_bindings, passthrough, faults + unsupported
+    faults += [f"{p}  {KEEP_FAULT}: {why}" for why, names in unsupported.items() for p in collapse(names)]
+    return out_tensors, out_bindings, passthrough, faults
 
 
 def _described(tensor: Tensor) -> tuple[TensorInfo, ...]:
@@ -272,6 +296,11 @@ def _described(tensor: Tensor) -> tuple[TensorInfo, ...]:
     assert tensor.scheme is not None
     zeros = None if has_zero_points(tensor.scheme) else tensor.zero_points
     return (*tensor.extra, *(info for info in (zeros, tensor.group_index) if info is not None))
+
+
+def _has_nested_scales(tensor: Tensor) -> bool:
+    assert tensor.scheme is not None
+    return tensor.scheme.flat is not None and _scales_of(tensor).dtype == NESTED_SCALES
 
 
 def _scales_of(tensor: Tensor) -> TensorInfo:

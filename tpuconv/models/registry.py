@@ -109,6 +109,21 @@ FAMILIES: Mapping[str, str] = {
     "step3p7": "tpuconv.models.step3p7.family:FAMILY",
     "muse_glimmer": "tpuconv.models.muse_glimmer.family:FAMILY",
     "glm46v": "tpuconv.models.glm46v.family:FAMILY",
+    "mellum": "tpuconv.models.mellum.family:FAMILY",
+    "laguna": "tpuconv.models.laguna.family:FAMILY",
+    "hy_v4": "tpuconv.models.hy_v4.family:FAMILY",
+    "axk1": "tpuconv.models.axk1.family:FAMILY",
+    "axk2": "tpuconv.models.axk2.family:FAMILY",
+    "minicpm3": "tpuconv.models.minicpm3.family:FAMILY",
+    "iquestcoder": "tpuconv.models.iquestcoder.family:FAMILY",
+    "helium": "tpuconv.models.helium.family:FAMILY",
+    "hyperclovax": "tpuconv.models.hyperclovax.family:FAMILY",
+    "vaultgemma": "tpuconv.models.vaultgemma.family:FAMILY",
+    "jais2": "tpuconv.models.jais2.family:FAMILY",
+    "kolibri1": "tpuconv.models.kolibri1.family:FAMILY",
+    "flint": "tpuconv.models.flint.family:FAMILY",
+    "granite_swa": "tpuconv.models.granite_swa.family:FAMILY",
+    "granitemoe_swa": "tpuconv.models.granitemoe_swa.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -95,6 +95,8 @@ def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, i
 def _is_type_of(quant: "ParamQuant", tensor: Tensor) -> bool:
     if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
         return False
+    if tensor.column_scales is not None or not tensor.scheme.has_blocks_of_rows(tensor.shape, tensor.scales.shape):
+        return False
     if tensor.scheme.affine and (not tensor.scheme.affine.symmetric or tensor.scheme.affine.any_order):
         return False
     types = [tensor.scheme.qtype]

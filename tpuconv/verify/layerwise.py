@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_array
-from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.decode import Tensor, decode_names, shaped
 from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
@@ -149,10 +149,12 @@ class _Reference:
         self.torch, self.dtype = torch, getattr(torch, dtype)
         opened = open_source(source)
         self.folder, self.reader = source, opened.open(hashes=())
-        self.tensors, _ = decode_names(opened.tensors, opened.encoding)
         known = get_family(manifest.family)
         config = known.read_config(opened.config, manifest.allow_config, opened.tensors)
-        self.sources = sources_by_target(known.table_for(opened.tensors), config)
+        table = known.table_for(opened.tensors)
+        shapes = {name: shape for binding in table.bind(config) for name, shape in binding.src_shapes().items()}
+        self.tensors = shaped(decode_names(opened.tensors, opened.encoding)[0], shapes)
+        self.sources = sources_by_target(table, config)
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
             auto = reference_class(config)
@@ -274,8 +276,10 @@ class _Reference:
         out = np.empty(tensor.size, tensor.dtype)
         tensor.read(self.reader, 0, np.empty(tensor.values.nbytes, np.uint8), out)
         values = self._as_torch(tensor, out)
-        # Experts in MXFP4 are stored (out, in). The module has (in, out), and its own loader would transpose them.
-        return values.transpose(1, 2) if tensor.scheme is MXFP4 else values
+        # Experts in MXFP4 are stored (out, in). The module has (in, out), and its own loader would transpose them. AWQ
+        # and GPTQ have (in, out) of modules with (out, in).
+        is_swapped = tensor.scheme is not None and (tensor.scheme is MXFP4 or tensor.scheme.input_first)
+        return values.transpose(-2, -1).contiguous() if is_swapped else values
 
     def _as_torch(self, tensor: Tensor, out: np.ndarray) -> Any:
         """A torch tensor of the values. Numpy and torch do not share bfloat16, so its bits are reinterpreted."""

@@ -208,7 +208,7 @@ def reference_logits(
     model that `returns` these.
 
     Raises:
-        UsageError: transformers would read quantized values as weights.
+        UsageError: transformers would read quantized values as weights, or needs a package to read them.
     """
     path = source / CONFIG_FILE
     if read_config(path) != read_json(path, ConfigError):
@@ -224,19 +224,25 @@ def reference_logits(
 
     logging.disable_progress_bar()
     config = reference_config(source)
-    with empty_weights():
-        model = (
-            reference_class(config, returns)
-            .from_pretrained(
-                source,
-                config=config,
-                dtype=getattr(torch, dtype),
-                attn_implementation="eager",
-                trust_remote_code=False,
-                use_safetensors=True,
+    try:
+        with empty_weights():
+            model = (
+                reference_class(config, returns)
+                .from_pretrained(
+                    source,
+                    config=config,
+                    dtype=getattr(torch, dtype),
+                    attn_implementation="eager",
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                )
+                .eval()
             )
-            .eval()
-        )
+    except ImportError as e:
+        raise UsageError(
+            f"transformers cannot load {source}: {str(e).strip().partition(chr(10))[0]}",
+            hint="install the package, or use --layerwise, which gives transformers the decoded weights",
+        ) from e
     with torch.no_grad():
         outputs = (model(torch.tensor([list(ids)])) for ids in prompts)
         found = [out.last_hidden_state[0] if returns == HIDDEN else out.logits for out in outputs]

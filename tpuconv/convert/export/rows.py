@@ -21,7 +21,7 @@ from tpuconv.convert.plan import sizes
 from tpuconv.encodings.passthrough import pack, pack_zero_points, separate_scales, unrefine
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes
-from tpuconv.errors import CorruptOutput
+from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.layout import Axis, Ranges, Shape, lead, sliceable
 from tpuconv.mapping.passthrough import Stored, split
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable, Stack
@@ -175,6 +175,12 @@ def _plain_rows(
                 "was stored",
                 hint="convert the checkpoint again",
             )
+        if scheme.flat:
+            raise UsageError(
+                f"{manifest.folder} has {binding.src[0].names[0]} as {scheme.title}, which no export writes: a "
+                "checkpoint has neither its text nor the scales of its scales",
+                hint="convert the release with --encoding dequantize, and export that",
+            )
         stored = [Stored.from_json(each) for each in facts["stored"]]
         yield from _passthrough_rows(binding, scheme, stored, part)
     else:
@@ -244,7 +250,8 @@ def _passthrough_rows(
             else:
                 dtype, grid = stored_scales.dtype, stored_scales.shape
                 sliced = len(grid) > 2 and refine[0] == 1
-                make = partial(unrefine, refine=refine, dtype=dtype, shape=(-1, *grid[1:]) if sliced else grid)
+                shape = (-1, *grid[1:]) if sliced else grid
+                make = partial(unrefine, refine=refine, dtype=dtype, shape=shape, factor=scheme.factor)
                 scales.append(ExportTensor(scale_name, dtype, grid, scale_name, make, sliced))
             if parts.zero_points is not None:
                 affine = scheme.affine

@@ -11,7 +11,7 @@ from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
 from tpuconv.encodings.adapted import adapt
-from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
+from tpuconv.encodings.decode import Tensor, decode_names, shaped, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
@@ -76,7 +76,7 @@ def make_plan(
         raise UsageError(
             "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
         )
-    tensors, misfits = adapt(tensors, options.adapters)
+    tensors, misfits = adapt(shaped(tensors, expected), options.adapters)
     faults += misfits
     known_copies = table.copies_of(config, mtp)
     copies = {

@@ -18,7 +18,7 @@ from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, cut_sizes, lead, parse_axes, runs
-from tpuconv.mapping.passthrough import Passthrough
+from tpuconv.mapping.passthrough import KEEP_FAULT, Passthrough
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
@@ -365,8 +365,14 @@ class Plan:
         Raises:
             MappingError: it has faults; all are listed.
         """
+        count = len(self.faults)
+        if self.faults and all(KEEP_FAULT in fault for fault in self.faults):
+            raise MappingError(
+                f"{self.source.name} has weights that {KEEP_FAULT}",
+                details=shorten(self.faults),
+                hint="--encoding dequantize decodes them",
+            )
         if self.faults:
-            count = len(self.faults)
             raise MappingError(
                 f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
                 f"{self.family} do not fit each other",

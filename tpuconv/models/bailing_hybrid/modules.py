@@ -10,11 +10,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.bailing_hybrid.family import Config
 from tpuconv.models.common import mtp
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.kda import KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
-from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.kimi_linear import modules as kimi_linear
 
 
@@ -25,13 +23,9 @@ class Attention(deepseek_v3.Attention):
         super().__init__(config, dtype=dtype, keys=keys)
         self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=dtype, keys=keys)
 
-    def __call__(
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
-    ) -> tuple[jax.Array, Latent]:
-        kv = self.appended(kv, self.latents(x_BTD, step), step)
+    def gated(self, x_BTD: jax.Array, x_BTQ: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         gate_BTN = nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
-        y_BTNH = self.weighted_values(*self.queries(x_BTD, step), kv, step.visible(window))
-        return self.o(y_BTNH * gate_BTN[..., None]), kv
+        return y_BTNH * gate_BTN[..., None]
 
 
 class DeltaAttention(KimiDelta):

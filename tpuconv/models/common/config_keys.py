@@ -26,7 +26,7 @@ NO_EFFECT = frozenset(
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "for_llm_compressor"),
         *("classifier_dropout", "mtp_loss_scaling_factor", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),
-        *("linear_dt_max", "linear_dt_init_floor"),
+        *("linear_dt_max", "linear_dt_init_floor", "learnable_sink_init"),
         # generation, and options of the forward pass
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "use_cache", "max_length"),
         *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "output_attentions"),

@@ -54,6 +54,32 @@ class Streams(nnx.Module):
         return read_streams(x_BTrD, pre_BTr), post_BTr, mix_BTrw
 
 
+class GatedStreams(nnx.Module):
+    """The weights of streams that are not mixed with each other: what a part of a layer reads of each, and writes to
+    each. All in float32. The config has `hc_mult`, `hc_eps`, `hc_magnitude` and `rms_norm_eps`."""
+
+    def __init__(self, config: Any, *, keys: Keys):
+        sizes = config.axes
+        self.config = config
+        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDk"), jnp.float32))
+        self.base = nnx.Param(jnp.zeros(sizes["k"], jnp.float32))
+        self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
+        self.post_scale = nnx.Param(jnp.ones(1, jnp.float32))
+
+    def __call__(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the input [B, T, D] of the part, and the weights [B, T, r] of its output in each stream."""
+        config, r = self.config, self.config.hc_mult
+        base = self.base[...].astype(jnp.float32)
+        weights_BTk = exact_product("BTrD,rDk->BTk", normalize(x_BTrD, 2, config.rms_norm_eps), self.kernel[...])
+        pre_BTr = nnx.sigmoid(weights_BTk[..., :r] * self.pre_scale[...] + base[:r]) + config.hc_eps
+        post_BTr = nnx.sigmoid(weights_BTk[..., r:] * self.post_scale[...] + base[r:])
+        return read_streams(x_BTrD, pre_BTr), config.hc_magnitude * post_BTr + config.hc_eps
+
+    def written(self, x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, r, D] with the output of the part, in their dtype."""
+        return (post_BTr[..., None] * y_BTD[:, :, None].astype(jnp.float32) + x_BTrD).astype(x_BTrD.dtype)
+
+
 def read_streams(x_BTrD: jax.Array, pre_BTr: jax.Array) -> jax.Array:
     """Returns the weighted sum [B, T, D] of the streams, in their dtype."""
     return (pre_BTr[..., None] * x_BTrD).sum(axis=2).astype(x_BTrD.dtype)
@@ -76,7 +102,11 @@ class JoinedNorm(ScaledRMSNorm):
         self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.joined(x))
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """Returns the weighted sum [B, T, D] of the streams."""
         x_BTrD = by_stream(x, self.config.hc_mult)
         weights_BTw = exact_product("BTrD,rDw->BTw", normalize(x_BTrD, 2, self.eps), self.kernel[...])
         pre_BTr = nnx.sigmoid(weights_BTw * self.pre_scale[...] + self.base[...]) + self.config.hc_eps
-        return super().__call__(read_streams(x_BTrD, pre_BTr))
+        return read_streams(x_BTrD, pre_BTr)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.errors import ConfigError
+from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import Rope, rope_of_layers
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, rope_of_layers
 
 
 @dataclass(frozen=True)
@@ -80,36 +80,64 @@ class PatternConfig(DecoderConfig):
 
 
 @dataclass(frozen=True)
-class WindowRopesConfig(PatternConfig):
+class TwoRopesConfig(PatternConfig):
+    """A decoder whose layers with a sliding window have rotary positions of their own, `local_rope`. config.json has
+    `rope_parameters` for each of the `layer_types`, and the defaults of the fields are those of a file without."""
+
+    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+
+    local_rope: Rope
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        for key in ROPE_KEYS[:2]:
+            if raw.get(key) is not None:
+                raise UnsupportedConfig(
+                    f"{key}={short(raw[key], 300)} is not implemented for {cls.model_type}",
+                    hint="rope_parameters has an object for each of the layer_types",
+                )
+        return {
+            field: Rope.from_hf(rope_of_layers(raw, kind, getattr(cls, field).theta), cls.model_type, context)
+            for kind, field in ROPE_FIELDS.items()
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+
+
+ROPE_FIELDS = {"full_attention": "rope", "sliding_attention": "local_rope"}
+PART_FIELDS = {"full_attention": "full_rotary", "sliding_attention": "local_rotary"}
+"""Fields by type of layer."""
+
+
+@dataclass(frozen=True)
+class TwoPartialRopesConfig(TwoRopesConfig):
     """A decoder whose layers with the window have rotary positions of their own, in another part of each head.
 
     Attributes:
-        rotary_part: the part of a head with rotary positions, of a config.json without.
+        rotary_part: the part of a head with rotary positions, where config.json does not say it.
         local_rope: the rotary positions of layers with the window; `rope` has those of the others.
         full_rotary, local_rotary: the parts of a head of layers that see all tokens, and of those with the window.
     """
 
-    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"local_rope", "full_rotary", "local_rotary"}
+    derived: ClassVar[frozenset[str]] = TwoRopesConfig.derived | set(PART_FIELDS.values())
     rotary_part: ClassVar[float]
 
-    local_rope: Rope
     full_rotary: float
     local_rotary: float
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """As `DecoderConfig.read_ropes`, for each type of layer."""
-        out: dict[str, Any] = {}
-        for kind, rope_field, part_field in (
-            ("full_attention", "rope", "full_rotary"),
-            ("sliding_attention", "local_rope", "local_rotary"),
-        ):
-            given = rope_of_layers(raw, kind, getattr(cls, rope_field).theta)
-            part = given["rope_parameters"].pop("partial_rotary_factor", cls.rotary_part)
+        nested, parts = {}, {}
+        for kind, field in PART_FIELDS.items():
+            own = rope_of_layers(raw, kind, getattr(cls, ROPE_FIELDS[kind]).theta)["rope_parameters"]
+            part = own.pop("partial_rotary_factor", cls.rotary_part)
             if type(part) not in (int, float) or not 0 < part <= 1:
                 raise ConfigError(f"config.json: partial_rotary_factor={short(part)} is not a part of a head")
-            out |= {rope_field: Rope.from_hf(given, cls.model_type, context), part_field: float(part)}
-        return out
+            nested[kind], parts[field] = own, float(part)
+        return super().read_ropes({**raw, "rope_parameters": nested}, context) | parts
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -121,10 +149,4 @@ class WindowRopesConfig(PatternConfig):
         """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
         has rotary positions."""
         H = self.head_dim or self.hidden_size // self.num_attention_heads
-        return tuple(
-            int(H * (self.local_rotary if kind == "sliding_attention" else self.full_rotary)) for kind in self.kinds
-        )
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+        return tuple(int(H * getattr(self, PART_FIELDS[kind])) for kind in self.kinds)

@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         x_BTQ = self.query_latents(x_BTD)
         kv = self.appended(kv, self.latents(x_BTD, step), step)
         visible_BTS = self.visible(x_BTD, x_BTQ, kv, step, window)
-        return self.attend(*self.queries(x_BTQ, step), kv, visible_BTS), kv
+        return self.attend(x_BTD, x_BTQ, kv, step, visible_BTS), kv
 
     def query_latents(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what queries are computed from: their latent vectors [B, T, Q], or the hidden states."""
@@ -99,9 +99,17 @@ class Attention(nnx.Module):
         """Returns the mask [B, T, S] of the tokens that each token attends to."""
         return step.visible(window)
 
-    def attend(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
+    def attend(self, x_BTD: jax.Array, x_BTQ: jax.Array, kv: Latent, step: Step, visible_BTS: jax.Array) -> jax.Array:
         """Returns the output [B, T, D] of attention to the visible tokens."""
-        return self.o(self.weighted_values(q_BTNP, q_BTNR, kv, visible_BTS))
+        return self.o(self.gated(x_BTD, x_BTQ, self.weighted_values(*self.queries(x_BTQ, step), kv, visible_BTS)))
+
+    def gated(self, x_BTD: jax.Array, x_BTQ: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        """Returns the output [B, T, N, H] of each head, which gates made of `x_BTD` or `x_BTQ` may change."""
+        return y_BTNH
+
+    def softmax(self, scores_BNTS: jax.Array) -> jax.Array:
+        """Returns the attention weights [B, N, T, S]."""
+        return nnx.softmax(scores_BNTS)
 
     def weighted_values(self, q_BTNP: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
         """Returns the output [B, T, N, H] of each head."""
@@ -144,7 +152,7 @@ class Attention(nnx.Module):
         rotary_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
         scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(rotary_BNTS, kv.k_scale_BS)
         scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * self.score_scale, MASKED_SCORE)
-        return _scaled(jax.nn.softmax(scores_BNTS, axis=-1), kv.c_scale_BS).astype(q_BTNR.dtype)
+        return _scaled(self.softmax(scores_BNTS), kv.c_scale_BS).astype(q_BTNR.dtype)
 
 
 def _placed_as_cache(new: Any, rules: Rules) -> Any:
@@ -175,7 +183,13 @@ class Router(nnx.Module):
     """The router (arXiv:2412.19437, section 2.1.2): x [B, T, D] to the ids and weights [B, T, X] of each token's
     experts. First groups of experts are chosen, then X experts of these groups. `correction` balances how often experts
     are chosen, and does not change the weights. Computed in float32: a small error of a score may choose another
-    expert."""
+    expert.
+
+    Attributes:
+        outside: the score of the experts of other groups.
+    """
+
+    outside: ClassVar[float] = -jnp.inf
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.config = config
@@ -185,14 +199,14 @@ class Router(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
         scores_BTE = self.scores(x_BTD)
-        wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+        wanted_BTE = self.corrected(scores_BTE)
         # Replicated: with sharded scores the compiler needs a dozen exchanges to choose experts.
         scores_BTE, wanted_BTE = placed(scores_BTE, "B T E"), placed(wanted_BTE, "B T E")
 
         groups = wanted_BTE.reshape(*wanted_BTE.shape[:2], config.n_group, -1)
         best_two = jax.lax.top_k(groups, 2)[0].sum(-1)
         chosen = jax.nn.one_hot(jax.lax.top_k(best_two, config.topk_group)[1], config.n_group).sum(-2) > 0
-        wanted_BTE = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(wanted_BTE.shape)
+        wanted_BTE = jnp.where(chosen[..., None], groups, self.outside).reshape(wanted_BTE.shape)
 
         ids_BTX = jax.lax.top_k(wanted_BTE, config.num_experts_per_tok)[1]
         weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
@@ -203,6 +217,10 @@ class Router(nnx.Module):
     def scores(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the scores [B, T, E] of all experts, in float32."""
         return nnx.sigmoid(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]))
+
+    def corrected(self, scores_BTE: jax.Array) -> jax.Array:
+        """Returns the scores [B, T, E] by which experts are chosen."""
+        return scores_BTE + self.correction[...].astype(jnp.float32)
 
 
 class MoE(Experts):

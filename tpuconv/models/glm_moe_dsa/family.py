@@ -12,9 +12,40 @@ INDEXER_KINDS = {"F": "full", "S": "shared"}
 
 
 @dataclass(frozen=True)
-class Config(deepseek_v32.Config):
-    """The keys of config.json. The layers that are "full" in `indexer_types` have an indexer; the others attend to the
-    tokens that the last one before them selected. In files without it `index_topk_pattern` says the same, or every
+class SharedIndexers(deepseek_v32.Config):
+    """The keys of models in which only the layers that are "full" in `indexer_kinds` have an indexer; the others attend
+    to the tokens that the last one before them selected."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if len(self.indexer_kinds) != self.num_hidden_layers:
+            yield f"indexer_types has {len(self.indexer_kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if unknown := set(self.indexer_kinds) - {"full", "shared"}:
+            yield f"indexer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        if self.indexer_kinds[:1] == ("shared",):
+            yield "indexer_types begins with 'shared': no layer before it selects tokens"
+
+    @property
+    def indexer_kinds(self) -> tuple[str, ...]:
+        """The `indexer_types` of all layers."""
+        raise NotImplementedError
+
+    @property
+    def unscannable(self) -> str:
+        return "some of its layers attend to the tokens that an earlier one selected"
+
+    @property
+    def indexers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.indexer_kinds) if kind == "full")
+
+    @property
+    def inseparable(self) -> str:
+        return "layers hand the tokens that they selected on to later ones"
+
+
+@dataclass(frozen=True)
+class Config(SharedIndexers):
+    """The keys of config.json. In files without `indexer_types` `index_topk_pattern` says the same, or every
     `index_topk_freq`-th layer after the first `index_skip_topk_offset` ones is "full"."""
 
     model_type: ClassVar[str] = "glm_moe_dsa"
@@ -39,18 +70,8 @@ class Config(deepseek_v32.Config):
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 2
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if len(self.indexer_kinds) != self.num_hidden_layers:
-            yield f"indexer_types has {len(self.indexer_kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.indexer_kinds) - {"full", "shared"}:
-            yield f"indexer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
-        if self.indexer_kinds[:1] == ("shared",):
-            yield "indexer_types begins with 'shared': no layer before it selects tokens"
-
     @property
     def indexer_kinds(self) -> tuple[str, ...]:
-        """The `indexer_types` of all layers."""
         if self.indexer_types is not None:
             return self.indexer_types
         if self.index_topk_pattern is not None:
@@ -58,18 +79,6 @@ class Config(deepseek_v32.Config):
         every, first = max(self.index_topk_freq, 1), self.index_skip_topk_offset
         layers = range(self.num_hidden_layers)
         return tuple("shared" if max(i - first + 1, 0) % every else "full" for i in layers)
-
-    @property
-    def unscannable(self) -> str:
-        return "some of its layers attend to the tokens that an earlier one selected"
-
-    @property
-    def indexers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.indexer_kinds) if kind == "full")
-
-    @property
-    def inseparable(self) -> str:
-        return "layers hand the tokens that they selected on to later ones"
 
 
 TABLE = deepseek_v32.TABLE

@@ -32,7 +32,7 @@ class SelectingAttention(deepseek_v32.Attention):
         x_BTQ = self.query_latents(x_BTD)
         kv = self.appended(kv, self.latents(x_BTD, step), step)
         selected_BTS = self.visible(x_BTD, x_BTQ, kv, step, window)
-        return self.attend(*self.queries(x_BTQ, step), kv, selected_BTS), (kv, selected_BTS)
+        return self.attend(x_BTD, x_BTQ, kv, step, selected_BTS), (kv, selected_BTS)
 
 
 class SharingAttention(deepseek_v3.Attention):

@@ -13,12 +13,16 @@ from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.gpt_oss.family import Config
 
 
-def attention_with_sinks(q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """Returns softmax attention [B, T, N, H] with a sink: for each head, a learned score of a key without a value."""
+def attention_with_sinks(
+    q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, sinks_N: jax.Array, *, scale: float | None = None
+) -> jax.Array:
+    """Returns softmax attention [B, T, N, H] with a sink: for each head, a learned score of a key without a value. The
+    products of queries and keys are multiplied by `scale`, by default H^-0.5."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
+    scores_BKGTS = kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     sinks_BKGT1 = jnp.broadcast_to(
         sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores_BKGTS.shape[:-1], 1)
     )

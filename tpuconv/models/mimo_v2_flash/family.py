@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import WindowRopesConfig
+from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import Family
 
 ROTARY_PART = 0.334
@@ -30,7 +30,7 @@ THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROP
 
 
 @dataclass(frozen=True)
-class Config(SparseConfig, WindowRopesConfig):
+class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
     their own, `local_rope`. Keys of the release that transformers replaces by others are read as these, or must agree
     with them."""
@@ -44,7 +44,7 @@ class Config(SparseConfig, WindowRopesConfig):
         "topk_method": ("noaux_tc",),
     }
     least: ClassVar = {"n_shared_experts": 0}
-    derived: ClassVar[frozenset[str]] = WindowRopesConfig.derived | {"first_k_dense_replace"}
+    derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {"first_k_dense_replace"}
     rotary_part: ClassVar[float] = ROTARY_PART
 
     vocab_size: int = 152576

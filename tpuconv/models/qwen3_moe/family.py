@@ -54,13 +54,8 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads `num_local_experts`, which transformers 5 writes instead of
-        `num_experts`."""
-        raw = dict(raw)
-        newer = raw.pop("num_local_experts", None)
-        if newer is not None and raw.setdefault("num_experts", newer) != newer:
-            raise ConfigError(f"config.json: num_experts={raw['num_experts']!r}, num_local_experts={newer!r}")
-        return super().from_hf(raw)
+        """As `DecoderConfig.from_hf`. Also reads `num_local_experts`."""
+        return super().from_hf(with_num_experts(raw))
 
     @classmethod
     def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +92,19 @@ class Config(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
+
+
+def with_num_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json with `num_experts`, which transformers 5 writes as `num_local_experts`.
+
+    Raises:
+        ConfigError: it has both, and they differ.
+    """
+    out = dict(raw)
+    newer = out.pop("num_local_experts", None)
+    if newer is not None and out.setdefault("num_experts", newer) != newer:
+        raise ConfigError(f"config.json: num_experts={out['num_experts']!r}, num_local_experts={newer!r}")
+    return out
 
 
 MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)

@@ -11,12 +11,12 @@ from tpuconv.models.common.config import MOST_IN_A_LIST
 from tpuconv.models.common.rope import PARAMETER_KEYS, PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import WindowRopesConfig
+from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(SparseConfig, WindowRopesConfig):
+class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have a number of query heads, and rotary positions, of their own.
     Gates and hidden activations of the layers with a number in `swiglu_limits` (of experts) or in
     `swiglu_limits_shared` (of the MLP that all tokens use) are limited by it; null and 0 mean that they are not. Keys
@@ -46,7 +46,7 @@ class Config(SparseConfig, WindowRopesConfig):
     }
     least: ClassVar = {"num_nextn_predict_layers": 0}
     hf_names: ClassVar[Mapping[str, str]] = {"routed_scaling_factor": "moe_router_scaling_factor"}
-    derived: ClassVar[frozenset[str]] = WindowRopesConfig.derived | {
+    derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {
         *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob")
     }
     rotary_part: ClassVar[float] = 1.0

@@ -1,0 +1,116 @@
+"""Reading values in blocks that know no rows: what bitsandbytes stores (`tpuconv.encodings.scheme.Flat`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tpuconv.encodings.scales import check_scales
+from tpuconv.encodings.scheme import FLAT_BLOCKS, NESTED_BLOCK, NESTED_SCALES, NESTED_VALUES, Scheme
+from tpuconv.errors import SourceError
+from tpuconv.jsonfile import Exactly, OneOf, Range, check, parse
+from tpuconv.layout import Shape
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.reader import Reader
+
+FLAT_STATE = {"quant_type": str, "blocksize": OneOf(*FLAT_BLOCKS), "dtype": str, "shape": [Range(1)]}
+NESTED_STATE = {**FLAT_STATE, "nested_blocksize": OneOf(NESTED_BLOCK), "nested_dtype": str, "nested_offset": float}
+"""The schemas of the text beside a matrix: bitsandbytes' `QuantState.as_dict`."""
+MAX_STATE_BYTES = 4096
+BLOCKS_AT_ONCE = 1 << 12
+"""Blocks whose tables are made together: they stay in the second-level cache until they are used."""
+
+
+@dataclass(frozen=True)
+class FlatParts:
+    """The stored tensors of a matrix.
+
+    Attributes:
+        scheme: how they are encoded.
+        shape: of the matrix.
+        values, scales: the stored tensors.
+        extra: the others, by suffix.
+        any_scales: whether scales that are not finite are decoded without an error.
+    """
+
+    scheme: Scheme
+    shape: Shape
+    values: TensorInfo
+    scales: TensorInfo
+    extra: Mapping[str, TensorInfo]
+    any_scales: bool
+
+    def state(self, reader: Reader) -> Mapping[str, Any]:
+        """What the text says, as `FLAT_STATE` or `NESTED_STATE` describes it.
+
+        Raises:
+            SourceError: it does not have this schema, or contradicts the shape or the number of scales.
+        """
+        assert self.scheme.flat is not None
+        info = self.extra[self.scheme.flat.state]
+        data = np.empty(info.nbytes, np.uint8)
+        reader.read(info, 0, data.data)
+        kind = {"quant_type": OneOf(self.scheme.flat.state.rpartition("__")[2])}
+        schema = Exactly((NESTED_STATE if self.scales.dtype == NESTED_SCALES else FLAT_STATE) | kind)
+        state: Mapping[str, Any] = check(parse(data.tobytes(), info.name, SourceError), schema, info.name, SourceError)
+        size = prod(self.shape)
+        if tuple(state["shape"]) != self.shape or -(-size // state["blocksize"]) != self.scales.size:
+            raise SourceError(
+                f"{info.name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
+                f"{list(self.shape)}, and there are {self.scales.size} scales",
+                hint="the weights are not those of this config.json: download both again",
+            )
+        return state
+
+    def block_scales(self, reader: Reader, first: int, last: int, state: Mapping[str, Any]) -> np.ndarray:
+        """The scales of some blocks, in float32; of nested ones (number * scale) + offset, each rounded to float32.
+
+        Raises:
+            SourceError: one is not finite, unless `any_scales`.
+        """
+        stored = self._part(reader, self.scales, first, last)
+        if self.scales.dtype != NESTED_SCALES:
+            return stored
+        assert self.scheme.flat is not None
+        table = self._part(reader, self.extra[self.scheme.flat.nested_table], 0, NESTED_VALUES)
+        begin = first // NESTED_BLOCK
+        outer = self._part(reader, self.extra[self.scheme.flat.nested_scales], begin, -(-last // NESTED_BLOCK))
+        scales: np.ndarray = table[stored] * outer[np.arange(first, last) // NESTED_BLOCK - begin]
+        scales += np.float32(state["nested_offset"])
+        return scales
+
+    def _part(self, reader: Reader, info: TensorInfo, first: int, last: int) -> np.ndarray:
+        stored = np.empty(last - first, DTYPES[info.dtype])
+        reader.read(info, first * stored.itemsize, stored.view(np.uint8).data)
+        if stored.dtype.kind == "f" and not self.any_scales:
+            check_scales(info.name, stored, info.shape, first, any_sign=True)
+        return stored
+
+    def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Fills `out`, flat and of any float dtype, with values from number `start` on: number * scale in float32,
+        rounded once. Complete blocks are read; `raw` [bytes] is memory for them, if it is large enough.
+
+        Raises:
+            SourceError: the text or a scale is invalid, or the source cannot be read.
+        """
+        from tpuconv.encodings.kernels import look_up
+
+        state = self.state(reader)
+        block, stop, bits = state["blocksize"], start + out.size, np.dtype(f"u{out.itemsize}")
+        first, last = start // block, -(-stop // block)
+        scales = self.block_scales(reader, first, last, state)
+        begin, end = first * block // 2, min(last * block // 2, self.values.nbytes)
+        raw = raw[: end - begin] if raw.size >= end - begin else np.empty(end - begin, np.uint8)
+        reader.read(self.values, begin, raw.data)
+        for done in range(0, len(scales), BLOCKS_AT_ONCE):
+            tables = scales[done : done + BLOCKS_AT_ONCE, None] * self.scheme.table
+            packed = raw[done * block // 2 :][: len(tables) * block // 2]
+            values = np.empty(2 * packed.size, out.dtype)
+            # The first of two values is in the high half.
+            swapped = packed >> np.uint8(4) | packed << np.uint8(4)
+            look_up(swapped, tables.astype(out.dtype).view(bits)[None], 0, values.size, block, values.view(bits))
+            at = (first + done) * block
+            inside = slice(max(start - at, 0), min(stop - at, values.size))
+            out[max(at - start, 0) :][: inside.stop - inside.start] = values[inside]

@@ -1,0 +1,86 @@
+"""A.X K1: config and mapping table."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_IGNORE, SHARED_EXPERT_ROWS, decoder_table
+from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.registry import Family
+
+CORRECTED = "is_corrected"
+"""The field that says whether routers have corrections, which the names of the tensors tell."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense. The
+    release has no corrections of routers; what transformers saves has them."""
+
+    model_type: ClassVar[str] = "axk1"
+    derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {CORRECTED}
+
+    vocab_size: int = 163840
+    num_nextn_predict_layers: int = 0
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 64
+    n_routed_experts: int = 192
+    n_shared_experts: int = 1
+    q_lora_rank: int = 1536
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 32768
+    mlp_layer_types: tuple[str, ...] | None = None
+    is_corrected: bool = True
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return replace(super().from_hf(raw), is_corrected=bool(raw.get(CORRECTED, True)))
+
+    @classmethod
+    def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+        """Returns a parsed config.json that says whether routers have corrections."""
+        return {**raw, CORRECTED: any(name.endswith(("_correction_bias", "router.correction")) for name in tensors)}
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, **layers_by_mlp(self.mlp_kinds)}
+
+
+TABLE = decoder_table(
+    *deepseek_v3.ATTENTION_ROWS,
+    others=(
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("gate.e_score_correction_bias", "router.correction", "E", when=CORRECTED, buffer=True),
+            *EXPERT_MLPS,
+            *SHARED_EXPERT_ROWS,
+        ),
+        Map("model.layers.{J}.post_mlp_layernorm.weight", "layers.{J}.post_mlp_norm.scale", "D"),
+    ),
+    ignore={"model.layers.{I}.post_mlp_layernorm.weight": "dense layers do not use it", **MTP_IGNORE},
+)
+
+FAMILY = Family(
+    name="axk1",
+    summary="A.X K1",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.axk1.modules:Model",
+    architectures={"AXK1ForCausalLM": "axk1"},
+)

@@ -1,0 +1,94 @@
+"""A.X K2: config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.deepseek_v32 import family as deepseek_v32
+from tpuconv.models.registry import Family
+
+GROUPS = ("n_group", "topk_group")
+"""Keys that are null where experts are chosen among all."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v32.Config):
+    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense."""
+
+    model_type: ClassVar[str] = "axk2"
+
+    vocab_size: int = 163840
+    hidden_size: int = 2048
+    intermediate_size: int = 5120
+    moe_intermediate_size: int = 512
+    num_hidden_layers: int = 48
+    num_nextn_predict_layers: int = 0
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    n_routed_experts: int = 128
+    kv_lora_rank: int = 128
+    q_lora_rank: int = 384
+    qk_rope_head_dim: int = 32
+    qk_nope_head_dim: int = 64
+    v_head_dim: int = 64
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 131072
+    index_n_heads: int = 16
+    gated_norm_rank: int = 16
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`. Numbers of groups may be null."""
+        return super().from_hf({key: value for key, value in raw.items() if key not in GROUPS or value is not None})
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "u": 2 * self.q_lora_rank, "d": self.gated_norm_rank}
+
+
+def gated_norm(hf: str, jax: str) -> tuple[Map, ...]:
+    """Returns the rows of a norm whose output has gates."""
+    return (
+        Map(f"{hf}.norm.weight", f"{jax}.scale", "D"),
+        Map(f"{hf}.W_down.weight", f"{jax}.down.kernel", "d D -> D d"),
+        Map(f"{hf}.W_up.weight", f"{jax}.up.kernel", "D d -> d D"),
+    )
+
+
+REPLACED = (ATTN_NORM.hf, MLP_NORM.hf, "self_attn.q_b_proj.weight")
+"""Names in DeepSeek V3's rows whose tensors are others here."""
+
+TABLE = decoder_table(
+    *(row for row in deepseek_v3.ATTENTION_ROWS if row.hf not in REPLACED),
+    *gated_norm("input_layernorm", "attn_norm"),
+    Map(
+        "self_attn.q_b_proj.weight",
+        (*deepseek_v3.QUERIES, "attn.gate.kernel"),
+        "(N (P + R + H)) u -> u N P, u N R, u N H",
+    ),
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *deepseek_v32.INDEXER),
+        *under("model.layers.{I}", "layers.{I}", MLP_NORM, *under("mlp", "mlp", *MLP)),
+        *under(
+            "model.layers.{J}",
+            "layers.{J}",
+            *gated_norm("post_attention_layernorm", "mlp_norm"),
+            *under("mlp", "moe", *deepseek_v3.EXPERT_ROWS),
+        ),
+    ),
+    ignore=MTP_IGNORE,
+)
+
+FAMILY = Family(
+    name="axk2",
+    summary="A.X K2, A.X K2 Light",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.axk2.modules:Model",
+    architectures={"AXK2ForCausalLM": "axk2"},
+)

@@ -1,0 +1,72 @@
+"""Granite with sliding windows: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.granite import family as granite
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class GraniteWindows(granite.Config, PatternConfig):
+    """Granite's keys and those of its windows. Without `layer_types` the first layer of every four sees all tokens.
+    `layer_rope_theta` has the base of each layer's rotary positions, 0 for a layer without."""
+
+    sliding_window: int | None = 128
+    layer_types: tuple[str, ...] | None = None
+    layer_rope_theta: tuple[float, ...] | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        thetas = self.layer_rope_theta
+        if thetas is not None and len(thetas) != self.num_hidden_layers:
+            yield f"layer_rope_theta has {len(thetas)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if wrong := [theta for theta in thetas or () if theta and theta <= 1]:
+            yield f"layer_rope_theta has {wrong[0]}, of which rotary positions cannot be made"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return tuple("sliding_attention" if i % 4 else "full_attention" for i in range(self.num_hidden_layers))
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        if self.layer_rope_theta is None:
+            return super().ropes
+        return tuple(replace(self.rope, theta=float(theta)) if theta else None for theta in self.layer_rope_theta)
+
+
+@dataclass(frozen=True)
+class Config(GraniteWindows):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "granite_swa"
+
+    vocab_size: int = 100352
+    hidden_size: int = 2560
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+
+
+SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")
+
+TABLE = granite.TABLE.with_rows((*granite.TABLE.rows, SINKS))
+
+FAMILY = Family(
+    name="granite_swa",
+    summary="Granite with sliding windows, dense",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.granite_swa.modules:Model",
+    architectures={"GraniteSWAForCausalLM": "granite_swa"},
+)

@@ -1,0 +1,1 @@
+"""Granite with sliding windows, mixture of experts."""

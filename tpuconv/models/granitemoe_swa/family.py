@@ -1,0 +1,42 @@
+"""Granite with sliding windows, mixture of experts: config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.granite_swa.family import SINKS, GraniteWindows
+from tpuconv.models.granitemoe.family import FUSED_SHARED, SharedConfig
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(GraniteWindows, SharedConfig):
+    """The keys of config.json. `intermediate_size` is the width of one expert."""
+
+    model_type: ClassVar[str] = "granitemoe_swa"
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *under(
+        "block_sparse_moe",
+        "moe",
+        Map("router.weight", "router.kernel", "E D -> D E"),
+        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+    ),
+    *under("shared_mlp", "moe.shared", *when("has_shared_expert", *FUSED_SHARED)),
+    others=(SINKS,),
+)
+
+FAMILY = Family(
+    name="granitemoe_swa",
+    summary="Granite with sliding windows, mixture of experts",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.granitemoe_swa.modules:Model",
+    architectures={"GraniteMoeSWAForCausalLM": "granitemoe_swa"},
+)

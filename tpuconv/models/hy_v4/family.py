@@ -1,0 +1,122 @@
+"""Hy4: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, decoder_table
+from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.deepseek_v32 import family as deepseek_v32
+from tpuconv.models.glm_moe_dsa.family import SharedIndexers
+from tpuconv.models.registry import Family
+
+COMPUTED = ("head_dim", "num_key_value_heads")
+"""Keys that transformers computes from others, whatever config.json says."""
+
+
+@dataclass(frozen=True)
+class Config(SharedIndexers):
+    """The keys of config.json. Without `indexer_types` the first layer and every fourth one from the second on have an
+    indexer; without `mlp_layer_types` the first layer is dense."""
+
+    model_type: ClassVar[str] = "hy_v4"
+    only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (False,), "mlp_bias": (False,)}
+    least: ClassVar = {"num_nextn_predict_layers": 0}
+    derived: ClassVar = deepseek_v32.Config.derived | {"first_k_dense_replace", "num_nextn_predict_layers"}
+
+    vocab_size: int = 120832
+    hidden_size: int = 2816
+    intermediate_size: int = 6912
+    moe_intermediate_size: int = 768
+    num_hidden_layers: int = 34
+    num_nextn_predict_layers: int = 0
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    n_routed_experts: int = 256
+    routed_scaling_factor: float = 2.827
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    rope: Rope = PLAIN_ROPE
+    rope_interleave: bool = False
+    index_n_heads: int = 16
+    indexer_types: tuple[str, ...] | None = None
+    hc_mult: int = 4
+    hc_magnitude: float = 2.0
+    hc_eps: float = 1e-6
+    swiglu_limit: float = 10.0
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`, without the keys that transformers computes anew."""
+        return super().from_hf({key: value for key, value in raw.items() if key not in COMPUTED})
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.swiglu_limit <= 0:
+            yield f"swiglu_limit={self.swiglu_limit} is not positive"
+
+    @property
+    def indexer_kinds(self) -> tuple[str, ...]:
+        if self.indexer_types is not None:
+            return self.indexer_types
+        layers = range(self.num_hidden_layers)
+        return tuple("full" if i == 0 or i % 4 == 1 else "shared" for i in layers)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "r": self.hc_mult, "w": self.hc_mult, "k": 2 * self.hc_mult}
+
+    @property
+    def inseparable(self) -> str:
+        return "its layers pass on several residual streams, and the tokens that they selected"
+
+
+def gated_streams(hf: str, jax: str) -> tuple[Map, ...]:
+    """Returns the rows of the residual streams' weights for a part of a layer."""
+    return (
+        Map(f"hc_pre.{hf}.hc_fn", f"{jax}.kernel", "k (r D) -> r D k"),
+        Map(f"hc_pre.{hf}.hc_base", f"{jax}.base", "k"),
+        Map(f"hc_pre.{hf}.hc_scale", (f"{jax}.pre_scale", f"{jax}.post_scale"), "(1 + 1) -> 1, 1"),
+    )
+
+
+TABLE = decoder_table(
+    *deepseek_v3.ATTENTION_ROWS,
+    Map("self_attn.linear_gate.weight", "attn.gate.kernel", "(N H) D -> D N H"),
+    Map("self_attn.learnable_sink_param", "attn.sinks", "N"),
+    *gated_streams("hc_attn_layer", "attn_streams"),
+    *gated_streams("hc_mlp_layer", "mlp_streams"),
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *deepseek_v32.INDEXER),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+            Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+            Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+            *under("shared_experts", "shared", *SHARED),
+        ),
+        Map("model.hc_pre.hc_head.hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
+        Map("model.hc_pre.hc_head.hc_head_base", "norm.base", "w"),
+        Map("model.hc_pre.hc_head.hc_head_scale", "norm.pre_scale", "1"),
+    ),
+    ignore={"model.mtp_layers.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="hy_v4",
+    summary="Hy4",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.hy_v4.modules:Model",
+    architectures={"HYV4ForCausalLM": "hy_v4"},
+)

@@ -1,0 +1,130 @@
+"""Hy4: the attention of GLM-5 with gates and sinks, experts as DeepSeek V3's (arXiv:2412.19437), and several residual
+streams that are not mixed with each other."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope
+from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.streams import GatedStreams, JoinedNorm, by_stream, to_streams
+from tpuconv.models.deepseek_v3 import modules as deepseek_v3
+from tpuconv.models.deepseek_v4.modules import clamped
+from tpuconv.models.deepseek_v32 import modules as deepseek_v32
+from tpuconv.models.glm_moe_dsa import modules as glm_moe_dsa
+from tpuconv.models.hy_v4.family import Config
+
+
+class LastRopeIndexer(deepseek_v32.Indexer):
+    """DeepSeek V3.2's indexer. The last R dimensions have rotary positions."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.k_norm = LayerNorm("x", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    def rotated(self, x_BTnx: jax.Array, step: Step) -> jax.Array:
+        cos_sin = step.cos_sin_in(x_BTnx.dtype)
+        plain, rotary = jnp.split(x_BTnx, [x_BTnx.shape[-1] - 2 * cos_sin[0].shape[-1]], axis=-1)
+        return jnp.concatenate([plain, apply_rope(rotary, cos_sin)], axis=-1)
+
+
+class GatedSinks(deepseek_v3.Attention):
+    """DeepSeek V3's attention. Each head has a score without a value, and each element of its output a gate."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
+        self.sinks = nnx.Param(jnp.zeros(config.axes["N"], jnp.float32))
+
+    def gated(self, x_BTD: jax.Array, x_BTQ: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
+
+    def softmax(self, scores_BNTS: jax.Array) -> jax.Array:
+        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
+        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
+        return nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
+
+
+class GatedSelectingAttention(GatedSinks, glm_moe_dsa.SelectingAttention):
+    """Attention to the tokens that an indexer selects. Returns the selected tokens too."""
+
+    indexer_type: ClassVar[Any] = LastRopeIndexer
+
+
+class GatedSharingAttention(GatedSinks, glm_moe_dsa.SharingAttention):
+    """Attention to the tokens that an earlier layer selected. Returns the selected tokens too."""
+
+
+class MoE(deepseek_v3.MoE):
+    """The chosen experts and the shared ones, x [B, T, D] to [B, T, D]. Hidden states of the chosen ones have a
+    limit."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        limit = self.limit
+
+        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
+            return down(clamped(gate(rows.x, rows), up(rows.x, rows), limit), rows)
+
+        y_BTD = routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
+        shared: Any = self.shared
+        y_shared_BTD: jax.Array = shared(x_BTD)
+        return y_BTD + y_shared_BTD
+
+
+class Block(glm_moe_dsa.Block):
+    """One layer: attention, then an MLP or experts, each after a norm and between the streams. Returns beside the cache
+    the mask [B, T, S] of the tokens that it attended to."""
+
+    moe_type: ClassVar[Any] = MoE
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.count = config.hc_mult
+        self.attn_streams = GatedStreams(config, keys=keys)
+        self.mlp_streams = GatedStreams(config, keys=keys)
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        kind = GatedSelectingAttention if layer in config.axes["f"] else GatedSharingAttention
+        return kind(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        x_BTrD = by_stream(x_BTD, self.count)
+        y_BTD, post_BTr = self.attn_streams(x_BTrD)
+        y_BTD, out = self.attn(self.attn_norm(y_BTD), step, window, kv)
+        x_BTrD = self.attn_streams.written(x_BTrD, y_BTD, post_BTr)
+        y_BTD, post_BTr = self.mlp_streams(x_BTrD)
+        y_BTD = self.fed(self.mlp_norm(y_BTD))
+        return self.mlp_streams.written(x_BTrD, y_BTD, post_BTr).reshape(x_BTD.shape), out
+
+
+class LastNorm(JoinedNorm):
+    """The last norm: of the weighted sum of the streams, x [B, T, (r D)] to [B, T, D]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return RMSNorm.__call__(self, self.joined(x))
+
+
+class Model(glm_moe_dsa.Model):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block: ClassVar[Any] = Block
+    mtp_type: ClassVar[Any] = None
+    config: Config
+
+    def __init__(
+        self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any
+    ):
+        super().__init__(config, dtype=dtype, rngs=rngs, **options)
+        self.norm = LastNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
+
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of the embeddings."""
+        return to_streams(x_BTD, self.config.hc_mult)

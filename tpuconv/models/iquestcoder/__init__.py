@@ -1,0 +1,1 @@
+"""IQuest-Coder."""

@@ -1,0 +1,155 @@
+"""Laguna: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED, decoder_table, mlp_rows, when
+from tpuconv.models.common.sparse import SparseConfig
+from tpuconv.models.common.windows import PART_FIELDS, TwoPartialRopesConfig
+from tpuconv.models.registry import Family
+
+LAGUNA_ROPE = Rope(theta=500_000.0)
+"""The rotary positions of layers that see all tokens, of a config.json without any."""
+FULL_ROTARY = 0.5
+"""The part of a head with rotary positions, in these layers, of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(SparseConfig, TwoPartialRopesConfig):
+    """The keys of config.json. Layers with the window may have another number of query heads, N in layers with it and q
+    in the others. Experts are chosen among all, and their weights are normalized."""
+
+    model_type: ClassVar[str] = "laguna"
+    only: ClassVar = {
+        "gating": (True, "per-head", "per-element"),
+        "moe_apply_router_weight_on_input": (False,),
+    }
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "n_routed_experts": "num_experts",
+        "routed_scaling_factor": "moe_routed_scaling_factor",
+    }
+    derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {
+        *("n_shared_experts", "n_group", "topk_group", "norm_topk_prob", "first_k_dense_replace"),
+    }
+    full_every: ClassVar[int] = 1
+    rotary_part: ClassVar[float] = 1.0
+
+    vocab_size: int = 100352
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 48
+    num_attention_heads_per_layer: tuple[int, ...] | None = None
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.0
+    num_experts_per_tok: int = 8
+    moe_router_logit_softcapping: float = 0.0
+    first_k_dense_replace: int = 1
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    gating: bool | str = True
+    sliding_window: int | None = 512
+    layer_types: tuple[str, ...] | None = None
+    rope: Rope = LAGUNA_ROPE
+    local_rope: Rope = PLAIN_ROPE
+    full_rotary: float = FULL_ROTARY
+    local_rotary: float = 1.0
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `TwoPartialRopesConfig.read_ropes`."""
+        ropes = super().read_ropes(raw, context)
+        return ropes if raw.get("rope_parameters") else ropes | {"full_rotary": FULL_ROTARY}
+
+    def contradictions(self) -> Iterator[str]:
+        heads, name = self.num_attention_heads_per_layer or (), "num_attention_heads_per_layer"
+        if len(heads) not in (0, self.num_hidden_layers):
+            yield f"{name} has {len(heads)} entries for num_hidden_layers={self.num_hidden_layers}"
+        if wrong := [count for count in heads if count < 1 or count % (self.num_key_value_heads or 1)]:
+            yield f"{name} has {wrong[0]}, which is not a multiple of num_key_value_heads={self.num_key_value_heads}"
+        if len(set(zip(self.kinds, heads, strict=False))) > len(set(self.kinds[: len(heads)])):
+            yield f"{name} is not the same for all layers of a type"
+        if self.moe_router_logit_softcapping < 0:
+            yield f"moe_router_logit_softcapping={self.moe_router_logit_softcapping} is negative"
+        yield from super().contradictions()
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        sizes, kinds = super().axes, self.kinds
+        heads = dict(zip(kinds, self.num_attention_heads_per_layer or (), strict=False))
+        q, N = (heads.get(kind, self.num_attention_heads) for kind in PART_FIELDS)
+        return {
+            **sizes,
+            "W": self.shared_expert_intermediate_size,
+            "N": N,
+            "G": N // sizes["K"],
+            "q": q,
+            "g": tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"),
+            "s": tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
+        }
+
+    @property
+    def gates_heads(self) -> bool:
+        """Whether the output of attention has one gate for each head."""
+        return self.gating != "per-element"
+
+    @property
+    def gates_elements(self) -> bool:
+        """Whether the output of attention has a gate for each of its elements."""
+        return not self.gates_heads
+
+
+def query_rows(layers: str, heads: str) -> tuple[Map, ...]:
+    """Returns the rows of the layers of these letters that depend on their number of query heads."""
+    return under(
+        f"model.layers.{{{layers}}}.self_attn",
+        f"layers.{{{layers}}}.attn",
+        Map("q_proj.weight", "q.kernel", f"({heads} H) D -> D {heads} H"),
+        Map("o_proj.weight", "o.kernel", f"D ({heads} H) -> {heads} H D"),
+        *when("attention_bias", Map("q_proj.bias", "q.bias", f"({heads} H) -> {heads} H")),
+        *when("gates_heads", Map("g_proj.weight", "gate.kernel", f"{heads} D -> D {heads}")),
+        *when("gates_elements", Map("g_proj.weight", "gate.kernel", f"({heads} H) D -> D {heads} H")),
+    )
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+    Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+    *when(
+        "attention_bias",
+        Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H"),
+        Map("self_attn.v_proj.bias", "attn.v.bias", "(K H) -> K H"),
+        Map("self_attn.o_proj.bias", "attn.o.bias", "D"),
+    ),
+    *HEAD_NORMS,
+    others=(
+        *query_rows("g", "q"),
+        *query_rows("s", "N"),
+        *mlp_rows(
+            Map("gate.weight", "router.kernel", "E D -> D E"),
+            Map("experts.e_score_correction_bias", "router.correction", "E", buffer=True),
+            *EXPERT_MLPS,
+            *under("shared_expert", "shared", *SHARED),
+        ),
+    ),
+)
+
+FAMILY = Family(
+    name="laguna",
+    summary="Laguna",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.laguna.modules:Model",
+    architectures={"LagunaForCausalLM": "laguna"},
+)

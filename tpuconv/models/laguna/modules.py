@@ -1,0 +1,72 @@
+"""Laguna: gated attention, with other query heads in layers with a sliding window, and experts as DeepSeek V3's
+(arXiv:2412.19437)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, soft_capped
+from tpuconv.models.deepseek_v3 import modules as deepseek_v3
+from tpuconv.models.laguna.family import Config
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
+    and keys are normalized, each head separately. The output has a gate for each head, or for each of its elements."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes, bias, N = config.axes, config.attention_bias, "q" if layer in config.axes["g"] else "N"
+        self.q = Einsum(f"BTD,D{N}H->BT{N}H", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum(f"BT{N}H,{N}HD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.q_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
+        gates = N if config.gates_heads else f"{N}H"
+        self.gate = Einsum(f"BTD,D{gates}->BT{gates}", sizes, dtype=dtype, keys=keys)
+        self.gates_heads = config.gates_heads
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        cos_sin = step.cos_sin_in(x_BTD.dtype)
+        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
+        kv = append_kv(kv, apply_rope(self.k_norm(self.k(x_BTD)), cos_sin), self.v(x_BTD), step.slot)
+        gate = nnx.softplus(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
+        gate_BTNH = gate[..., None] if self.gates_heads else gate
+        return self.o(attention(q_BTNH, kv, step.visible(window)) * gate_BTNH), kv
+
+
+class Router(deepseek_v3.Router):
+    """DeepSeek V3's router, whose products are rounded to the dtype of x, and may have a soft limit."""
+
+    def scores(self, x_BTD: jax.Array) -> jax.Array:
+        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, self.kernel[...]).astype(x_BTD.dtype)
+        config: Any = self.config
+        cap = config.moe_router_logit_softcapping or None
+        return nnx.sigmoid(soft_capped(logits_BTE.astype(jnp.float32), cap))
+
+
+class MoE(deepseek_v3.MoE):
+    """The chosen experts and the shared one, x [B, T, D] to [B, T, D]."""
+
+    router_type = Router
+
+
+class Block(blocks.PreNormBlock):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
+
+    moe_type = MoE
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        return Attention(config, layer, dtype=dtype, keys=keys)
+
+
+class Model(Decoder):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block = Block

@@ -1,0 +1,125 @@
+"""Mellum 2: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    FURTHER_TOKENS,
+    HEAD_NORMS,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    decoder_table,
+    mlp_rows,
+    when,
+)
+from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp
+from tpuconv.models.common.windows import TwoRopesConfig
+from tpuconv.models.qwen3_moe.family import MOE_ROWS, with_num_experts
+from tpuconv.models.registry import Family
+
+MELLUM_ROPE = Rope(theta=500_000.0)
+"""The rotary positions of layers that see all tokens, of a config.json without any."""
+
+
+@dataclass(frozen=True)
+class Config(TwoRopesConfig):
+    """The keys of config.json. Without `layer_types` all layers see all tokens, without `mlp_layer_types` all have
+    experts."""
+
+    model_type: ClassVar[str] = "mellum"
+    least: ClassVar[Mapping[str, int]] = {"num_nextn_predict_layers": 0}
+    full_every: ClassVar[int] = 1
+
+    vocab_size: int = 98304
+    hidden_size: int = 2304
+    intermediate_size: int = 7168
+    moe_intermediate_size: int = 896
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 128
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = MELLUM_ROPE
+    local_rope: Rope = PLAIN_ROPE
+    attention_bias: bool = False
+    sliding_window: int | None = 1024
+    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
+    num_nextn_predict_layers: int | None = None
+    mtp_layer_types: tuple[str, ...] | None = None
+    mtp_mlp_layer_types: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """As `DecoderConfig.from_hf`. Also reads the other names of `num_experts` and of the number of layers that
+        predict further tokens."""
+        return super().from_hf(_renamed(raw))
+
+    @classmethod
+    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().ignored_keys(_renamed(raw))
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        return ("sparse",) * self.num_hidden_layers if self.mlp_layer_types is None else self.mlp_layer_types
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "E": self.num_experts,
+            "M": self.moe_intermediate_size,
+            **layers_by_mlp(self.mlp_kinds),
+        }
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return not self.axes["I"]
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return not self.all_experts
+
+
+def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json with one name for each key that has two."""
+    out = with_num_experts(raw)
+    layers = out.pop("num_mtp_layers", None)
+    return out if layers is None else {"num_nextn_predict_layers": layers, **out}
+
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *when("attention_bias", *QKV_BIAS, O_BIAS),
+    *HEAD_NORMS,
+    others=mlp_rows(*MOE_ROWS),
+    ignore={"mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = Family(
+    name="mellum",
+    summary="Mellum 2",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.mellum.modules:Model",
+    architectures={"MellumForCausalLM": "mellum"},
+)

@@ -1,0 +1,66 @@
+"""MiniCPM 3: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.registry import Family
+from tpuconv.models.youtu import family as youtu
+
+
+@dataclass(frozen=True)
+class Config(youtu.Config):
+    """The keys of config.json. A factor that is null is 1."""
+
+    model_type: ClassVar[str] = "minicpm3"
+    only: ClassVar = {"mlp_bias": (False,), "rope_interleave": (False,)}
+    derived: ClassVar[frozenset[str]] = youtu.Config.derived | {"embedding_initializer_range"}
+
+    vocab_size: int = 73448
+    hidden_size: int = 2560
+    intermediate_size: int = 6400
+    num_hidden_layers: int = 62
+    num_attention_heads: int = 40
+    num_key_value_heads: int | None = 40
+    kv_lora_rank: int = 256
+    q_lora_rank: int | None = 768
+    qk_rope_head_dim: int = 32
+    qk_nope_head_dim: int = 64
+    v_head_dim: int | None = None  # type: ignore[assignment]  # Youtu's is never absent
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-5
+    rope_interleave: bool = False
+    scale_emb: float = 12
+    scale_depth: float | None = 1.4
+    dim_model_base: int | None = 256
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.v_head_dim is None and self.hidden_size % self.num_attention_heads:
+            yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "H": self.v_head_dim or self.hidden_size // self.num_attention_heads}
+
+    @property
+    def residual_factor(self) -> float:
+        """The factor of what each part of a layer adds."""
+        return 1.0 if self.scale_depth is None else self.scale_depth / self.num_hidden_layers**0.5
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor of logits."""
+        return 1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size
+
+
+TABLE = youtu.TABLE
+
+FAMILY = Family(
+    name="minicpm3",
+    summary="MiniCPM 3 4B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.minicpm3.modules:Model",
+    architectures={"MiniCPM3ForCausalLM": "minicpm3"},
+)

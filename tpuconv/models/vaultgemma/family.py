@@ -1,0 +1,34 @@
+"""VaultGemma: config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.rows import ATTN_NORM, MLP, decoder_table
+from tpuconv.models.gemma.family import BIASED_ATTENTION
+from tpuconv.models.gemma2 import family as gemma2
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(gemma2.Config):
+    """The keys of config.json."""
+
+    model_type: ClassVar[str] = "vaultgemma"
+
+
+TABLE = decoder_table(
+    ATTN_NORM,
+    Map("pre_feedforward_layernorm.weight", "mlp_norm.scale", "D"),
+    *BIASED_ATTENTION,
+    *under("mlp", "mlp", *MLP),
+)
+
+FAMILY = Family(
+    name="vaultgemma",
+    summary="VaultGemma 1B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.vaultgemma.modules:Model",
+    architectures={"VaultGemmaForCausalLM": "vaultgemma"},
+)
