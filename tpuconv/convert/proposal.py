@@ -22,7 +22,7 @@ from tpuconv.models.registry import Family, all_families
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 
-MISSING = 3
+MISSING = 4
 """How much worse it is if the checkpoint lacks what a family has than if the family lacks what the checkpoint has: what
 is left may be added to a family, what is missing must be taken out. A value that the family refuses counts as much."""
 
