@@ -106,7 +106,7 @@ def serve(folder: Path, rate: float, pipe: Any) -> None:
     class Slow(fake_gcs.Handler):
         def reply(self, status: int, body: Any = b"", headers: Any = (), kind: str = "application/json") -> None:
             if self.command != "GET" or len(body) < SEND_BYTES // 4:
-                super().reply(status, bytes(body), headers, kind)
+                super().reply(status, body, headers, kind)
                 return
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), "Content-Type": kind, **dict(headers)}.items():
@@ -163,8 +163,8 @@ def convert(out: Path, workspace: Path) -> int:
     with subprocess.Popen([*command, "--workspace", str(workspace)], stderr=subprocess.DEVNULL) as process:
         while process.poll() is None:
             held = 0
-            for path in workspace.rglob("*"):
-                with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # of a segment or a folder that was dropped meanwhile
+                for path in workspace.rglob("*"):
                     held += path.stat().st_blocks * 512
             most = max(most, held)
             time.sleep(0.02)
