@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from helpers.drafts import save_with_drafts
+from helpers.drafts import NOISE, save_with_drafts
 from helpers.families import CASES, PROMPTS
 from tpuconv import cli
 from tpuconv.convert.plan.types import Options
@@ -32,17 +32,18 @@ WITH_MODULE = (
     *("hy_v3-plain", "bailing_hybrid-plain", "longcat_flash-plain", "nemotron_h-latent"),
 )
 
-BY_CHANCE = {"nemotron_h-latent"}
-"""Cases of which no draft is right. What these modules compute is measured in tests/test_mtp_modules.py alone."""
+NEVER_RIGHT = {"nemotron_h-latent"}
+"""Cases whose random module drafts no right token: it has other parts than the model's last layers. What the module
+computes is measured in tests/test_mtp_modules.py."""
 
 
 @pytest.fixture(scope="module")
 def drafting(shared: Any) -> Any:
     """The folder of a case with its module, as tpuconv converts it."""
 
-    def converted(name: str) -> Path:
-        source = shared(f"{name}-drafts-hf", lambda folder: save_with_drafts(BY_ID[name], folder))
-        return shared(f"{name}-drafts", lambda folder: convert(source, folder, Options(include_mtp=True)))
+    def converted(name: str, noise: float = NOISE[0]) -> Path:
+        source = shared(f"{name}-drafts-{noise}-hf", lambda folder: save_with_drafts(BY_ID[name], folder, noise))
+        return shared(f"{name}-drafts-{noise}", lambda folder: convert(source, folder, Options(include_mtp=True)))
 
     return converted
 
@@ -53,13 +54,19 @@ def tokens(generate: Generator, prompts: list[list[int]], **options: Any) -> np.
 
 @pytest.mark.parametrize("name", WITH_MODULE)
 def test_drafts_change_no_token(name: str, drafting: Any) -> None:
-    """In a batch of which sequences take drafts at different steps."""
-    model = tpuconv.load(drafting(name), mtp=True)
-    speculator = Speculator(model)
-    np.testing.assert_array_equal(tokens(speculator, PROMPTS), tokens(Generator(model), PROMPTS))
-    if name not in BY_CHANCE:
-        assert 0 < speculator.drafts.accepted < speculator.drafts.checked
-    assert speculator.drafts.checked + speculator.drafts.accepted >= len(PROMPTS) * (NEW - 1)
+    """In a batch of which sequences take drafts at different steps: some are right, and some are not."""
+    accepted = []
+    for noise in NOISE:
+        model = tpuconv.load(drafting(name, noise), mtp=True)
+        speculator = Speculator(model)
+        np.testing.assert_array_equal(tokens(speculator, PROMPTS), tokens(Generator(model), PROMPTS))
+        drafts = speculator.drafts
+        assert drafts.checked + drafts.accepted >= len(PROMPTS) * (NEW - 1)
+        accepted.append(drafts.accepted)
+        if 0 < drafts.accepted < drafts.checked:
+            return
+    assert max(accepted) > 0 or name in NEVER_RIGHT
+    assert min(accepted) < drafts.checked
 
 
 @pytest.mark.slow
@@ -82,7 +89,7 @@ def test_drafts_change_no_token_of_one_sequence_nor_with_an_int8_cache(name: str
 def test_drafts_change_no_token_of_stacked_layers(drafting: Any, shared: Any, tmp_path: Path) -> None:
     name = "qwen3_next-plain"
     drafting(name)
-    source = shared(f"{name}-drafts-hf", lambda folder: None)
+    source = shared(f"{name}-drafts-{NOISE[0]}-hf", lambda folder: None)
     convert(source, tmp_path / "out", Options(include_mtp=True, scan_layers=True))
     model = tpuconv.load(tmp_path / "out", mtp=True)
     speculator = Speculator(model)

@@ -24,7 +24,11 @@ EMBEDDINGS = ("embeddings.weight", "word_embeddings.weight")
 LAST = ("shared_head.norm.weight", "final_layernorm.weight", "mtp.norm.weight", "mtp.0.norm.weight")
 
 
-def save_with_drafts(case: Case, folder: Path) -> Path:
+NOISE = (0.3, 0.1, 0.03)
+"""Of what hands the embedding on. Each makes drafts of another part of the tokens right."""
+
+
+def save_with_drafts(case: Case, folder: Path, noise: float = NOISE[0]) -> Path:
     """Writes the model of a case in float32 with a module for multi-token prediction beside, and returns the folder.
 
     The next token depends on the last one mostly, since the layers add little. The module hands the embedding of the
@@ -50,7 +54,7 @@ def save_with_drafts(case: Case, folder: Path) -> Path:
             )
         if name.endswith(JOINING):
             width = shapes[name][0]
-            values *= 0.3
+            values *= noise
             if not name.endswith(".h_proj.weight"):
                 values[:, :width] += np.eye(width)
         if name.endswith("embed_tokens.weight"):  # the module's own
