@@ -632,11 +632,12 @@ def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
     """Tracing the first layer of each kind gives what tracing each layer does."""
     rules = parse_config(MIXED.encode(), "mixed", "mixed.yaml") if name == "mixed" else find_config(name)
     keys = ("layer_types", "no_rope_layers", "layers_block_type", "hybrid_override_pattern")
-    lists = {key: case.config[key] for key in keys if case.config.get(key)}
+    more = ("num_attention_heads_per_layer", "indexer_types")
+    lists = {key: case.config[key] for key in (*keys, *more) if case.config.get(key)}
     if "linear_attn_config" in case.config:  # which has lists of the numbers of layers
         lists["layer_types"] = case.hf_config().layer_types
     if kinds := case.config.get("mlp_layer_types"):
-        longer = {key: kinds + kinds[-1:] * 3 for key, kinds in (lists | {"mlp_layer_types": kinds}).items()}
+        longer = {key: each + each[-1:] * 3 for key, each in (lists | {"mlp_layer_types": kinds}).items()}
         longer["num_hidden_layers"] = len(kinds) + 3
     elif lists and case.family not in CORE:
         longer = {key: 2 * kinds for key, kinds in lists.items()}

@@ -89,7 +89,7 @@ EVEN = {
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
-    "gptj": {"num_attention_heads": 2, "rotary_dim": 16},
+    "gptj": {"num_attention_heads": 2, "num_key_value_heads": 2, "rotary_dim": 16},
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
