@@ -75,8 +75,36 @@ class ArraySource(Protocol):
         """Checks that an output was made of the source as it is now; `known` is what its manifest says about it."""
 
 
-class CheckpointArrays:
-    """The arrays of a checkpoint."""
+class IdentifiedArrays:
+    """What arrays have in common whose source has an identity: nothing else tells that it changed, no file of it is
+    hashed, and nothing of it is quantized meanwhile. See `ArraySource`."""
+
+    hashed: Sequence[str] = ()
+
+    def finish_part(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `ArraySource`."""
+        return {}, {}
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return {}
+
+    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+        """See `ArraySource`."""
+
+
+class CheckpointArrays(IdentifiedArrays):
+    """The arrays of a checkpoint. Their chunks have checksums."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
@@ -101,34 +129,10 @@ class CheckpointArrays:
         read_box(self.manifest, name, box, values)
         return values
 
-    hashed: Sequence[str] = ()
-    """Chunks have checksums of their own."""
-
-    def finish_part(self) -> dict[str, str]:
-        """See `ArraySource`."""
-        return {}
-
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the checkpoint was replaced."""
         self.manifest.check_current()
         return dict(self.manifest.raw["source"])
-
-    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See `ArraySource`."""
-        return {}, {}
-
-    @property
-    def stamps(self) -> dict[str, str]:
-        """See `ArraySource`."""
-        return {}
-
-    @property
-    def stamps_for_hosts(self) -> dict[str, str]:
-        """See `ArraySource`."""
-        return {}
-
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
-        """See `ArraySource`: a checkpoint has an identity."""
 
 
 def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:

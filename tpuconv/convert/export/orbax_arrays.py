@@ -7,12 +7,11 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.orbax_tree import TrainedTree
-from tpuconv.convert.export.array_source import array_box
+from tpuconv.convert.export.array_source import IdentifiedArrays, array_box
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.errors import ConfigError
 from tpuconv.layout import Ranges
-from tpuconv.location import Location
 from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.source import CHANGED, Source
@@ -20,7 +19,7 @@ from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 
 
-class OrbaxArrays:
+class OrbaxArrays(IdentifiedArrays):
     """See `tpuconv.convert.export.array_source.ArraySource`. `read` may be called from several threads.
 
     Args:
@@ -88,31 +87,7 @@ class OrbaxArrays:
         """See `ArraySource`. Raises SourceError if it cannot be read."""
         return self.tree.read(self._names[name], array_box(self.manifest.arrays[name], ranges))
 
-    hashed: Sequence[str] = ()
-    """Chunks have checksums of their own."""
-
-    def finish_part(self) -> dict[str, str]:
-        """See `ArraySource`."""
-        return {}
-
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the tree was changed."""
         self.tree.check_unchanged()
         return dict(self.manifest.raw["source"])
-
-    def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See `ArraySource`."""
-        return {}, {}
-
-    @property
-    def stamps(self) -> dict[str, str]:
-        """See `ArraySource`: a tree has an identity."""
-        return {}
-
-    @property
-    def stamps_for_hosts(self) -> dict[str, str]:
-        """See `ArraySource`."""
-        return {}
-
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
-        """See `ArraySource`: a tree has an identity."""

@@ -4,21 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import (
-    ATTENTION,
-    NORM_BIAS,
-    O_BIAS,
-    PLAIN_MLP,
-    PLAIN_MLP_BIAS,
-    PRE_NORM_BIASES,
-    PRE_NORMS,
-    QKV_BIAS,
-    decoder_table,
-    when,
-)
+from tpuconv.models.nemotron import family as nemotron
 from tpuconv.models.registry import Family
 
 
@@ -45,15 +33,7 @@ class Config(DecoderConfig):
     mlp_bias: bool = True
 
 
-TABLE = decoder_table(
-    *PRE_NORMS,
-    *PRE_NORM_BIASES,
-    *ATTENTION,
-    *when("attention_bias", *QKV_BIAS, O_BIAS),
-    *under("mlp", "mlp", *PLAIN_MLP),
-    *under("mlp", "mlp", *when("mlp_bias", *PLAIN_MLP_BIAS)),
-    others=(NORM_BIAS,),
-)
+TABLE = nemotron.TABLE
 
 FAMILY = Family(
     name="jais2",
