@@ -1,5 +1,6 @@
 """Places that are not local: URLs of buckets, and addresses that are refused. The bucket is one in memory."""
 
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from tpuconv.cli import tpuconv as cli
 from tpuconv.errors import BucketError, CorruptOutput, OutputError, SourceError, UsageError
 from tpuconv.location import BucketPath, to_location
 from tpuconv.storage.bucket_journal import BucketJournal
+from tpuconv.storage.sealed import seal
 
 
 def test_urls():
@@ -194,6 +196,20 @@ def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypat
         with pytest.raises(OutputError, match="another process writes"):
             journal.record("u", {})
     assert set(objects(ROOT)) == {"out.tpuconv/claim", "out.tpuconv/plan.done"}
+
+
+def test_an_entry_of_other_keys_is_refused(bucket):
+    with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
+        journal.begin()
+        facts = json.loads(bytes(objects(ROOT)["out.tpuconv/plan.done"]))
+    del facts["hidden"]
+    bucket.put("out.tpuconv/plan.done", seal(facts))
+    with (
+        pytest.raises(OutputError, match="hidden") as e,
+        BucketJournal(to_location(f"{ROOT}/out"), "f") as journal,
+    ):
+        journal.begin()
+    assert "to begin anew" in e.value.hint
 
 
 def test_compressed_arrays(bucket, source, tmp_path):

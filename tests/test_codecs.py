@@ -62,7 +62,7 @@ from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.sources.hub import fetch_config
 from tpuconv.sources.source import open_source
-from tpuconv.verify.logits import reference_logits
+from tpuconv.verify.reference import reference_logits
 
 # Each gives the stored tensors of a weight "w", config.json's description, and the values in float32 by the definition.
 

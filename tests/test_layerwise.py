@@ -17,7 +17,8 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.verify.layerwise import LayerError, compare_layers
-from tpuconv.verify.logits import model_logits, reference_logits
+from tpuconv.verify.logits import model_logits
+from tpuconv.verify.reference import reference_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

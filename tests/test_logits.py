@@ -5,7 +5,11 @@ import pytest
 
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, reference_logits, tokenize
+from tpuconv import api
+from tpuconv.api import evaluation
+from tpuconv.errors import ResourceError
+from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, rounding_gates, tokenize
+from tpuconv.verify.reference import reference_logits
 
 TOKENS, VOCABULARY = 200, 50
 IDS = [[0] * TOKENS]
@@ -48,6 +52,21 @@ def test_what_ties_depends_on_the_reference_and_never_hides_a_wrong_model():
     broken = np.full_like(hf, np.nan)
     assert not are_tied(broken, "bfloat16").any()
     assert "mean_kl is nan" in compare_logits(IDS, [hf], [broken], "bfloat16", DTYPE_GATES["bfloat16"]).failures()[0]
+
+
+def test_in_16_bits_the_gate_is_what_roundings_do_to_the_model():
+    assert rounding_gates("bfloat16", 1e-5) == DTYPE_GATES["bfloat16"]
+    assert rounding_gates("bfloat16", 0.01) == {"top1": 0.99, "mean_kl": 0.02}
+    assert rounding_gates("bfloat16", None) == {"top1": 0.99}
+    assert rounding_gates("float32", None) == DTYPE_GATES["float32"]
+
+
+def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    convert(EXAMPLE, tmp_path / "out")
+    monkeypatch.setattr(evaluation, "available_memory", lambda: (1000, 10**9))
+    with pytest.raises(ResourceError, match=r"takes .* in float32, and 1.00 kB of memory are available") as e:
+        api.compare(tmp_path / "out")
+    assert "--layerwise" in e.value.hint
 
 
 @pytest.mark.slow

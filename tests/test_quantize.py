@@ -57,6 +57,7 @@ from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
+from tpuconv.storage.sealed import seal
 from tpuconv.verify.checksums import check_checkpoint
 
 WITH_EXPERTS = {
@@ -357,6 +358,20 @@ def test_a_damaged_checkpoint_is_not_quantized(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CorruptOutput, match=r"layers\.1\.mlp\.up\.kernel cannot be read"):
         quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"tiles": [1]}, r"has the tiles \[1\] for values of shape \("), ({"rule": 7}, "has rule 7 of ")],
+)
+def test_a_manifest_whose_parts_contradict_each_other_is_refused(change, says, tmp_path):
+    convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "ckpt")
+    quantize(tmp_path / "ckpt", tmp_path / "out", find_config("int8_weight_only"))
+    facts = json.loads((tmp_path / "out" / "tpuconv.json").read_text())
+    next(iter(facts["quantization"]["parameters"].values())).update(change)
+    (tmp_path / "out" / "tpuconv.json").write_bytes(seal(facts))
+    with pytest.raises(CorruptOutput, match=says):
+        read_manifest(tmp_path / "out")
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path):

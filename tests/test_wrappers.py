@@ -19,7 +19,8 @@ from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageEr
 from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import all_families, find_family, get_family
 from tpuconv.verify.layerwise import compare_layers
-from tpuconv.verify.logits import model_logits, reference_logits
+from tpuconv.verify.logits import model_logits
+from tpuconv.verify.reference import reference_logits
 
 WRAPPERS = [family for family in all_families() if family.name in VISION]
 OWN_HEAD = next(case for case in CASES if case.id == "gemma3-own-head")

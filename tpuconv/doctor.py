@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tpuconv import buckets
 from tpuconv.errors import TpuconvError
 from tpuconv.location import SCHEMES, BucketPath, Location
+from tpuconv.memory import available_memory
 from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
@@ -216,14 +217,7 @@ def _devices() -> Item:
 
 
 def _memory() -> Item:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
-    total, available = sizes["MemTotal"], sizes["MemAvailable"]
-    with suppress(OSError, ValueError):  # a container may have less: cgroups, version 2
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        total = min(total, limit)
-        available = min(available, limit - int((group / "memory.current").read_text()))
+    available, total = available_memory()
     facts = {"total": total, "available": available}
     found = f"{format_size(available)} of {format_size(total)} available"
     if available < LOW_MEMORY:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 from tpuconv.errors import ResourceError
@@ -19,6 +20,19 @@ def peak_memory() -> int:
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_memory() -> tuple[int, int]:
+    """How much memory new processes may use, and how much there is, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    with suppress(OSError, ValueError):  # a container may have less: cgroups, version 2
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        total = min(total, limit)
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available, total
 
 
 def check_address_space() -> None:

@@ -102,14 +102,14 @@ def made(tmp_path_factory) -> dict[str, Path]:
 
 
 KILLS = {
-    "convert": (("convert", "new"), None, 200),
-    "convert --overwrite": (("convert", "new"), "other-orbax", 200),
-    "export": (("export", "new-orbax"), None, 150),
-    "export --overwrite": (("export", "new-orbax"), "other-export", 150),
-    "quantize": (("quantize", "new-orbax"), None, 75),
-    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 75),
-    "convert --quantize": (("convert", "new"), None, 75),
-    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 75),
+    "convert": (("convert", "new"), None, 80),
+    "convert --overwrite": (("convert", "new"), "other-orbax", 80),
+    "export": (("export", "new-orbax"), None, 60),
+    "export --overwrite": (("export", "new-orbax"), "other-export", 60),
+    "quantize": (("quantize", "new-orbax"), None, 30),
+    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 30),
+    "convert --quantize": (("convert", "new"), None, 30),
+    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 30),
 }
 
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tpuconv.verify.logits import READ_WITHIN, whole_config
+from tpuconv.verify.reference import READ_WITHIN, whole_config
 
 SIZES = {
     "vocab_size": 101,

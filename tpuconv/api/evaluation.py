@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
+from tpuconv.errors import CorruptOutput, GateError, ResourceError, UsageError, shorten
 from tpuconv.location import Location, local_path, to_location
+from tpuconv.memory import available_memory
 from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
@@ -182,7 +186,8 @@ def compare(
         ckpt: a checkpoint of ours.
         source: the source checkpoint, if it is no longer where it was converted from.
         prompts: texts; a built-in set by default.
-        dtype: to compute in: "auto" (the checkpoint's), "bfloat16" or "float32".
+        dtype: to compute in: "bfloat16", "float32" or "auto", which is float32 too: it holds the weights as they are,
+            and what differs is no rounding of activations.
         mesh: sizes of mesh axes, such as {"tensor": 4}, to run on several devices.
         layerwise: compare a layer at a time, so that neither model is in memory as a whole.
         on_source: called with `Comparison.source_changed` once that is known.
@@ -199,6 +204,7 @@ def compare(
     from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
+    from tpuconv.verify.reference import Reference, reference
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if layerwise and mesh:
@@ -221,14 +227,17 @@ def compare(
         changed = changed_shards(own, origin["shards"])
         on_source(changed)
         ids = tokenized(manifest, own, prompts)
-        compute = manifest.dtype if dtype == "auto" else dtype
+        compute = "float32" if dtype == "auto" else dtype
         if layerwise:
-            layers, reference, ours = compare_layers(
+            progress(Progress("comparing layers"))
+            layers, expected, ours = compare_layers(
                 replace(manifest, folder=folder), source_folder, ids, compute, on_layer
             )
+            theirs = Reference(expected, None)
         else:
+            _check_memory(manifest, compute)
             progress(Progress("running transformers"))
-            reference = logits.reference_logits(source_folder, ids, compute, manifest.returns)
+            theirs = reference(source_folder, ids, compute, manifest.returns)
     if not layerwise:
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
@@ -236,13 +245,13 @@ def compare(
     if manifest.returns:
         gates = {} if manifest.is_rounded else VECTOR_GATES[compute]
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
-            manifest.returns, ids, reference, ours, compute, gates
+            manifest.returns, ids, theirs.logits, ours, compute, gates
         )
     else:
-        gates = logits.DTYPE_GATES[compute]
+        gates = logits.rounding_gates(compute, theirs.rounding_kl)
         if manifest.is_rounded and manifest.quantization:
             gates = manifest.quantization["gates"]
-        statistics = logits.compare_logits(ids, reference, ours, compute, gates)
+        statistics = logits.compare_logits(ids, theirs.logits, ours, compute, gates, theirs.rounding_kl)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["name"]),
@@ -252,6 +261,19 @@ def compare(
         mesh=mesh,
         layers=layers,
     )
+
+
+def _check_memory(manifest: "Manifest", dtype: str) -> None:
+    """Raises ResourceError if transformers' model does not fit in memory: the system would end this process."""
+    need = sum(prod(array.shape) for array in manifest.arrays.values()) * (4 if dtype == "float32" else 2)
+    with suppress(OSError):  # systems without /proc do not say
+        available, _ = available_memory()
+        if need > available:
+            raise ResourceError(
+                f"transformers' model takes {format_size(need)} in {dtype}, and {format_size(available)} of memory are "
+                "available",
+                hint="use --layerwise, which holds one layer" + (", or --dtype bfloat16" if dtype == "float32" else ""),
+            )
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:

@@ -338,7 +338,7 @@ def read_manifest(folder: Location) -> Manifest:
             raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
     if "target" not in raw["options"]:  # others have names of their own for the parts of a parameter
         for name in (raw.get("quantization") or {}).get("parameters", ()):
-            if fault := _parts_fault(name, arrays):
+            if fault := _quantized_fault(name, arrays, raw["quantization"]):
                 raise CorruptOutput(f"{path}: quantization.parameters.{name} {fault}")
     return Manifest(folder, sealed, arrays)
 
@@ -363,13 +363,18 @@ def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
     }
 
 
-def _parts_fault(name: str, arrays: Mapping[str, StoredArray]) -> str | None:
-    """What is impossible in the arrays of a quantized parameter; None if nothing."""
-    parts = [arrays.get(name + suffix) for suffix in (QVALUE, SCALE)]
-    if None in parts:
+def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization: Mapping[str, Any]) -> str | None:
+    """What is impossible in a quantized parameter; None if nothing."""
+    values, scale, facts = arrays.get(name + QVALUE), arrays.get(name + SCALE), quantization["parameters"][name]
+    if values is None or scale is None:
         return "has no quantized values or no scales in arrays"
-    scale = arrays[name + SCALE]
-    return None if "float" in scale.dtype else f"has scales of the dtype {scale.dtype}"
+    if "float" not in scale.dtype:
+        return f"has scales of the dtype {scale.dtype}"
+    if len(facts["tiles"]) != len(values.shape):
+        return f"has the tiles {facts['tiles']} for values of shape {values.shape}"
+    if "rule" in facts and facts["rule"] >= len(quantization["rules"]):
+        return f"has rule {facts['rule']} of {len(quantization['rules'])}"
+    return None
 
 
 @cache

@@ -129,6 +129,14 @@ dtype = click.option(
     help="Dtype of parameters and activations; auto is the checkpoint's.",
 )
 
+comparison_dtype = click.option(
+    "--dtype",
+    type=click.Choice(("auto", "bfloat16", "float32")),
+    default="auto",
+    show_default=True,
+    help="What both models compute in; auto is float32, in which nothing but a fault differs.",
+)
+
 cache_dtype = click.option(
     "--cache-dtype",
     type=click.Choice(["auto", "int8", "float8_e4m3fn"]),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "Check a checkpoint, or compare it with the original.",
     "tpuconv verify",
     "tpuconv verify Qwen3-8B-orbax --compare-hf",
-    "tpuconv verify Qwen3-8B-orbax --compare-hf --dtype float32 --prompts prompts.txt",
+    "tpuconv verify Qwen3-8B-orbax --compare-hf --prompts prompts.txt",
     "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--layerwise", is_flag=True, help="Compare a layer at a time, in the memory of one layer.")
 @click.option("--source", type=Name(), help="Path or Hub id of the source checkpoint, if it moved.")
 @options.prompts
-@options.dtype
+@options.comparison_dtype
 @options.mesh
 @click.option("--benchmark", is_flag=True, help="After the checks, run `tpuconv benchmark` with its default sizes.")
 @click.option(
@@ -189,7 +189,7 @@ def _comparison_table(found: api.Comparison) -> Table:
     for statistic, value, gate in _vector_rows(result) if isinstance(result, VectorStatistics) else _logit_rows(result):
         bound = result.gates.get(gate) if gate else None
         verdict = ("failed", "red") if gate in failed else ("holds", "green")
-        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:g}"))
+        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:.3g}"))
     return table
 
 
@@ -208,12 +208,14 @@ def _vector_rows(result: "VectorStatistics") -> tuple[StatisticRow, ...]:
 
 
 def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
+    rounding = ("mean KL of one rounding in transformers", f"{result.rounding_kl or 0:.3g}", None)
     return (
         ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
         ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
         ("largest logit", f"{result.max_abs_logit:.4g}", None),
         ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
         ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
+        *((rounding,) if result.rounding_kl is not None else ()),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
         ("same most likely token", f"{100 * result.top1:.2f}%", None),
         (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),

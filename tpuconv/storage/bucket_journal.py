@@ -28,7 +28,7 @@ import re
 import secrets
 import threading
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tpuconv import buckets
 from tpuconv.buckets import ABSENT_OBJECT, ConditionLost
@@ -37,7 +37,7 @@ from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
-from tpuconv.storage.journal import JournalEntries, State, exists_already, unfinished
+from tpuconv.storage.journal import ENTRY_SCHEMAS, JournalEntries, State, exists_already, unfinished
 from tpuconv.storage.sinks import BucketSink, is_mark
 
 HEARTBEAT_SECONDS = 60
@@ -51,6 +51,8 @@ BY = "tpuconv"
 
 class BucketJournal(JournalEntries):
     """The work objects of one output; see `Journal` for the arguments."""
+
+    entry_schemas: ClassVar[Mapping[str, Any]] = {**ENTRY_SCHEMAS, "plan": {**ENTRY_SCHEMAS["plan"], "hidden": bool}}
 
     def __init__(
         self, out: BucketPath, fingerprint: str, facts: Mapping[str, Any] | None = None, *, overwrite: bool = False

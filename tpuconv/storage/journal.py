@@ -33,7 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.jsonfile import check, parse, read_bytes
@@ -72,6 +72,8 @@ class State(Enum):
 class JournalEntries(ABC):
     """The entries of a journal, wherever they are kept."""
 
+    entry_schemas: ClassVar[Mapping[str, Any]] = ENTRY_SCHEMAS
+
     @property
     @abstractmethod
     def work(self) -> Location:
@@ -98,7 +100,7 @@ class JournalEntries(ABC):
             facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
             if facts[ENTRY_KEY] != part or sealed.seal_of(data) is None:
                 raise OutputError(f"{path} was changed, or is of another version of tpuconv")
-            return dict(check(facts, ENTRY_SCHEMAS.get(part, schema), str(path), OutputError))
+            return dict(check(facts, self.entry_schemas.get(part, schema), str(path), OutputError))
         except OutputError as e:
             raise OutputError(e.message, hint=f"move {self.work} away, and run again to begin anew") from None
 

@@ -25,7 +25,7 @@ from tpuconv.mapping.table import MappingTable
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.sources.source import open_source
-from tpuconv.verify.logits import empty_weights, reference_class, reference_config
+from tpuconv.verify.reference import empty_weights, reference_class, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """The largest error of a layer on the reference's input, by dtype. Rounding gives about 1e-6 in float32 and 1e-2 in the
