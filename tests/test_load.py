@@ -18,6 +18,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.sharding import partition
+from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.sealed import take_in
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -176,3 +177,14 @@ def test_the_package_has_no_other_attributes():
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         tpuconv.lode  # noqa: B018
     assert Path(tpuconv.__file__).name == "__init__.py"
+
+
+def test_a_cpu_takes_a_large_array_without_a_copy():
+    values = aligned_array([3, 1 << 20], np.dtype(np.float32))
+    values[:] = 1
+    place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    array = jax.make_array_from_callback(values.shape, place, lambda _: values)
+    assert array.unsafe_buffer_pointer() == values.ctypes.data
+    changed = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert (values == 1).all()
+    assert (np.asarray(changed) == 2).all()
