@@ -133,7 +133,11 @@ def compare_checkpoints(
     from tpuconv.verify.logits import DTYPE_GATES
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
     from tpuconv.verify.tasks import TaskDifference, TaskList
+    from tpuconv.verify.windows import check_stride
 
+    chosen = stride if stride is not None else max(1, length // 2)
+    if text is not None:
+        check_stride(length, chosen)
     to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit, chat_template)
     if tasks:
         to_do.check()
@@ -146,7 +150,6 @@ def compare_checkpoints(
     first, second = manifests
     check_cache_dtype(second, cache_dtype)
     tensors = tensor_differences(first, second)
-    chosen = stride if stride is not None else max(1, length // 2)
     windows = _windows(first, prompts, None if text is None else Path(text), length, chosen)
     compute = first.dtype if dtype == "auto" else dtype
     if gates is None and second.is_rounded and second.quantization:

@@ -27,6 +27,15 @@ class Window:
         return self.ids[self.first :]
 
 
+def check_stride(length: int, stride: int) -> None:
+    """Raises UsageError if windows of `length` tokens cannot begin `stride` tokens after each other."""
+    if not 0 < stride < length:
+        raise UsageError(
+            f"a stride of {stride} does not fit windows of {length} tokens",
+            hint="it must be from 1 to the length less 1",
+        )
+
+
 def windows(ids: Sequence[int], length: int, stride: int) -> list[Window]:
     """Returns the windows of a text: each begins `stride` tokens after the one before it.
 
@@ -38,13 +47,9 @@ def windows(ids: Sequence[int], length: int, stride: int) -> list[Window]:
     Raises:
         UsageError: the text is too short, or the stride does not fit the length.
     """
+    check_stride(length, stride)
     if len(ids) < 2:
         raise UsageError("the text is shorter than two tokens", hint="give a longer text")
-    if not 0 < stride < length:
-        raise UsageError(
-            f"a stride of {stride} does not fit windows of {length} tokens",
-            hint="it must be from 1 to the length less 1",
-        )
     out: list[Window] = []
     predicted = 1  # tokens that have been, the first one aside
     for start in range(0, len(ids), stride):
