@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import StateConfig
-from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
 from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
@@ -31,6 +31,7 @@ class Config(deepseek_v3.Config, StateConfig):
         "num_mtp_layers": "num_nextn_predict_layers",
         "short_conv_kernel_size": "linear_conv_kernel_dim",
     }
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 
     vocab_size: int = 157184
     hidden_size: int = 2560
@@ -54,14 +55,15 @@ class Config(deepseek_v3.Config, StateConfig):
     kda_lower_bound: float = -5.0
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `StateConfig.from_hf`. In files without `linear_head_dim`, `head_dim` is that of linear attention.
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `StateConfig.in_our_keys`. In files without `linear_head_dim`, `head_dim` is that of linear attention.
         transformers writes a `rope_theta` that has no effect beside that of `rope_parameters`."""
-        check_rope_keys(raw)
+        out = super().in_our_keys(raw)
         if "rope_theta" in (raw.get("rope_parameters") or {}):
-            raw = {key: value for key, value in raw.items() if key != "rope_theta"}
-        heads = {"linear_head_dim": raw["head_dim"]} if raw.get("head_dim") is not None else {}
-        return super().from_hf({**heads, **{key: value for key, value in raw.items() if key != "head_dim"}})
+            out.pop("rope_theta", None)
+        if raw.get("head_dim") is not None:
+            out.setdefault("linear_head_dim", raw["head_dim"])
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -33,6 +33,7 @@ class Config(PatternConfig):
     }
     least: ClassVar = {"num_shared_experts": 0, "first_k_dense_replace": 0}
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"has_rms_norms"}
+    nullable: ClassVar[frozenset[str]] = frozenset({"rms_norm_eps"})
 
     vocab_size: int = 256000
     hidden_size: int = 8192
@@ -65,9 +66,8 @@ class Config(PatternConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        given = {key: value for key, value in raw.items() if key != "rms_norm_eps" or value is not None}
-        config = super().from_hf(given)
-        if "rms_norm_eps" in given:
+        config = super().from_hf(raw)
+        if raw.get("rms_norm_eps") is not None:
             return replace(config, has_rms_norms=True)
         return replace(config, rms_norm_eps=config.layer_norm_eps)
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.qwen3_moe.family import with_num_experts
 from tpuconv.models.registry import Family
 
 
@@ -18,6 +17,7 @@ class Config(PatternConfig):
     it have rotary positions. `intermediate_size` has no effect, since no layer is dense."""
 
     model_type: ClassVar[str] = "kolibri1"
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     full_every: ClassVar[int] = 5
 
     vocab_size: int = 128000
@@ -38,15 +38,6 @@ class Config(PatternConfig):
     rope: Rope = PLAIN_ROPE
     sliding_window: int | None = 513
     layer_types: tuple[str, ...] | None = None
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads the other name of `num_experts`."""
-        return super().from_hf(with_num_experts(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(with_num_experts(raw))
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

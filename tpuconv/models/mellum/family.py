@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp
 from tpuconv.models.common.windows import TwoRopesConfig
-from tpuconv.models.qwen3_moe.family import MOE_ROWS, with_num_experts
+from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
 MELLUM_ROPE = Rope(theta=500_000.0)
@@ -31,7 +31,9 @@ class Config(TwoRopesConfig):
     experts."""
 
     model_type: ClassVar[str] = "mellum"
-    least: ClassVar[Mapping[str, int]] = {"num_nextn_predict_layers": 0}
+    least: ClassVar[Mapping[str, int]] = {"num_mtp_layers": 0}
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+    aliases: ClassVar[Mapping[str, str]] = {"num_nextn_predict_layers": "num_mtp_layers"}
     full_every: ClassVar[int] = 1
 
     vocab_size: int = 98304
@@ -54,19 +56,9 @@ class Config(TwoRopesConfig):
     sliding_window: int | None = 1024
     layer_types: tuple[str, ...] | None = None
     mlp_layer_types: tuple[str, ...] | None = None
-    num_nextn_predict_layers: int | None = None
+    num_mtp_layers: int | None = None
     mtp_layer_types: tuple[str, ...] | None = None
     mtp_mlp_layer_types: tuple[str, ...] | None = None
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads the other names of `num_experts` and of the number of layers that
-        predict further tokens."""
-        return super().from_hf(_renamed(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_renamed(raw))
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -97,13 +89,6 @@ class Config(TwoRopesConfig):
     def some_dense(self) -> bool:
         """Whether a layer has an MLP instead of experts."""
         return not self.all_experts
-
-
-def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json with one name for each key that has two."""
-    out = with_num_experts(raw)
-    layers = out.pop("num_mtp_layers", None)
-    return out if layers is None else {"num_nextn_predict_layers": layers, **out}
 
 
 TABLE = decoder_table(

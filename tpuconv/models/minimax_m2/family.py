@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -40,11 +40,11 @@ class Config(PartialRopeConfig):
     rotary_dim: int | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        rotary, head = raw.get("rotary_dim"), raw.get("head_dim", cls.head_dim)
-        if type(rotary) is int and type(head) is int and head > 0 and raw.get("partial_rotary_factor") is None:
-            raw = {**raw, "partial_rotary_factor": rotary / head}
-        return super().from_hf(raw)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out, rotary, head = super().in_our_keys(raw), raw.get("rotary_dim"), raw.get("head_dim", cls.head_dim)
+        if type(rotary) is int and type(head) is int and head > 0:
+            out.setdefault("partial_rotary_factor", rotary / head)
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

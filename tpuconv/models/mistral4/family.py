@@ -26,6 +26,7 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     tied: ClassVar[bool] = True
     only: ClassVar = {"topk_method": (None, "greedy", "group_limited_greedy"), "scoring_func": ("softmax",)}
     least: ClassVar = {"first_k_dense_replace": 0}
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {"llama_4_scaling_beta"}
     default_rope: ClassVar[Mapping[str, Any]] = {
         "rope_type": MISTRAL4_ROPE.type,
@@ -57,13 +58,6 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     max_position_embeddings: int = 1048576
     rope: Rope = MISTRAL4_ROPE
     llama_4_scaling_beta: float = 0.1
-
-    @classmethod
-    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As `WrapperConfig.text_of`, without `head_dim`, which transformers computes anew."""
-        text = super().text_of(raw)
-        text.pop("head_dim", None)
-        return text
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

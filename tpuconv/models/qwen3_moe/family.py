@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from tpuconv.errors import ConfigError
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -28,6 +27,7 @@ class Config(DecoderConfig):
     all layers."""
 
     model_type: ClassVar[str] = "qwen3_moe"
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
 
     vocab_size: int = 151936
@@ -51,15 +51,6 @@ class Config(DecoderConfig):
     sliding_window: int | None = 4096
     max_window_layers: int | None = None
     attention_bias: bool = False
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads `num_local_experts`."""
-        return super().from_hf(with_num_experts(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys({key: value for key, value in raw.items() if key != "num_local_experts"})
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -92,19 +83,6 @@ class Config(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
-
-
-def with_num_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json with `num_experts`, which transformers 5 writes as `num_local_experts`.
-
-    Raises:
-        ConfigError: it has both, and they differ.
-    """
-    out = dict(raw)
-    newer = out.pop("num_local_experts", None)
-    if newer is not None and out.setdefault("num_experts", newer) != newer:
-        raise ConfigError(f"config.json: num_experts={out['num_experts']!r}, num_local_experts={newer!r}")
-    return out
 
 
 MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
