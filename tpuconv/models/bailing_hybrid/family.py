@@ -8,7 +8,6 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
@@ -68,7 +67,6 @@ class Config(deepseek_v3.Config, StateConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.contradictions_of_kinds()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
         if self.q_lora_rank is not None:
             yield f"q_lora_rank={self.q_lora_rank}, but queries of {self.model_type} have no latent vector"
 
@@ -80,15 +78,9 @@ class Config(deepseek_v3.Config, StateConfig):
         return tuple("linear_attention" if i % self.layer_group_size else "full_attention" for i in layers)
 
     @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        return self.mlp_layer_types or mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
-
-    @property
     def axes(self) -> dict[str, Any]:
         return {
             **super().axes,
-            **layers_by_mlp(self.mlp_kinds),
             "f": self.layers_of("full_attention"),
             "l": self.layers_of("linear_attention"),
             "n": self.linear_num_heads or self.num_attention_heads,

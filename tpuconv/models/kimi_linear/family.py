@@ -77,9 +77,6 @@ class Config(deepseek_v3.Config, StateConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.contradictions_of_kinds()
-        kinds = self.mlp_layer_types
-        if kinds is not None and (len(kinds) != self.num_hidden_layers or set(kinds) - {"dense", "sparse"}):
-            yield f"mlp_layer_types is not 'dense' or 'sparse' for each of {self.num_hidden_layers} layers"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -99,12 +96,8 @@ class Config(deepseek_v3.Config, StateConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        axes, kinds = super().axes, self.mlp_layer_types
-        if kinds is not None:
-            axes |= {"I": tuple(i for i, kind in enumerate(kinds) if kind == "dense")}
-            axes |= {"J": tuple(i for i, kind in enumerate(kinds) if kind == "sparse")}
         return {
-            **axes,
+            **super().axes,
             "f": self.layers_of("full_attention"),
             "l": self.layers_of("linear_attention"),
             "n": self.linear_num_heads,

@@ -1,18 +1,19 @@
 """Kolibri 1: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(PatternConfig):
+class Config(ChosenExperts, PatternConfig):
     """The keys of config.json. Without `layer_types` every fifth layer sees all tokens. With a window, only layers with
     it have rotary positions. `intermediate_size` has no effect, since no layer is dense."""
 
@@ -39,19 +40,9 @@ class Config(PatternConfig):
     sliding_window: int | None = 513
     layer_types: tuple[str, ...] | None = None
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
     def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.shared_expert_intermediate_size,
-        }
+        return {**super().axes, "W": self.shared_expert_intermediate_size}
 
     @property
     def has_shared_experts(self) -> bool:

@@ -1,8 +1,8 @@
 """Mellum 2: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
@@ -16,7 +16,7 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import TwoRopesConfig
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
@@ -26,7 +26,7 @@ MELLUM_ROPE = Rope(theta=500_000.0)
 
 
 @dataclass(frozen=True)
-class Config(TwoRopesConfig):
+class Config(ChosenExperts, MixedMLPs, TwoRopesConfig):
     """The keys of config.json. Without `layer_types` all layers see all tokens, without `mlp_layer_types` all have
     experts."""
 
@@ -59,36 +59,6 @@ class Config(TwoRopesConfig):
     num_mtp_layers: int | None = None
     mtp_layer_types: tuple[str, ...] | None = None
     mtp_mlp_layer_types: tuple[str, ...] | None = None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        return ("sparse",) * self.num_hidden_layers if self.mlp_layer_types is None else self.mlp_layer_types
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            **layers_by_mlp(self.mlp_kinds),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
 
 
 TABLE = decoder_table(

@@ -1,8 +1,8 @@
 """Qwen3, mixture of experts: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
@@ -18,11 +18,12 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, MixedMLPs, DecoderConfig):
     """The keys of config.json. `max_window_layers` has no effect, other than in the dense Qwen3: the window applies to
     all layers."""
 
@@ -52,33 +53,9 @@ class Config(DecoderConfig):
     max_window_layers: int | None = None
     attention_bias: bool = False
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
-    def axes(self) -> dict[str, Any]:
-        dense = set(self.mlp_only_layers or ())
-        layers = range(self.num_hidden_layers)
-        sparse = {i: None for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0}
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "I": tuple(i for i in layers if i not in sparse),
-            "J": tuple(sparse),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
+    def mlp_kinds(self) -> tuple[str, ...]:
+        return stepped_mlp_kinds(self.mlp_only_layers or (), self.decoder_sparse_step, self.num_hidden_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
