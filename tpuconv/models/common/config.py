@@ -336,6 +336,14 @@ class ConfigReport:
     ignored: tuple[IgnoredKey, ...]
 
 
+def faults_of_kinds(key: str, kinds: Collection[str], layers: int, known: Collection[str]) -> Iterator[str]:
+    """Yields a sentence for each fault of a list with the kind of each layer, such as `layer_types`."""
+    if len(kinds) != layers:
+        yield f"{key} has {len(kinds)} entries for num_hidden_layers={layers}"
+    if unknown := set(kinds) - set(known):
+        yield f"{key} has the unknown {', '.join(map(repr, sorted(unknown)))}"
+
+
 def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
     return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})

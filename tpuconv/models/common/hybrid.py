@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Entries of `layer_types` in files of older releases of transformers."""
@@ -36,11 +36,9 @@ class StateConfig(DecoderConfig):
         yield from self.contradictions_of_kinds()
 
     def contradictions_of_kinds(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction between the kinds of layers."""
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {self.state_kind, *self.other_kinds}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        """Returns a sentence for each contradiction between the kinds of layers."""
+        known = (self.state_kind, *self.other_kinds)
+        return faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, known)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -4,13 +4,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+
+MLP_KINDS = {"I": "dense", "J": "sparse"}
+"""The letters of the layers of each of the `mlp_layer_types`."""
 
 
 class ChosenExperts:
     """A decoder with experts, of which each token uses `num_experts_per_tok`. Their width is `moe_intermediate_size`;
-    in families without this key, `intermediate_size`. A family's Config derives from this class and from another, in
-    this order.
+    in families without this key, `intermediate_size`. That of the one that every token uses, where there is one, is
+    `shared_expert_intermediate_size`. A family's Config derives from this class and from another, in this order.
 
     Class attribute: `experts_key` is the field with the number of experts.
     """
@@ -19,6 +22,7 @@ class ChosenExperts:
 
     intermediate_size: int
     moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
     num_experts_per_tok: int
 
     def contradictions(self) -> Iterator[str]:
@@ -31,8 +35,9 @@ class ChosenExperts:
     @property
     def axes(self) -> dict[str, Any]:
         """See `DecoderConfig.axes`."""
-        width = self.moe_intermediate_size or self.intermediate_size
-        return {**super().axes, "E": getattr(self, self.experts_key), "M": width}  # type: ignore[misc]
+        width, shared = self.moe_intermediate_size or self.intermediate_size, self.shared_expert_intermediate_size
+        sizes = {"E": getattr(self, self.experts_key), "M": width} | ({} if shared is None else {"W": shared})
+        return {**super().axes, **sizes}  # type: ignore[misc]
 
 
 class MixedMLPs:
@@ -47,7 +52,7 @@ class MixedMLPs:
     def contradictions(self) -> Iterator[str]:
         """See `DecoderConfig.contradictions`."""
         yield from super().contradictions()  # type: ignore[misc]
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -123,17 +128,8 @@ def stepped_mlp_kinds(dense: Collection[int], step: int, layers: int) -> tuple[s
 def layers_by_mlp(kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Returns the numbers of the layers with a dense MLP (I) and of those with experts (J)."""
     return {
-        letter: tuple(layer for layer, kind in enumerate(kinds) if kind == name)
-        for letter, name in (("I", "dense"), ("J", "sparse"))
+        letter: tuple(layer for layer, kind in enumerate(kinds) if kind == name) for letter, name in MLP_KINDS.items()
     }
-
-
-def contradictions_of_mlps(kinds: tuple[str, ...], layers: int) -> Iterator[str]:
-    """Yields a sentence for each fault of `mlp_layer_types`."""
-    if len(kinds) != layers:
-        yield f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={layers}"
-    if unknown := set(kinds) - {"dense", "sparse"}:
-        yield f"mlp_layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
 
 
 def contradictions_of_groups(config: Any) -> Iterator[str]:

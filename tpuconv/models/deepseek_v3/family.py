@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
-from tpuconv.models.common.sparse import MixedMLPs, contradictions_of_groups, contradictions_of_mlps, layers_by_mlp
+from tpuconv.models.common.sparse import MLP_KINDS, MixedMLPs, contradictions_of_groups, layers_by_mlp
 from tpuconv.models.registry import Family
 
 
@@ -67,7 +67,7 @@ class Config(MixedMLPs, DecoderConfig):
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
         yield from contradictions_of_groups(self)
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
 from tpuconv.models.registry import Family
@@ -113,14 +113,8 @@ class Config(DecoderConfig):
         heads, groups = self.num_attention_heads, self.o_groups
         if heads % groups:
             yield f"num_attention_heads={heads} is not a multiple of o_groups={groups}"
-        for name, kinds, known in (
-            ("layer_types", self.kinds, set(RATIOS.values())),
-            ("mlp_layer_types", self.mlp_kinds, {HASHED, SCORED}),
-        ):
-            if len(kinds) != self.num_hidden_layers:
-                yield f"{name} has {len(kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-            if unknown := set(kinds) - known:
-                yield f"{name} has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, RATIOS.values())
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, (HASHED, SCORED))
         if self.rope_dim % 2 or not 0 < self.rope_dim <= min(self.head_dim, self.index_head_dim):
             yield f"qk_rope_head_dim={self.rope_dim} is not an even part of head_dim and index_head_dim"
         if self.num_experts_per_tok > self.n_routed_experts:

@@ -1,7 +1,8 @@
 """Flint: config and mapping table."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -17,7 +18,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
@@ -28,6 +29,7 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
     tokens; only layers with the window have rotary positions. Without `mlp_only_layers` the first two are dense."""
 
     model_type: ClassVar[str] = "flint"
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
     vocab_size: int = 150144
     hidden_size: int = 2048
@@ -65,17 +67,9 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
         return stepped_mlp_kinds(dense, self.decoder_sparse_step, self.num_hidden_layers)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_expert_intermediate_size}
-
-    @property
     def has_shared_experts(self) -> bool:
         """Whether there is an expert that every token uses."""
         return True
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 TABLE = decoder_table(

@@ -9,7 +9,7 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, decoder_table, when
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import Family
 
@@ -24,6 +24,7 @@ class Config(PatternConfig):
 
     model_type: ClassVar[str] = "gemma4_text"
     full_every: ClassVar[int] = 6
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     left_out: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
     only: ClassVar = {
@@ -128,10 +129,6 @@ class Config(PatternConfig):
     @property
     def rope_dims(self) -> tuple[int, ...]:
         return tuple(self.axes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.registry import Family
 
 GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -74,10 +75,7 @@ class Config(ChosenExperts, DecoderConfig):
             yield f"swiglu_limit={self.swiglu_limit} is not positive"
         if self.layer_types is None:
             return
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.layer_types, self.num_hidden_layers, WINDOW_KINDS)
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             yield "layer_types has 'sliding_attention' with sliding_window=None"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -39,10 +39,6 @@ class Config(ChosenExperts, PatternConfig):
     rope: Rope = PLAIN_ROPE
     sliding_window: int | None = 513
     layer_types: tuple[str, ...] | None = None
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_expert_intermediate_size}
 
     @property
     def has_shared_experts(self) -> bool:

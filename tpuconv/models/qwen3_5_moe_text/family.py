@@ -1,7 +1,7 @@
 """Qwen3.5 with experts, the text model: config and mapping table."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.mrope import MropeConfig
@@ -47,10 +47,6 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     linear_num_value_heads: int = 32
     layer_types: tuple[str, ...] | None = None
     full_attention_interval: int = 4
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_expert_intermediate_size}
 
 
 def text_table(variant: str, *experts: Map) -> MappingTable:

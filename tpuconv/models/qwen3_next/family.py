@@ -104,10 +104,6 @@ class Config(ChosenExperts, MixedMLPs, HybridConfig):
     def mlp_kinds(self) -> tuple[str, ...]:
         return stepped_mlp_kinds(self.mlp_only_layers or (), self.decoder_sparse_step, self.num_hidden_layers)
 
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_expert_intermediate_size}
-
 
 QUERIES_GATES = {
     "kernel": Map("self_attn.q_proj.weight", ("attn.q.kernel", "attn.gate.kernel"), "(N (H + H)) D -> D N H, D N H"),
