@@ -18,8 +18,7 @@ LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config, StateConfig):
-    """The keys of config.json. Rotary positions have no effect: there are none. Nor has
-    `head_dim`."""
+    """The keys of config.json. There are no rotary positions, and `head_dim` has no effect."""
 
     model_type: ClassVar[str] = "kimi_linear"
     only: ClassVar = {
