@@ -76,6 +76,14 @@ def test_a_newer_name_of_a_key_is_no_ignored_one() -> None:
     assert report({"model_type": "qwen3_moe", "num_local_experts": 128}).ignored == ()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"), [("deepseek_v2", "topk_method"), ("axk2", "n_group"), ("mimo_v2_flash", "n_shared_experts"),
+                            ("glm4", "partial_rotary_factor"), ("bamba", "time_step_limit")],
+)  # fmt: skip
+def test_a_null_that_is_as_good_as_absent(model_type: str, key: str) -> None:
+    assert report({"model_type": model_type, key: None}) == report({"model_type": model_type})
+
+
 def test_a_user_lets_a_key_through() -> None:
     raw = {"model_type": "llama", "sliding_window": 5, "hidden_act": "gelu"}
     with pytest.raises(UnsupportedConfig, match="--allow-config sliding_window --allow-config hidden_act"):

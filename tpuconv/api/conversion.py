@@ -16,7 +16,7 @@ from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.convert.plan.types import Plan
+    from tpuconv.convert.plan.types import Options, Plan
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.quantize.config import QuantConfig
 
@@ -83,27 +83,13 @@ def convert(
             read.
     """
     from tpuconv.checkpoint.manifest import OWN_TARGET
-    from tpuconv.convert.plan.types import Options
     from tpuconv.convert.run.sizing import Limits
-    from tpuconv.sources.adapter import read_adapter
     from tpuconv.sources.damaged import DamagedDownload
 
     place = to_location(out) if out else None
     rules = find_rules(quantize, encoding)
-    adapters = tuple(map(read_adapter, adapter))
-    options = Options(
-        dtype,
-        scan_layers,
-        layers,
-        include_mtp,
-        encoding,
-        compress,
-        allow_nonfinite,
-        tuple(allow_config),
-        target,
-        adapters,
-        scheme,
-    )
+    form = (dtype, scan_layers, layers, include_mtp, encoding, compress)
+    options = _options(*form, allow_nonfinite, allow_config, target, adapter, scheme)
     limits = Limits.of_this_machine(jobs, max_memory)
     fetched_again: set[tuple[Path, ...]] = set()
     origin = Origin(str(src), revision, keep_source, workspace)
@@ -149,27 +135,43 @@ def plan(
     Raises:
         TpuconvError: the source cannot be read or its architecture is not supported.
     """
-    from tpuconv.convert.plan.types import Options
-    from tpuconv.sources.adapter import read_adapter
-
     rules = find_rules(quantize, encoding)
-    adapters = tuple(map(read_adapter, adapter))
-    options = Options(
-        dtype,
-        scan_layers,
-        layers,
-        include_mtp,
-        encoding,
-        compress,
-        allow_nonfinite,
-        tuple(allow_config),
-        target,
-        adapters,
-        scheme,
-    )
+    form = (dtype, scan_layers, layers, include_mtp, encoding, compress)
+    options = _options(*form, allow_nonfinite, allow_config, target, adapter, scheme)
     origin = Origin(str(src), revision, keep_source, workspace)
     with planned_conversion(origin, options, rules, runs=False, progress=progress) as planned:
         return ConversionPlan.sized(planned, rules, max_memory, jobs)
+
+
+def _options(
+    dtype: str,
+    scan_layers: bool,
+    layers: range | None,
+    include_mtp: bool,
+    encoding: str,
+    compress: bool,
+    allow_nonfinite: bool,
+    allow_config: Sequence[str],
+    target: str,
+    adapter: Sequence[str],
+    scheme: str | None,
+) -> "Options":
+    from tpuconv.convert.plan.types import Options
+    from tpuconv.sources.adapter import read_adapter
+
+    return Options(
+        dtype=dtype,
+        scan_layers=scan_layers,
+        layers=layers,
+        include_mtp=include_mtp,
+        encoding=encoding,
+        compress=compress,
+        allow_nonfinite=allow_nonfinite,
+        allow_config=tuple(allow_config),
+        target=target,
+        adapters=tuple(map(read_adapter, adapter)),
+        scheme=scheme,
+    )
 
 
 def plan_quantization(

@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.registry import Family
 
 
@@ -28,6 +28,7 @@ class Config(SparseConfig, PatternConfig):
     layers with the window have rotary positions. Experts are chosen among all, and their weights are normalized."""
 
     model_type: ClassVar[str] = "afmoe"
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
     least: ClassVar = {"first_k_dense_replace": 0}
     hf_names: ClassVar[Mapping[str, str]] = {
         "n_routed_experts": "num_experts",
@@ -66,10 +67,6 @@ class Config(SparseConfig, PatternConfig):
     def full_every(self) -> int:  # type: ignore[override]
         """The last of as many layers sees all tokens."""
         return self.global_attn_every_n_layers
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 TABLE = decoder_table(

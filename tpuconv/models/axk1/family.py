@@ -1,12 +1,11 @@
 """A.X K1: config and mapping table."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_IGNORE, SHARED_EXPERT_ROWS, decoder_table
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import Family
 
@@ -42,21 +41,6 @@ class Config(deepseek_v3.Config):
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
         """Returns a parsed config.json that says whether routers have corrections."""
         return {**raw, CORRECTED: any(name.endswith(("_correction_bias", "router.correction")) for name in tensors)}
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types
-        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, **layers_by_mlp(self.mlp_kinds)}
 
 
 TABLE = decoder_table(

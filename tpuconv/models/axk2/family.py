@@ -1,8 +1,7 @@
 """A.X K2: config and mapping table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
@@ -10,15 +9,14 @@ from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import Family
 
-GROUPS = ("n_group", "topk_group")
-"""Keys that are null where experts are chosen among all."""
-
 
 @dataclass(frozen=True)
 class Config(deepseek_v32.Config):
-    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense."""
+    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense. Numbers of
+    groups are null where experts are chosen among all."""
 
     model_type: ClassVar[str] = "axk2"
+    nullable: ClassVar[frozenset[str]] = frozenset({"n_group", "topk_group"})
 
     vocab_size: int = 163840
     hidden_size: int = 2048
@@ -40,11 +38,6 @@ class Config(deepseek_v32.Config):
     max_position_embeddings: int = 131072
     index_n_heads: int = 16
     gated_norm_rank: int = 16
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Numbers of groups may be null."""
-        return super().from_hf({key: value for key, value in raw.items() if key not in GROUPS or value is not None})
 
     @property
     def axes(self) -> dict[str, Any]:

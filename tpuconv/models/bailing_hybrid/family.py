@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import StateConfig
-from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
@@ -31,6 +30,7 @@ class Config(deepseek_v3.Config, StateConfig):
         "num_mtp_layers": "num_nextn_predict_layers",
         "short_conv_kernel_size": "linear_conv_kernel_dim",
     }
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 
     vocab_size: int = 157184
     hidden_size: int = 2560
@@ -54,19 +54,19 @@ class Config(deepseek_v3.Config, StateConfig):
     kda_lower_bound: float = -5.0
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `StateConfig.from_hf`. In files without `linear_head_dim`, `head_dim` is that of linear attention.
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `StateConfig.in_our_keys`. In files without `linear_head_dim`, `head_dim` is that of linear attention.
         transformers writes a `rope_theta` that has no effect beside that of `rope_parameters`."""
-        check_rope_keys(raw)
+        out = super().in_our_keys(raw)
         if "rope_theta" in (raw.get("rope_parameters") or {}):
-            raw = {key: value for key, value in raw.items() if key != "rope_theta"}
-        heads = {"linear_head_dim": raw["head_dim"]} if raw.get("head_dim") is not None else {}
-        return super().from_hf({**heads, **{key: value for key, value in raw.items() if key != "head_dim"}})
+            out.pop("rope_theta", None)
+        if raw.get("head_dim") is not None:
+            out.setdefault("linear_head_dim", raw["head_dim"])
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.contradictions_of_kinds()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
         if self.q_lora_rank is not None:
             yield f"q_lora_rank={self.q_lora_rank}, but queries of {self.model_type} have no latent vector"
 
@@ -78,15 +78,9 @@ class Config(deepseek_v3.Config, StateConfig):
         return tuple("linear_attention" if i % self.layer_group_size else "full_attention" for i in layers)
 
     @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        return self.mlp_layer_types or mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
-
-    @property
     def axes(self) -> dict[str, Any]:
         return {
             **super().axes,
-            **layers_by_mlp(self.mlp_kinds),
             "f": self.layers_of("full_attention"),
             "l": self.layers_of("linear_attention"),
             "n": self.linear_num_heads or self.num_attention_heads,

@@ -1,8 +1,7 @@
 """Bamba: config and mapping table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
@@ -18,6 +17,7 @@ class Config(MambaConfig, PartialRopeConfig):
     unless `rope_parameters` says otherwise. `partial_rotary_factor` has no effect outside of them."""
 
     model_type: ClassVar[str] = "bamba"
+    left_out: ClassVar[frozenset[str]] = frozenset({"partial_rotary_factor"})
 
     vocab_size: int = 128000
     hidden_size: int = 4096
@@ -44,10 +44,6 @@ class Config(MambaConfig, PartialRopeConfig):
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_hf({key: value for key, value in raw.items() if key != "partial_rotary_factor"})
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import Family
 
@@ -35,6 +35,7 @@ class Config(SparseConfig, PatternConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"n_routed_experts": "num_experts"}
     derived: ClassVar[frozenset[str]] = SparseConfig.derived | {"n_shared_experts", "first_k_dense_replace"}
     full_every: ClassVar[int] = 6
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
     vocab_size: int = 151936
     hidden_size: int = 5120
@@ -75,10 +76,6 @@ class Config(SparseConfig, PatternConfig):
     @property
     def kinds(self) -> tuple[str, ...]:
         return super().kinds if self.layer_types is not None else (*super().kinds[:-1], "full_attention")
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
     @property
     def unscannable(self) -> str:

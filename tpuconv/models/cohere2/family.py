@@ -7,7 +7,7 @@ from typing import ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.registry import Family
 
 
@@ -24,6 +24,7 @@ class Config(PatternConfig):
         "rotary_pct": (1.0,),
     }
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
     vocab_size: int = 256000
     hidden_size: int = 8192
@@ -52,10 +53,6 @@ class Config(PatternConfig):
     def full_every(self) -> int:  # type: ignore[override]
         """The last of as many layers sees all tokens."""
         return self.sliding_window_pattern
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 TABLE = decoder_table(

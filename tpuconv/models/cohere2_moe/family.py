@@ -1,6 +1,6 @@
 """Cohere 2, mixture of experts: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -16,13 +16,13 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(PatternConfig):
+class Config(ChosenExperts, MixedMLPs, PatternConfig):
     """The keys of config.json. The first `first_k_dense_replace` layers are dense, with their own pattern of windows.
     `intermediate_size` is the width of one expert. If there is an `rms_norm_eps`, norms are RMS norms."""
 
@@ -33,6 +33,7 @@ class Config(PatternConfig):
     }
     least: ClassVar = {"num_shared_experts": 0, "first_k_dense_replace": 0}
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"has_rms_norms"}
+    nullable: ClassVar[frozenset[str]] = frozenset({"rms_norm_eps"})
 
     vocab_size: int = 256000
     hidden_size: int = 8192
@@ -65,24 +66,10 @@ class Config(PatternConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        given = {key: value for key, value in raw.items() if key != "rms_norm_eps" or value is not None}
-        config = super().from_hf(given)
-        if "rms_norm_eps" in given:
+        config = super().from_hf(raw)
+        if raw.get("rms_norm_eps") is not None:
             return replace(config, has_rms_norms=True)
         return replace(config, rms_norm_eps=config.layer_norm_eps)
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types
-        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -110,21 +97,8 @@ class Config(PatternConfig):
         return {
             **super().axes,
             "F": self.prefix_dense_intermediate_size or self.intermediate_size,
-            "E": self.num_experts,
-            "M": self.intermediate_size,
             "W": self.intermediate_size * self.num_shared_experts,
-            **layers_by_mlp(self.mlp_kinds),
         }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
 
     @property
     def has_shared_experts(self) -> bool:

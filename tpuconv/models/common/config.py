@@ -70,6 +70,12 @@ class DecoderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}
     """Further keys of config.json, beside those of `aliases_of_reference`, and the keys that they stand for, over which
     they win as in transformers."""
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Further keys of config.json and those that they stand for, which must agree where a file has both."""
+    left_out: ClassVar[frozenset[str]] = frozenset()
+    """Keys of config.json that have no effect in this family, or that `in_our_keys` and `disagreements` read."""
+    nullable: ClassVar[frozenset[str]] = frozenset()
+    """Keys of config.json whose null is as good as absent."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -95,32 +101,53 @@ class DecoderConfig:
             UnsupportedConfig: a key or a value is not implemented.
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
-        check_rope_keys(raw)
-        raw = cls._unaliased(raw)
+        read = cls.in_our_keys(raw)
         hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
-        cls._ignored(raw)
-        given = {key: hint for key, hint in hints.items() if key in raw}
+        cls._unread(read)
+        given = {key: hint for key, hint in hints.items() if key in read}
         wrong = [
-            f"{k}={short(raw[k])} is not of type {_type_name(hint)}"
+            f"{k}={short(read[k])} is not of type {_type_name(hint)}"
             for k, hint in given.items()
-            if not _has_type(raw[k], hint)
+            if not _has_type(read[k], hint)
         ]
         wrong += [
-            f"{k} has {len(raw[k])} entries, more than {MOST_IN_A_LIST}"
+            f"{k} has {len(read[k])} entries, more than {MOST_IN_A_LIST}"
             for k in given
-            if isinstance(raw[k], list) and len(raw[k]) > MOST_IN_A_LIST
+            if isinstance(read[k], list) and len(read[k]) > MOST_IN_A_LIST
         ]
         if wrong:
             raise ConfigError("config.json has values of the wrong type", details=wrong)
         fields_of = {key: name for name, key in cls.hf_names.items()}
-        values: Any = {fields_of.get(k, k): tuple(raw[k]) if isinstance(raw[k], list) else raw[k] for k in given}
+        values: Any = {fields_of.get(k, k): tuple(read[k]) if isinstance(read[k], list) else read[k] for k in given}
         config = cls(**values)
-        return replace(config, **cls.read_ropes(raw, config.max_position_embeddings))
+        config = replace(config, **cls.read_ropes(read, config.max_position_embeddings))
+        _refuse(list(config.disagreements(raw)))
+        return config
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a parsed config.json with the keys that this class reads in place of other spellings: by its tables
+        of keys, and in families where these do not suffice, by code.
+
+        Raises:
+            ConfigError: a key and one of its `synonyms` differ, or the rotary parameters are not an object.
+        """
+        check_rope_keys(raw)
+        out = {key: value for key, value in raw.items() if key not in cls.left_out}
+        for other, key in cls.synonyms.items():
+            value = out.pop(other, None)
+            if value is not None and out.setdefault(key, value) != value:
+                both = (f"{name}={short(raw[name])}" for name in raw if name in (other, key))
+                raise ConfigError(f"config.json: {', '.join(both)}")
+        aliases = cls._aliases()
+        given = {key: out[alias] for alias, key in aliases.items() if out.get(alias) is not None}
+        out = {key: value for key, value in out.items() if key not in aliases} | given
+        return {key: value for key, value in out.items() if key not in cls.nullable or value is not None}
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """Returns the fields for rotary positions that a parsed config.json describes. `context` is the value of
-        `max_position_embeddings`."""
+        """Returns the fields for rotary positions that a parsed config.json `in_our_keys` describes. `context` is the
+        value of `max_position_embeddings`."""
         return {"rope": Rope.from_hf(with_default_rope(raw, cls.default_rope), cls.model_type, context)}
 
     @classmethod
@@ -131,7 +158,7 @@ class DecoderConfig:
         Raises:
             UnsupportedConfig: the reference reads a key that this family does not, or a value is not implemented.
         """
-        return cls._ignored(raw)
+        return cls._unread(cls.in_our_keys(raw))
 
     @classmethod
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
@@ -140,18 +167,11 @@ class DecoderConfig:
         return raw
 
     @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """`ignored_keys` of the part of config.json that `DecoderConfig.from_hf` reads."""
-        raw, known = cls._unaliased(raw), cls._known()
+    def _unread(cls, read: Mapping[str, Any]) -> dict[str, Any]:
+        """`ignored_keys` of a config.json `in_our_keys`."""
+        known = cls._known()
         supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
-        return ignored_keys(raw, known, {**supported, **cls.only}, cls.model_type)
-
-    @classmethod
-    def _unaliased(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A parsed config.json with the keys that its aliases stand for."""
-        aliases = cls._aliases()
-        given = {key: raw[alias] for alias, key in aliases.items() if raw.get(alias) is not None}
-        return {key: value for key, value in raw.items() if key not in aliases} | given
+        return ignored_keys(read, known, {**supported, **cls.only}, cls.model_type)
 
     @classmethod
     def _aliases(cls) -> dict[str, str]:
@@ -179,8 +199,7 @@ class DecoderConfig:
                 faults.append(f"{field.name}={value} is less than {least}")
             elif value > (most := self._most(field.name)):
                 faults.append(f"{field.name}={value} is more than {most}")
-        if faults := faults or list(self.contradictions()):  # `contradictions` divides by values checked above
-            raise ConfigError("config.json contradicts itself", details=faults)
+        _refuse(faults or list(self.contradictions()))  # `contradictions` divides by values checked above
 
     @classmethod
     def _most(cls, key: str) -> int:
@@ -205,6 +224,10 @@ class DecoderConfig:
                 yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
         if self.rms_norm_eps < 0:
             yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
+
+    def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
+        """Yields a sentence for each key of the parsed config.json that is `left_out` and contradicts this config."""
+        yield from ()
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -313,6 +336,14 @@ class ConfigReport:
     ignored: tuple[IgnoredKey, ...]
 
 
+def faults_of_kinds(key: str, kinds: Collection[str], layers: int, known: Collection[str]) -> Iterator[str]:
+    """Yields a sentence for each fault of a list with the kind of each layer, such as `layer_types`."""
+    if len(kinds) != layers:
+        yield f"{key} has {len(kinds)} entries for num_hidden_layers={layers}"
+    if unknown := set(kinds) - set(known):
+        yield f"{key} has the unknown {', '.join(map(repr, sorted(unknown)))}"
+
+
 def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
     return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})
@@ -366,6 +397,11 @@ def report_ignored(
             warning = f"its value may change the model, and no tensor shows that it does{near}"
         ignored.append(IgnoredKey(key, value, reason, warning))
     return ConfigReport(config, tuple(ignored))
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise ConfigError("config.json contradicts itself", details=faults)
 
 
 def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:

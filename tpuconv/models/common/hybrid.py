@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Entries of `layer_types` in files of older releases of transformers."""
@@ -24,24 +24,21 @@ class StateConfig(DecoderConfig):
     layer_types: tuple[str, ...] | None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`, with older names of kinds."""
-        raw = dict(cls._unaliased(raw))
-        key = cls._key("layer_types")
-        if isinstance(kinds := raw.get(key), list):
-            raw[key] = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-        return super().from_hf(raw)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `DecoderConfig.in_our_keys`, with newer names of kinds."""
+        out, key = super().in_our_keys(raw), cls._key("layer_types")
+        if isinstance(kinds := out.get(key), list):
+            out[key] = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.contradictions_of_kinds()
 
     def contradictions_of_kinds(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction between the kinds of layers."""
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {self.state_kind, *self.other_kinds}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        """Returns a sentence for each contradiction between the kinds of layers."""
+        known = (self.state_kind, *self.other_kinds)
+        return faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, known)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -77,16 +74,14 @@ class MambaConfig(StateConfig):
     time_step_limit: tuple[float, ...]
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `StateConfig.from_hf`. Limits of time steps may be infinite."""
-        raw, size, limits = dict(raw), cls._key("mamba_d_head"), raw.get("time_step_limit")
-        if raw.get(size) == "auto":
-            del raw[size]
-        if limits is None:
-            raw.pop("time_step_limit", None)
-        elif isinstance(limits, list):
-            raw["time_step_limit"] = [NO_LIMIT if _is_infinite(limit) else limit for limit in limits]
-        return super().from_hf(raw)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `StateConfig.in_our_keys`. Limits of time steps may be null or infinite."""
+        out, size = super().in_our_keys(raw), cls._key("mamba_d_head")
+        if out.get(size) == "auto":
+            del out[size]
+        if isinstance(limits := out.pop("time_step_limit", None), list):
+            limits = [NO_LIMIT if _is_infinite(limit) else limit for limit in limits]
+        return out if limits is None else out | {"time_step_limit": limits}
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

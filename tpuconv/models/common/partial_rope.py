@@ -2,29 +2,30 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PARAMETER_KEYS
 
 
 @dataclass(frozen=True)
 class PartialRopeConfig(DecoderConfig):
     """A decoder in which the first `partial_rotary_factor` of each head's dimensions have rotary positions."""
 
+    nullable: ClassVar[frozenset[str]] = frozenset({"partial_rotary_factor"})
+
     partial_rotary_factor: float
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. The factor may be inside the rotary parameters too, where it wins as in
-        transformers; null is as good as absent."""
-        name, raw = "partial_rotary_factor", dict(raw)
-        for key in ("rope_scaling", "rope_parameters"):
-            if isinstance(inside := raw.get(key), Mapping) and inside.get(name) is not None:
-                raw[name] = inside[name]
-                raw[key] = {k: value for k, value in inside.items() if k != name}
-        if raw.get(name) is None:
-            raw.pop(name, None)
-        return super().from_hf(raw)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `DecoderConfig.in_our_keys`. The factor may be inside the rotary parameters too, where it wins as in
+        transformers."""
+        name, out = "partial_rotary_factor", super().in_our_keys(raw)
+        for key in PARAMETER_KEYS:
+            if isinstance(inside := out.get(key), Mapping) and inside.get(name) is not None:
+                out[name] = inside[name]
+                out[key] = {k: value for k, value in inside.items() if k != name}
+        return out
 
     def contradictions(self) -> Iterator[str]:
         if not 0 < self.partial_rotary_factor <= 1:

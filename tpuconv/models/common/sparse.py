@@ -1,18 +1,88 @@
-"""Configs of models with experts that are chosen as DeepSeek V3 does (arXiv:2412.19437, section 2.1.2), in all layers
-or in some."""
+"""Configs of models with experts, in all layers or in some."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+
+MLP_KINDS = {"I": "dense", "J": "sparse"}
+"""The letters of the layers of each of the `mlp_layer_types`."""
+
+
+class ChosenExperts:
+    """A decoder with experts, of which each token uses `num_experts_per_tok`. Their width is `moe_intermediate_size`;
+    in families without this key, `intermediate_size`. That of the one that every token uses, where there is one, is
+    `shared_expert_intermediate_size`. A family's Config derives from this class and from another, in this order.
+
+    Class attribute: `experts_key` is the field with the number of experts.
+    """
+
+    experts_key: ClassVar[str] = "num_experts"
+
+    intermediate_size: int
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    num_experts_per_tok: int
+
+    def contradictions(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions`."""
+        yield from super().contradictions()  # type: ignore[misc]
+        chosen, experts = self.num_experts_per_tok, getattr(self, self.experts_key)
+        if chosen > experts:
+            yield f"num_experts_per_tok={chosen} is more than {self.experts_key}={experts}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """See `DecoderConfig.axes`."""
+        width, shared = self.moe_intermediate_size or self.intermediate_size, self.shared_expert_intermediate_size
+        sizes = {"E": getattr(self, self.experts_key), "M": width} | ({} if shared is None else {"W": shared})
+        return {**super().axes, **sizes}  # type: ignore[misc]
+
+
+class MixedMLPs:
+    """A decoder with experts in the layers that are "sparse" in `mlp_layer_types` or, if that is absent, in all but the
+    first `first_k_dense_replace` ones. The others have an MLP. A family's Config derives from this class and from
+    another, in this order."""
+
+    num_hidden_layers: int
+    first_k_dense_replace: int = 0
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions`."""
+        yield from super().contradictions()  # type: ignore[misc]
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """See `DecoderConfig.axes`."""
+        return {**super().axes, **layers_by_mlp(self.mlp_kinds)}  # type: ignore[misc]
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The `mlp_layer_types` of all layers."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        dense = self.first_k_dense_replace
+        return tuple("dense" if layer < dense else "sparse" for layer in range(self.num_hidden_layers))
+
+    @property
+    def all_experts(self) -> bool:
+        """Whether every layer has experts."""
+        return "dense" not in self.mlp_kinds
+
+    @property
+    def some_dense(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return not self.all_experts
 
 
 @dataclass(frozen=True)
-class SparseConfig(DecoderConfig):
-    """A decoder with experts in the layers that are "sparse" in `mlp_layer_types` or, if that is absent, in all but the
-    first `first_k_dense_replace` ones. The experts that every token uses are stored as one MLP. A key with a
-    default here has it in every family whose own config does not name it."""
+class SparseConfig(MixedMLPs, DecoderConfig):
+    """A decoder with experts that are chosen as DeepSeek V3 does (arXiv:2412.19437, section 2.1.2). The experts that
+    every token uses are stored as one MLP. A key with a default here has it in every family whose own config does not
+    name it."""
 
     moe_intermediate_size: int
     n_routed_experts: int
@@ -28,7 +98,6 @@ class SparseConfig(DecoderConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from contradictions_of_groups(self)
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -37,15 +106,7 @@ class SparseConfig(DecoderConfig):
             "E": self.n_routed_experts,
             "M": self.moe_intermediate_size,
             "W": self.moe_intermediate_size * self.n_shared_experts,
-            **layers_by_mlp(self.mlp_kinds),
         }
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types
-        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -57,36 +118,18 @@ class SparseConfig(DecoderConfig):
         """Whether there are experts that every token uses."""
         return bool(self.n_shared_experts)
 
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
 
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
-
-
-def mlp_kinds_of(dense: int, layers: int) -> tuple[str, ...]:
-    """Returns the `mlp_layer_types` of a model whose first `dense` layers are without experts."""
-    return tuple("dense" if layer < dense else "sparse" for layer in range(layers))
+def stepped_mlp_kinds(dense: Collection[int], step: int, layers: int) -> tuple[str, ...]:
+    """Returns the `mlp_layer_types` of a model with experts in every `step`-th layer, but not in those of `dense`."""
+    dense = set(dense)
+    return tuple("dense" if layer in dense or (layer + 1) % step else "sparse" for layer in range(layers))
 
 
 def layers_by_mlp(kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Returns the numbers of the layers with a dense MLP (I) and of those with experts (J)."""
     return {
-        letter: tuple(layer for layer, kind in enumerate(kinds) if kind == name)
-        for letter, name in (("I", "dense"), ("J", "sparse"))
+        letter: tuple(layer for layer, kind in enumerate(kinds) if kind == name) for letter, name in MLP_KINDS.items()
     }
-
-
-def contradictions_of_mlps(kinds: tuple[str, ...], layers: int) -> Iterator[str]:
-    """Yields a sentence for each fault of `mlp_layer_types`."""
-    if len(kinds) != layers:
-        yield f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={layers}"
-    if unknown := set(kinds) - {"dense", "sparse"}:
-        yield f"mlp_layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
 
 
 def contradictions_of_groups(config: Any) -> Iterator[str]:

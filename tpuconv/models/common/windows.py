@@ -6,8 +6,17 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, rope_of_layers
+
+WINDOW_KINDS = ("full_attention", "sliding_attention")
+"""The `layer_types` of layers that see all tokens, and of those with the window."""
+ROPES_BY_KIND = {"full_attention": "rope", "sliding_attention": "local_rope"}
+ROPES_OF_WINDOWS = {"sliding_attention": "rope"}
+"""Fields with the rotary positions by type of layer: where both types have their own, and where layers that see all
+tokens have none."""
+PART_FIELDS = {"full_attention": "full_rotary", "sliding_attention": "local_rotary"}
+"""Fields with the part of each head that has them."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,7 @@ class WindowedConfig(DecoderConfig):
         yield from super().contradictions()
         if self.layer_types is None:
             return
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.layer_types, self.num_hidden_layers, WINDOW_KINDS)
         if "sliding_attention" in self.layer_types and self._window is None:
             yield (
                 f"layer_types has 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
@@ -50,19 +56,20 @@ class WindowedConfig(DecoderConfig):
 @dataclass(frozen=True)
 class PatternConfig(DecoderConfig):
     """A decoder with sliding windows in the layers with "sliding_attention" in `layer_types` or, if that is absent, in
-    all but every `full_every`-th layer."""
+    all but every `full_every`-th layer.
+
+    Class attribute: `rope_fields` has the field with the rotary positions of each type of layer that has some.
+    """
 
     full_every: ClassVar[int]
+    rope_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(WINDOW_KINDS, "rope")
 
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, WINDOW_KINDS)
         if "sliding_attention" in self.kinds and self.sliding_window is None:
             yield "layers have 'sliding_attention' with sliding_window=None"
 
@@ -78,6 +85,11 @@ class PatternConfig(DecoderConfig):
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
 
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        found = {kind: getattr(self, field) for kind, field in self.rope_fields.items()}
+        return tuple(found.get(kind) for kind in self.kinds)
+
 
 @dataclass(frozen=True)
 class TwoRopesConfig(PatternConfig):
@@ -85,30 +97,31 @@ class TwoRopesConfig(PatternConfig):
     `rope_parameters` for each of the `layer_types`, and the defaults of the fields are those of a file without."""
 
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
 
     local_rope: Rope
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        for key in ROPE_KEYS[:2]:
-            if raw.get(key) is not None:
-                raise UnsupportedConfig(
-                    f"{key}={short(raw[key], 300)} is not implemented for {cls.model_type}",
-                    hint="rope_parameters has an object for each of the layer_types",
-                )
-        return {
-            field: Rope.from_hf(rope_of_layers(raw, kind, getattr(cls, field).theta), cls.model_type, context)
-            for kind, field in ROPE_FIELDS.items()
-        }
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
+        return read_two_ropes(cls, raw, context)
 
 
-ROPE_FIELDS = {"full_attention": "rope", "sliding_attention": "local_rope"}
-PART_FIELDS = {"full_attention": "full_rotary", "sliding_attention": "local_rotary"}
-"""Fields by type of layer."""
+def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Returns the fields of `ROPES_BY_KIND`: see `DecoderConfig.read_ropes`.
+
+    Raises:
+        UnsupportedConfig: there are rotary positions outside of `rope_parameters`.
+    """
+    for key in ROPE_KEYS[:2]:
+        if raw.get(key) is not None:
+            raise UnsupportedConfig(
+                f"{key}={short(raw[key], 300)} is not implemented for {config.model_type}",
+                hint="rope_parameters has an object for each of the layer_types",
+            )
+    return {
+        field: Rope.from_hf(rope_of_layers(raw, kind, getattr(config, field).theta), config.model_type, context)
+        for kind, field in ROPES_BY_KIND.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,7 @@ class TwoPartialRopesConfig(TwoRopesConfig):
         """As `DecoderConfig.read_ropes`, for each type of layer."""
         nested, parts = {}, {}
         for kind, field in PART_FIELDS.items():
-            own = rope_of_layers(raw, kind, getattr(cls, ROPE_FIELDS[kind]).theta)["rope_parameters"]
+            own = rope_of_layers(raw, kind, getattr(cls, ROPES_BY_KIND[kind]).theta)["rope_parameters"]
             part = own.pop("partial_rotary_factor", cls.rotary_part)
             if type(part) not in (int, float) or not 0 < part <= 1:
                 raise ConfigError(f"config.json: partial_rotary_factor={short(part)} is not a part of a head")

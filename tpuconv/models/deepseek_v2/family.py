@@ -1,8 +1,7 @@
 """DeepSeek V2 and V2-Lite: config and mapping table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from tpuconv.mapping.table import under
 from tpuconv.models.common.rows import MLP, decoder_table
@@ -24,6 +23,7 @@ class Config(deepseek_v3.Config):
         "rope_interleave": (True,),
         "mlp_bias": (False,),
     }
+    nullable: ClassVar[frozenset[str]] = frozenset({"n_group", "topk_group", "topk_method", "norm_topk_prob"})
 
     vocab_size: int = 102400
     hidden_size: int = 4096
@@ -43,12 +43,6 @@ class Config(deepseek_v3.Config):
     first_k_dense_replace: int = 0
     norm_topk_prob: bool = False
     max_position_embeddings: int = 2048
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Null is as good as absent."""
-        nullable = {"n_group", "topk_group", "topk_method", "norm_topk_prob"}
-        return super().from_hf({key: x for key, x in raw.items() if key not in nullable or x is not None})
 
     @property
     def groups(self) -> tuple[int, int]:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
-from tpuconv.models.common.sparse import contradictions_of_groups
+from tpuconv.models.common.sparse import MLP_KINDS, MixedMLPs, contradictions_of_groups, layers_by_mlp
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(MixedMLPs, DecoderConfig):
     """The keys of config.json. `qk_head_dim`, which transformers writes, follows from other keys. So does `head_dim`,
     which it computes anew: GLM-5.2 has that of other programs there."""
 
@@ -67,10 +67,10 @@ class Config(DecoderConfig):
         if self.rms_norm_eps < 0:
             yield f"rms_norm_eps={self.rms_norm_eps} is negative"
         yield from contradictions_of_groups(self)
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
 
     @property
     def axes(self) -> dict[str, Any]:
-        dense = min(self.first_k_dense_replace, self.num_hidden_layers)
         return {
             "D": self.hidden_size,
             "A": self.hidden_size,
@@ -88,8 +88,7 @@ class Config(DecoderConfig):
             "W": self.moe_intermediate_size * (self.n_shared_experts or 0),
             "V": self.vocab_size,
             "L": self.num_hidden_layers,
-            "I": tuple(range(dense)),
-            "J": tuple(range(dense, self.num_hidden_layers)),
+            **layers_by_mlp(self.mlp_kinds),
             "U": tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)),
             **self.head.axes,
         }

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp, mlp_kinds_of
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import Family
 
@@ -34,20 +33,12 @@ class Config(deepseek_v3.Config):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
         if self.index_head_dim < self.qk_rope_head_dim:
             yield f"index_head_dim={self.index_head_dim} is less than qk_rope_head_dim={self.qk_rope_head_dim}"
         if unknown := set(self.layer_types or ()) - set(INDEXED):
             yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
         if len(self.layer_types or ()) not in (0, self.num_hidden_layers):
             yield f"layer_types has another number of entries than num_hidden_layers={self.num_hidden_layers}"
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types
-        return mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers)
 
     @property
     def indexers(self) -> tuple[int, ...]:
@@ -58,7 +49,6 @@ class Config(deepseek_v3.Config):
     def axes(self) -> dict[str, Any]:
         return {
             **super().axes,
-            **layers_by_mlp(self.mlp_kinds),
             "n": self.index_n_heads,
             "x": self.index_head_dim,
             "f": self.indexers,

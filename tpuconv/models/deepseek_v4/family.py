@@ -1,12 +1,12 @@
 """DeepSeek V4: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
 from tpuconv.models.registry import Family
 
@@ -38,6 +38,7 @@ class Config(DecoderConfig):
     least: ClassVar = {"num_nextn_predict_layers": 0}
     derived: ClassVar = DecoderConfig.derived | {"compress_rope"}
     hf_names: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
+    left_out: ClassVar[frozenset[str]] = frozenset(OLDER_KEYS)
 
     vocab_size: int = 129280
     hidden_size: int = 4096
@@ -74,10 +75,8 @@ class Config(DecoderConfig):
     index_topk: int = 512
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`, with the keys of the releases."""
-        raw = cls._renamed(raw)
-        check_rope_keys(raw)
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`, with those of layers that compress keys."""
         nested = raw.get("rope_parameters") or {}
         flat = raw.get("rope_scaling") or {k: v for k, v in nested.items() if k not in ("main", "compress")}
         main, compress = (nested.get(kind) for kind in ("main", "compress"))
@@ -86,26 +85,15 @@ class Config(DecoderConfig):
             compress = {**flat, "rope_theta": raw.get("compress_rope_theta", cls.compress_rope_theta)}
         if compress.get("rope_type", compress.get("type")) == "yarn":
             compress = {"attention_factor": 1.0, **compress}
-        plain = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
-        config = super().from_hf(plain)
-        main, compress = (
-            Rope.from_hf(
-                {"rope_parameters": {k: v for k, v in given.items() if k != "partial_rotary_factor"}},
-                cls.model_type,
-                config.max_position_embeddings,
-            )
-            for given in (main, compress)
-        )
-        return replace(config, rope=main, compress_rope=compress)
+        ropes = {
+            field: {"rope_parameters": {key: value for key, value in given.items() if key != "partial_rotary_factor"}}
+            for field, given in (("rope", main), ("compress_rope", compress))
+        }
+        return {field: Rope.from_hf(given, cls.model_type, context) for field, given in ropes.items()}
 
     @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._ignored(cls._renamed(raw))
-
-    @classmethod
-    def _renamed(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A parsed config.json without `OLDER_KEYS`."""
-        out = {key: value for key, value in raw.items() if key not in OLDER_KEYS}
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out = super().in_our_keys(raw)
         layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
         ratios, hashed, rates = (raw.get(key) for key in OLDER_KEYS[:3])
         if raw.get("intermediate_size") is not None:
@@ -125,14 +113,8 @@ class Config(DecoderConfig):
         heads, groups = self.num_attention_heads, self.o_groups
         if heads % groups:
             yield f"num_attention_heads={heads} is not a multiple of o_groups={groups}"
-        for name, kinds, known in (
-            ("layer_types", self.kinds, set(RATIOS.values())),
-            ("mlp_layer_types", self.mlp_kinds, {HASHED, SCORED}),
-        ):
-            if len(kinds) != self.num_hidden_layers:
-                yield f"{name} has {len(kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-            if unknown := set(kinds) - known:
-                yield f"{name} has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, RATIOS.values())
+        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, (HASHED, SCORED))
         if self.rope_dim % 2 or not 0 < self.rope_dim <= min(self.head_dim, self.index_head_dim):
             yield f"qk_rope_head_dim={self.rope_dim} is not an even part of head_dim and index_head_dim"
         if self.num_experts_per_tok > self.n_routed_experts:

@@ -1,6 +1,6 @@
 """FlexOlmo: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
@@ -24,7 +25,7 @@ FLEX_ROPE = Rope(theta=500_000.0)
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "flex_olmo"
@@ -45,15 +46,6 @@ class Config(DecoderConfig):
     tie_word_embeddings: bool = False
     rope: Rope = FLEX_ROPE
     attention_bias: bool = False
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_experts, "M": self.intermediate_size}
 
 
 TABLE = decoder_table(

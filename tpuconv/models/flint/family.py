@@ -1,8 +1,8 @@
 """Flint: config and mapping table."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -17,18 +17,19 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
-from tpuconv.models.common.sparse import layers_by_mlp
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(PatternConfig):
+class Config(ChosenExperts, MixedMLPs, PatternConfig):
     """The keys of config.json. Without `layer_types` the first two layers, the last one and every fourth see all
     tokens; only layers with the window have rotary positions. Without `mlp_only_layers` the first two are dense."""
 
     model_type: ClassVar[str] = "flint"
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
     vocab_size: int = 150144
     hidden_size: int = 2048
@@ -52,11 +53,6 @@ class Config(PatternConfig):
     sliding_window: int | None = 513
     layer_types: tuple[str, ...] | None = None
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
     def kinds(self) -> tuple[str, ...]:
         if self.layer_types is not None:
@@ -67,39 +63,13 @@ class Config(PatternConfig):
 
     @property
     def mlp_kinds(self) -> tuple[str, ...]:
-        """For each layer whether it is "dense" or "sparse"."""
-        dense, step = (0, 1) if self.mlp_only_layers is None else self.mlp_only_layers, self.decoder_sparse_step
-        layers = range(self.num_hidden_layers)
-        return tuple("dense" if i in dense or (i + 1) % step else "sparse" for i in layers)
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.shared_expert_intermediate_size,
-            **layers_by_mlp(self.mlp_kinds),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
+        dense = (0, 1) if self.mlp_only_layers is None else self.mlp_only_layers
+        return stepped_mlp_kinds(dense, self.decoder_sparse_step, self.num_hidden_layers)
 
     @property
     def has_shared_experts(self) -> bool:
         """Whether there is an expert that every token uses."""
         return True
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
 
 TABLE = decoder_table(

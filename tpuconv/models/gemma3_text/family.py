@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
+from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
 from tpuconv.models.registry import Family
@@ -22,6 +23,7 @@ class Config(gemma2.Config):
 
     model_type: ClassVar[str] = "gemma3_text"
     derived: ClassVar[frozenset[str]] = gemma2.Config.derived | {"local_rope"}
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     only: ClassVar = {**gemma2.Config.only, "attn_logit_softcapping": (None,)}
 
     vocab_size: int = 262208
@@ -50,10 +52,6 @@ class Config(gemma2.Config):
     def full_every(self) -> int:  # type: ignore[override]
         """The last of as many layers sees all tokens."""
         return self.sliding_window_pattern
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
 
 
 TABLE = decoder_table(*gemma2.NORMS, *BIASED_ATTENTION, *HEAD_NORMS, *under("mlp", "mlp", *MLP))

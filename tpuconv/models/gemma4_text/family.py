@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, decoder_table, when
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import Family
 
@@ -24,6 +24,8 @@ class Config(PatternConfig):
 
     model_type: ClassVar[str] = "gemma4_text"
     full_every: ClassVar[int] = 6
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
+    left_out: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
     only: ClassVar = {
         "hidden_activation": ("gelu_pytorch_tanh",),
@@ -61,12 +63,8 @@ class Config(PatternConfig):
     moe_intermediate_size: int | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_hf(_without_layer_configs(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_without_layer_configs(raw))
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().in_our_keys(raw) | _sizes_of_full_attention(raw.get("per_layer_config"))
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -133,10 +131,6 @@ class Config(PatternConfig):
         return tuple(self.axes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
 
     @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
-
-    @property
     def kv_sources(self) -> tuple[int, ...]:
         """For each layer the one whose keys and values it uses: itself, or the last of its type with own ones."""
         own = self.num_hidden_layers - self.num_kv_shared_layers
@@ -164,22 +158,20 @@ class Config(PatternConfig):
         return "its layers differ in the size of heads, and some in having keys and values"
 
 
-def _without_layer_configs(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed config.json with `global_head_dim` and `num_global_key_value_heads` in place of `per_layer_config`.
+def _sizes_of_full_attention(given: Any) -> dict[str, Any]:
+    """The `global_head_dim` and the `num_global_key_value_heads` that `per_layer_config` has.
 
     Raises:
-        ConfigError: `per_layer_config` does not say the same for all layers that it names.
+        ConfigError: it does not say the same for all layers that it names.
     """
-    given = raw.get("per_layer_config")
-    out = {key: value for key, value in raw.items() if key != "per_layer_config"}
     if not given:
-        return out
+        return {}
     parts = list(given.values()) if isinstance(given, Mapping) else [None]
     first = parts[0]
     keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     if not isinstance(first, Mapping) or set(first) - set(keys) or any(part != first for part in parts):
         raise ConfigError(f"config.json: per_layer_config={short(given, 300)} is not the same for all its layers")
-    return out | {keys[key]: value for key, value in first.items()}
+    return {keys[key]: value for key, value in first.items()}
 
 
 def _attention(H: str, K: str) -> tuple[Map, ...]:

@@ -1,6 +1,5 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7: config and mapping table."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,17 +18,18 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.common.sparse import contradictions_of_groups
+from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(PartialRopeConfig):
+class Config(SparseConfig, PartialRopeConfig):
     """The keys of config.json. All files have `head_dim`, which does not follow from the width."""
 
     model_type: ClassVar[str] = "glm4_moe"
     least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}
+    derived: ClassVar[frozenset[str]] = SparseConfig.derived | {"mlp_layer_types"}
 
     vocab_size: int = 151552
     hidden_size: int = 4096
@@ -56,33 +56,14 @@ class Config(PartialRopeConfig):
     attention_bias: bool = False
     use_qk_norm: bool = False
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_groups(self)
-
     @property
     def axes(self) -> dict[str, Any]:
-        dense, layers = min(self.first_k_dense_replace, self.num_hidden_layers), self.num_hidden_layers
+        layers = self.num_hidden_layers
         return {
             **super().axes,
             "A": self.hidden_size,
-            "E": self.n_routed_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.moe_intermediate_size * self.n_shared_experts,
-            "I": tuple(range(dense)),
-            "J": tuple(range(dense, layers)),
             "U": tuple(range(layers, layers + self.num_nextn_predict_layers)),
         }
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """The numbers of groups of experts and of those that a token's experts are chosen from."""
-        return self.n_group, self.topk_group
-
-    @property
-    def has_shared_experts(self) -> bool:
-        """Whether there are shared experts, which are stored as one MLP."""
-        return bool(self.n_shared_experts)
 
 
 LAYER_ROWS = (

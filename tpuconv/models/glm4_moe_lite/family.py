@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import Family
@@ -36,14 +36,11 @@ class Config(deepseek_v3.Config):
     mlp_layer_types: tuple[str, ...] | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        kinds = raw.get("mlp_layer_types")
-        if isinstance(kinds, list) and "first_k_dense_replace" not in raw:
-            raw = {
-                **raw,
-                "first_k_dense_replace": [*kinds, "sparse"].index("sparse") if "sparse" in kinds else len(kinds),
-            }
-        return super().from_hf(raw)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out, kinds = super().in_our_keys(raw), raw.get("mlp_layer_types")
+        if isinstance(kinds, list):
+            out.setdefault("first_k_dense_replace", [*kinds, "sparse"].index("sparse"))
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.config import faults_of_kinds
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import Family
 
@@ -18,10 +19,7 @@ class SharedIndexers(deepseek_v32.Config):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if len(self.indexer_kinds) != self.num_hidden_layers:
-            yield f"indexer_types has {len(self.indexer_kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.indexer_kinds) - {"full", "shared"}:
-            yield f"indexer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("indexer_types", self.indexer_kinds, self.num_hidden_layers, ("full", "shared"))
         if self.indexer_kinds[:1] == ("shared",):
             yield "indexer_types begins with 'shared': no layer before it selects tokens"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -21,6 +21,7 @@ class Config(PartialRopeConfig):
     model_type: ClassVar[str] = "gpt_neox"
     only: ClassVar = {"hidden_act": ("gelu",)}
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
+    left_out: ClassVar[frozenset[str]] = frozenset({*NEOX_NAMES, "num_key_value_heads"})
 
     vocab_size: int = 50432
     hidden_size: int = 6144
@@ -38,18 +39,10 @@ class Config(PartialRopeConfig):
     attention_bias: bool = True
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `PartialRopeConfig.from_hf`, with `NEOX_NAMES`. `num_key_value_heads` has no effect."""
-        return super().from_hf({k: v for k, v in cls._renamed(raw).items() if k != "num_key_value_heads"})
-
-    @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._ignored(cls._renamed(raw))
-
-    @classmethod
-    def _renamed(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `PartialRopeConfig.in_our_keys`. `NEOX_NAMES` are read where the keys that they stand for are absent."""
         given = {key: raw[old] for old, key in NEOX_NAMES.items() if raw.get(old) is not None}
-        return {**given, **{key: value for key, value in raw.items() if key not in NEOX_NAMES}}
+        return super().in_our_keys({**given, **raw})
 
 
 NEOX_QKV = ("attn.q", "attn.k", "attn.v")

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.registry import Family
 
 GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -15,12 +17,13 @@ GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json, and whether the experts are stored in MXFP4, in which their axes have another order.
     `intermediate_size` is the width of one expert. `experts_per_token` and `initial_context_length` repeat the values
     of other keys."""
 
     model_type: ClassVar[str] = "gpt_oss"
+    experts_key: ClassVar[str] = "num_local_experts"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
     default_rope: ClassVar[Mapping[str, Any]] = {
         "rope_type": GPT_OSS_ROPE.type,
@@ -61,8 +64,6 @@ class Config(DecoderConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         chosen, context = self.num_experts_per_tok, self.initial_context_length
-        if chosen > self.num_local_experts:
-            yield f"num_experts_per_tok={chosen} is more than num_local_experts={self.num_local_experts}"
         if self.experts_per_token not in (None, chosen):
             yield f"experts_per_token={self.experts_per_token} is not num_experts_per_tok={chosen}"
         if self.rope.type == "yarn" and context not in (None, self.rope.original_max_position_embeddings):
@@ -74,16 +75,9 @@ class Config(DecoderConfig):
             yield f"swiglu_limit={self.swiglu_limit} is not positive"
         if self.layer_types is None:
             return
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.layer_types, self.num_hidden_layers, WINDOW_KINDS)
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             yield "layer_types has 'sliding_attention' with sliding_window=None"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -1,20 +1,22 @@
 """Granite 3, mixture of experts: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.granite import family as granite
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(granite.Config):
+class Config(ChosenExperts, granite.Config):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "granitemoe"
+    experts_key: ClassVar[str] = "num_local_experts"
     only: ClassVar = {"mlp_bias": (False,)}
 
     num_local_experts: int = 8
@@ -25,16 +27,6 @@ class Config(granite.Config):
         if cls is Config and raw.get("model_type") == "granitemoeshared":
             return SharedConfig.from_hf(raw)  # type: ignore[return-value]  # a subclass of Config
         return super().from_hf(raw)
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        chosen, experts = self.num_experts_per_tok, self.num_local_experts
-        if chosen > experts:
-            yield f"num_experts_per_tok={chosen} is more than num_local_experts={experts}"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
 
     @property
     def has_shared_expert(self) -> bool:

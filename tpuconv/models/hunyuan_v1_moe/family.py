@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
@@ -27,8 +27,14 @@ class Config(dense.Config):
     num_shared_expert: int | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_hf(_of_all_layers(raw))
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        same = {}
+        for key in BY_LAYER:
+            if isinstance(values := raw.get(key), list) and values:
+                if any(value != values[0] for value in values):
+                    raise UnsupportedConfig(f"{key}={short(values)} differs by layer, which is not implemented")
+                same[key] = values[0]
+        return super().in_our_keys({**raw, **same})
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -47,16 +53,6 @@ class Config(dense.Config):
             "M": self.intermediate_size,
             "W": self.intermediate_size,
         }
-
-
-def _of_all_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(raw)
-    for key in BY_LAYER:
-        if isinstance(values := raw.get(key), list) and values:
-            if any(value != values[0] for value in values):
-                raise UnsupportedConfig(f"{key}={short(values)} differs by layer, which is not implemented")
-            out[key] = values[0]
-    return out
 
 
 TABLE = decoder_table(

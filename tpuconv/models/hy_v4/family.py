@@ -1,8 +1,8 @@
 """Hy4: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -12,18 +12,17 @@ from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import SharedIndexers
 from tpuconv.models.registry import Family
 
-COMPUTED = ("head_dim", "num_key_value_heads")
-"""Keys that transformers computes from others, whatever config.json says."""
-
 
 @dataclass(frozen=True)
 class Config(SharedIndexers):
     """The keys of config.json. Without `indexer_types` the first layer and every fourth one from the second on have an
-    indexer; without `mlp_layer_types` the first layer is dense."""
+    indexer; without `mlp_layer_types` the first layer is dense. `head_dim` and `num_key_value_heads` follow from other
+    keys."""
 
     model_type: ClassVar[str] = "hy_v4"
     only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (False,), "mlp_bias": (False,)}
     least: ClassVar = {"num_nextn_predict_layers": 0}
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
     derived: ClassVar = deepseek_v32.Config.derived | {"first_k_dense_replace", "num_nextn_predict_layers"}
 
     vocab_size: int = 120832
@@ -51,11 +50,6 @@ class Config(SharedIndexers):
     hc_magnitude: float = 2.0
     hc_eps: float = 1e-6
     swiglu_limit: float = 10.0
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`, without the keys that transformers computes anew."""
-        return super().from_hf({key: value for key, value in raw.items() if key not in COMPUTED})
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -2,15 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from tpuconv.errors import ConfigError
-from tpuconv.jsonfile import short
 from tpuconv.models.llama import family as llama
 from tpuconv.models.registry import Family
-
-OLDER_NAMES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
-"""The keys of older files, and their names in newer ones."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +13,7 @@ class Config(llama.Config):
     """The keys of config.json. Either all matrices have a bias or none."""
 
     model_type: ClassVar[str] = "internlm3"
+    synonyms: ClassVar[Mapping[str, str]] = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
 
     vocab_size: int = 128512
     intermediate_size: int = 10240
@@ -27,28 +23,10 @@ class Config(llama.Config):
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-5
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_hf(_renamed(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_renamed(raw))
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.attention_bias != self.mlp_bias:
             yield f"qkv_bias={self.attention_bias} and bias={self.mlp_bias} differ"
-
-
-def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json with the names of newer files."""
-    out = dict(raw)
-    for older, newer in OLDER_NAMES.items():
-        value = out.pop(older, None)
-        if value is not None and out.setdefault(newer, value) != value:
-            raise ConfigError(f"config.json: {older}={short(value)}, {newer}={short(out[newer])}")
-    return out
 
 
 TABLE = llama.TABLE

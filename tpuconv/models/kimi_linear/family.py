@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.hybrid import StateConfig
@@ -18,7 +18,7 @@ LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config, StateConfig):
-    """The keys of config.json. Rotary positions have no effect: there are none."""
+    """The keys of config.json. There are no rotary positions, and `head_dim` has no effect."""
 
     model_type: ClassVar[str] = "kimi_linear"
     only: ClassVar = {
@@ -37,6 +37,7 @@ class Config(deepseek_v3.Config, StateConfig):
         "num_experts_per_token": "num_experts_per_tok",
         "num_shared_experts": "n_shared_experts",
     }
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim", "linear_attn_config"})
 
     vocab_size: int = 163840
     hidden_size: int = 2304
@@ -61,29 +62,20 @@ class Config(deepseek_v3.Config, StateConfig):
     linear_conv_kernel_dim: int = 4
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `StateConfig.from_hf`. Also reads `linear_attn_config`; `head_dim` has no effect."""
-        raw = {key: value for key, value in raw.items() if key != "head_dim"}
-        inside = raw.pop("linear_attn_config", None)
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `StateConfig.in_our_keys`. Also reads `linear_attn_config`."""
+        out, inside = super().in_our_keys(raw), raw.get("linear_attn_config")
         if isinstance(inside, Mapping):
-            raw |= {name: inside[key] for key, name in LINEAR_KEYS.items() if key in inside}
+            out |= {name: inside[key] for key, name in LINEAR_KEYS.items() if key in inside}
             full, linear = inside.get("full_attn_layers"), inside.get("kda_layers")
-            if raw.get("layer_types") is None and _is_numbers(full) and _is_numbers(linear):
+            if out.get("layer_types") is None and _is_numbers(full) and _is_numbers(linear):
                 kinds = dict.fromkeys(full, "full_attention") | dict.fromkeys(linear, "linear_attention")
-                raw["layer_types"] = [kinds[number] for number in sorted(kinds)]
-        return super().from_hf(raw)
-
-    @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        known = ("head_dim", "linear_attn_config")
-        return super()._ignored({key: value for key, value in raw.items() if key not in known})
+                out["layer_types"] = [kinds[number] for number in sorted(kinds)]
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.contradictions_of_kinds()
-        kinds = self.mlp_layer_types
-        if kinds is not None and (len(kinds) != self.num_hidden_layers or set(kinds) - {"dense", "sparse"}):
-            yield f"mlp_layer_types is not 'dense' or 'sparse' for each of {self.num_hidden_layers} layers"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -103,12 +95,8 @@ class Config(deepseek_v3.Config, StateConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        axes, kinds = super().axes, self.mlp_layer_types
-        if kinds is not None:
-            axes |= {"I": tuple(i for i, kind in enumerate(kinds) if kind == "dense")}
-            axes |= {"J": tuple(i for i, kind in enumerate(kinds) if kind == "sparse")}
         return {
-            **axes,
+            **super().axes,
             "f": self.layers_of("full_attention"),
             "l": self.layers_of("linear_attention"),
             "n": self.linear_num_heads,

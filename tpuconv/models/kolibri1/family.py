@@ -1,23 +1,24 @@
 """Kolibri 1: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.qwen3_moe.family import with_num_experts
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(PatternConfig):
+class Config(ChosenExperts, PatternConfig):
     """The keys of config.json. Without `layer_types` every fifth layer sees all tokens. With a window, only layers with
     it have rotary positions. `intermediate_size` has no effect, since no layer is dense."""
 
     model_type: ClassVar[str] = "kolibri1"
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     full_every: ClassVar[int] = 5
 
     vocab_size: int = 128000
@@ -38,29 +39,6 @@ class Config(PatternConfig):
     rope: Rope = PLAIN_ROPE
     sliding_window: int | None = 513
     layer_types: tuple[str, ...] | None = None
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads the other name of `num_experts`."""
-        return super().from_hf(with_num_experts(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(with_num_experts(raw))
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.shared_expert_intermediate_size,
-        }
 
     @property
     def has_shared_experts(self) -> bool:

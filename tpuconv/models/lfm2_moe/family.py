@@ -1,18 +1,19 @@
 """LFM2, mixture of experts: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import NUMBERED_EXPERT_MLPS
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.lfm2.family import LFM2_MLP, ShortConvConfig, lfm2_table
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(ShortConvConfig):
+class Config(ChosenExperts, ShortConvConfig):
     """The keys of config.json. The first `num_dense_layers` layers have an MLP instead of experts."""
 
     model_type: ClassVar[str] = "lfm2_moe"
@@ -40,18 +41,11 @@ class Config(ShortConvConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
     def axes(self) -> dict[str, Any]:
         dense, layers = min(self.num_dense_layers, self.num_hidden_layers), self.num_hidden_layers
         return {
             **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
             "I": tuple(range(dense)),
             "J": tuple(range(dense, layers)),
         }

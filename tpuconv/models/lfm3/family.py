@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, QKV_BIAS, when
-from tpuconv.models.common.windows import TwoRopesConfig
+from tpuconv.models.common.windows import read_two_ropes
 from tpuconv.models.lfm2.family import LFM2_MLP, ShortConvConfig, lfm2_table
 from tpuconv.models.registry import Family
 
@@ -22,7 +22,7 @@ class Config(ShortConvConfig):
 
     model_type: ClassVar[str] = "lfm3"
     other_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
-    derived: ClassVar[frozenset[str]] = TwoRopesConfig.derived
+    derived: ClassVar[frozenset[str]] = ShortConvConfig.derived | {"local_rope"}
 
     vocab_size: int = 128000
     hidden_size: int = 2048
@@ -46,10 +46,7 @@ class Config(ShortConvConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        if not any(raw.get(key) for key in ROPE_KEYS):
-            return {}
-        ropes: dict[str, Any] = TwoRopesConfig.read_ropes.__func__(cls, raw, context)  # type: ignore[attr-defined]
-        return ropes
+        return read_two_ropes(cls, raw, context) if any(raw.get(key) for key in ROPE_KEYS) else {}
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     ATTN_NORM,
@@ -38,6 +38,7 @@ class Config(DecoderConfig):
     model_type: ClassVar[str] = "llama4_text"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_one_by_one"}
     least: ClassVar = {"attn_temperature_tuning": 0}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LLAMA4_ROPE.theta}
 
     vocab_size: int = 202048
     hidden_size: int = 5120
@@ -68,10 +69,6 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        check_rope_keys(raw)
-        inside = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-        if not any("rope_theta" in rope for rope in (raw, *inside)):
-            raw = {**raw, "rope_theta": LLAMA4_ROPE.theta}
         encoding = encoding_of(raw)
         is_one_by_one = isinstance(encoding, Mapping) and encoding.get("quant_method") in ONE_BY_ONE
         return replace(super().from_hf(raw), is_one_by_one=is_one_by_one)

@@ -1,8 +1,8 @@
 """Mellum 2: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
@@ -16,9 +16,9 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
-from tpuconv.models.common.sparse import contradictions_of_mlps, layers_by_mlp
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import TwoRopesConfig
-from tpuconv.models.qwen3_moe.family import MOE_ROWS, with_num_experts
+from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
 MELLUM_ROPE = Rope(theta=500_000.0)
@@ -26,12 +26,14 @@ MELLUM_ROPE = Rope(theta=500_000.0)
 
 
 @dataclass(frozen=True)
-class Config(TwoRopesConfig):
+class Config(ChosenExperts, MixedMLPs, TwoRopesConfig):
     """The keys of config.json. Without `layer_types` all layers see all tokens, without `mlp_layer_types` all have
     experts."""
 
     model_type: ClassVar[str] = "mellum"
-    least: ClassVar[Mapping[str, int]] = {"num_nextn_predict_layers": 0}
+    least: ClassVar[Mapping[str, int]] = {"num_mtp_layers": 0}
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+    aliases: ClassVar[Mapping[str, str]] = {"num_nextn_predict_layers": "num_mtp_layers"}
     full_every: ClassVar[int] = 1
 
     vocab_size: int = 98304
@@ -54,56 +56,9 @@ class Config(TwoRopesConfig):
     sliding_window: int | None = 1024
     layer_types: tuple[str, ...] | None = None
     mlp_layer_types: tuple[str, ...] | None = None
-    num_nextn_predict_layers: int | None = None
+    num_mtp_layers: int | None = None
     mtp_layer_types: tuple[str, ...] | None = None
     mtp_mlp_layer_types: tuple[str, ...] | None = None
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads the other names of `num_experts` and of the number of layers that
-        predict further tokens."""
-        return super().from_hf(_renamed(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_renamed(raw))
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_mlps(self.mlp_kinds, self.num_hidden_layers)
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def mlp_kinds(self) -> tuple[str, ...]:
-        """The `mlp_layer_types` of all layers."""
-        return ("sparse",) * self.num_hidden_layers if self.mlp_layer_types is None else self.mlp_layer_types
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            **layers_by_mlp(self.mlp_kinds),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
-
-
-def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json with one name for each key that has two."""
-    out = with_num_experts(raw)
-    layers = out.pop("num_mtp_layers", None)
-    return out if layers is None else {"num_nextn_predict_layers": layers, **out}
 
 
 TABLE = decoder_table(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
@@ -25,6 +25,17 @@ from tpuconv.models.registry import Family
 
 ROTARY_PART = 0.334
 MIMO_ROPE, MIMO_LOCAL_ROPE = Rope(theta=5_000_000.0), Rope(theta=10_000.0)
+RELEASED_KEYS = {
+    *("sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "partial_rotary_factor"),
+    *("rope_theta", "swa_rope_theta", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"),
+    *("swa_v_head_dim", "attention_chunk_size"),
+}
+"""Keys that transformers replaces by others. No layer attends in chunks."""
+NUMBERED_KINDS = (
+    ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention")),
+    ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
+)
+"""Lists with 0 or 1 for each layer, the keys that replace them, and what 0 and 1 stand for."""
 THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROPE.theta}
 """The part of a head with rotary positions, and their bases, of a config.json without."""
 
@@ -45,6 +56,8 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     }
     least: ClassVar = {"n_shared_experts": 0}
     derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {"first_k_dense_replace"}
+    left_out: ClassVar[frozenset[str]] = frozenset(RELEASED_KEYS)
+    nullable: ClassVar[frozenset[str]] = frozenset({"routed_scaling_factor", "n_shared_experts"})
     rotary_part: ClassVar[float] = ROTARY_PART
 
     vocab_size: int = 152576
@@ -74,20 +87,45 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     local_rotary: float = ROTARY_PART
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        config = super().from_hf(_as_transformers(raw))
-        if faults := list(_disagreements(raw, config)):
-            raise ConfigError("config.json contradicts itself", details=faults)
-        return config
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_as_transformers(raw))
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out = super().in_our_keys(raw)
+        if raw.get("sliding_window_size") is not None:  # tokens before the token itself
+            out["sliding_window"] = raw["sliding_window_size"] + 1
+        for key, newer, names in NUMBERED_KINDS:
+            if (given := raw.get(key)) is None or raw.get(newer) is not None:
+                continue
+            if not isinstance(given, list) or any(x not in (0, 1) for x in given):
+                raise ConfigError(f"config.json: {key}={short(given)} is not a list of 0 and 1")
+            out[newer] = [names[x] for x in given]
+        if raw.get("layernorm_epsilon") is not None:
+            out.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
+        if raw.get("rope_parameters") is None:
+            part = raw.get("partial_rotary_factor")
+            out["rope_parameters"] = {
+                kind: {"rope_theta": THETAS[kind] if raw.get(key) is None else raw[key]}
+                | ({} if part is None else {"partial_rotary_factor": part})
+                for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+            }
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.num_attention_heads % (2 * (self.num_key_value_heads or self.num_attention_heads)):
             yield f"num_attention_heads={self.num_attention_heads} is not a multiple of twice num_key_value_heads"
+
+    def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
+        """As `DecoderConfig.disagreements`: the sizes of layers with the window."""
+        expected = {
+            "swa_num_attention_heads": self.num_attention_heads,
+            "swa_num_key_value_heads": self.axes["K"],
+            "swa_head_dim": self.axes["H"],
+            "swa_v_head_dim": self.v_head_dim,
+            "sliding_window_size": (self.sliding_window or 0) - 1,
+            "layernorm_epsilon": self.rms_norm_eps,
+        }
+        for key, value in expected.items():
+            if raw.get(key) not in (None, value):
+                yield f"{key}={short(raw[key])} is not {value}, which follows from other keys"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -111,59 +149,6 @@ class Config(SparseConfig, TwoPartialRopesConfig):
             "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
         }
 
-
-def _as_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json in which keys of the release alone are those that transformers has for them."""
-    out = {key: value for key, value in raw.items() if key not in RELEASED_KEYS}
-    if out.get("routed_scaling_factor", 1) is None:
-        out["routed_scaling_factor"] = 1.0
-    if out.get("n_shared_experts", 0) is None:
-        out["n_shared_experts"] = 0
-    if raw.get("sliding_window_size") is not None:  # tokens before the token itself
-        out["sliding_window"] = raw["sliding_window_size"] + 1
-    lists = (
-        ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention")),
-        ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
-    )
-    for key, newer, names in lists:
-        if (given := raw.get(key)) is None or raw.get(newer) is not None:
-            continue
-        if not isinstance(given, list) or any(x not in (0, 1) for x in given):
-            raise ConfigError(f"config.json: {key}={short(given)} is not a list of 0 and 1")
-        out[newer] = [names[x] for x in given]
-    if raw.get("layernorm_epsilon") is not None:
-        out.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
-    if raw.get("rope_parameters") is None:
-        part = raw.get("partial_rotary_factor")
-        out["rope_parameters"] = {
-            kind: {"rope_theta": THETAS[kind] if raw.get(key) is None else raw[key]}
-            | ({} if part is None else {"partial_rotary_factor": part})
-            for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
-        }
-    return out
-
-
-def _disagreements(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yields a sentence for each size of layers with the window that is not what follows from other keys."""
-    expected = {
-        "swa_num_attention_heads": config.num_attention_heads,
-        "swa_num_key_value_heads": config.axes["K"],
-        "swa_head_dim": config.axes["H"],
-        "swa_v_head_dim": config.v_head_dim,
-        "sliding_window_size": (config.sliding_window or 0) - 1,
-        "layernorm_epsilon": config.rms_norm_eps,
-    }
-    for key, value in expected.items():
-        if raw.get(key) not in (None, value):
-            yield f"{key}={short(raw[key])} is not {value}, which follows from other keys"
-
-
-RELEASED_KEYS = {
-    *("sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "partial_rotary_factor"),
-    *("rope_theta", "swa_rope_theta", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"),
-    *("swa_v_head_dim", "attention_chunk_size"),
-}
-"""Keys of the released config.json that `_as_transformers` and `_disagreements` read. No layer attends in chunks."""
 
 MTP_LAYERS = 3
 """The layers for multi-token prediction of the release, whose number config.json does not say."""

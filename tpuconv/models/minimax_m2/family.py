@@ -1,13 +1,14 @@
 """MiniMax-M2: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, NORMS_OF_ALL_HEADS, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import Family
 
 MINIMAX_ROPE = Rope(theta=5_000_000.0)
@@ -15,11 +16,12 @@ MINIMAX_ROPE = Rope(theta=5_000_000.0)
 
 
 @dataclass(frozen=True)
-class Config(PartialRopeConfig):
+class Config(ChosenExperts, PartialRopeConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. `rotary_dim`, the number of dimensions
     of a head with rotary positions, is the older form of `partial_rotary_factor`."""
 
     model_type: ClassVar[str] = "minimax_m2"
+    experts_key: ClassVar[str] = "num_local_experts"
     only: ClassVar = {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",)}
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MINIMAX_ROPE.theta}
 
@@ -40,23 +42,11 @@ class Config(PartialRopeConfig):
     rotary_dim: int | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        rotary, head = raw.get("rotary_dim"), raw.get("head_dim", cls.head_dim)
-        if type(rotary) is int and type(head) is int and head > 0 and raw.get("partial_rotary_factor") is None:
-            raw = {**raw, "partial_rotary_factor": rotary / head}
-        return super().from_hf(raw)
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_local_experts:
-            yield (
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than "
-                f"num_local_experts={self.num_local_experts}"
-            )
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out, rotary, head = super().in_our_keys(raw), raw.get("rotary_dim"), raw.get("head_dim", cls.head_dim)
+        if type(rotary) is int and type(head) is int and head > 0:
+            out.setdefault("partial_rotary_factor", rotary / head)
+        return out
 
 
 TABLE = decoder_table(

@@ -8,7 +8,6 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, decoder_table, mlp_rows
-from tpuconv.models.common.sparse import layers_by_mlp, mlp_kinds_of
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.ministral3.family import GrowingQueries
@@ -26,6 +25,7 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     tied: ClassVar[bool] = True
     only: ClassVar = {"topk_method": (None, "greedy", "group_limited_greedy"), "scoring_func": ("softmax",)}
     least: ClassVar = {"first_k_dense_replace": 0}
+    left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {"llama_4_scaling_beta"}
     default_rope: ClassVar[Mapping[str, Any]] = {
         "rope_type": MISTRAL4_ROPE.type,
@@ -59,13 +59,6 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     llama_4_scaling_beta: float = 0.1
 
     @classmethod
-    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As `WrapperConfig.text_of`, without `head_dim`, which transformers computes anew."""
-        text = super().text_of(raw)
-        text.pop("head_dim", None)
-        return text
-
-    @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """As `DecoderConfig.read_ropes`. The part of a query that has rotary positions may stand among them."""
         check_rope_keys(raw)
@@ -88,20 +81,6 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
         yield from super().contradictions()
         if not self.n_shared_experts:
             yield f"n_shared_experts={self.n_shared_experts} is less than 1"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, **layers_by_mlp(mlp_kinds_of(self.first_k_dense_replace, self.num_hidden_layers))}
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.first_k_dense_replace
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
 
 
 TEXT_TABLE = decoder_table(

@@ -1,6 +1,6 @@
 """Mixtral: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,6 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, NUMBERED_EXPERT_MLPS, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import Family
 
 MIXTRAL_ROPE = Rope(theta=1e6)
@@ -15,10 +16,11 @@ MIXTRAL_ROPE = Rope(theta=1e6)
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "mixtral"
+    experts_key: ClassVar[str] = "num_local_experts"
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MIXTRAL_ROPE.theta}
 
     vocab_size: int = 32000
@@ -35,18 +37,6 @@ class Config(DecoderConfig):
     tie_word_embeddings: bool = False
     rope: Rope = MIXTRAL_ROPE
     sliding_window: int | None = None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_local_experts:
-            yield (
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than "
-                f"num_local_experts={self.num_local_experts}"
-            )
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.hybrid import NO_LIMIT, OLDER_KINDS, MambaConfig
@@ -33,7 +33,6 @@ MTP_KINDS = ("full_attention", "moe")
 
 UNREAD_KEYS = {
     *("rms_norm_eps", "attention_bias", "mamba_proj_bias", "residual_in_fp32", "sliding_window"),
-    "tie_word_embeddings",
 }
 """Keys of releases that the model of the reference does not read, though its config has them."""
 
@@ -70,6 +69,7 @@ class Config(MambaConfig):
         "mamba_dt_limit": "time_step_limit",
         "mamba_conv_bias": "use_conv_bias",
     }
+    left_out: ClassVar[frozenset[str]] = frozenset({*PATTERN_KEYS, *UNREAD_KEYS})
 
     vocab_size: int = 131072
     hidden_size: int = 4096
@@ -108,22 +108,17 @@ class Config(MambaConfig):
     mtp_layers_block_type: tuple[str, ...] | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `MambaConfig.from_hf`. The kinds of layers are those of `layers_block_type`, or else of
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `MambaConfig.in_our_keys`. The kinds of layers are those of `layers_block_type`, or else of
         `hybrid_override_pattern`."""
-        raw = dict(cls._unaliased(raw))
+        out = super().in_our_keys(raw)
         for key, kinds_key in PATTERN_KEYS.items():
-            pattern = raw.pop(key, None)
-            if raw.get(kinds_key) is None and isinstance(pattern, str):
-                raw[kinds_key] = [PATTERN.get(letter, letter) for letter in pattern]
-        if isinstance(kinds := raw.get("layers_block_type"), list):
-            raw["num_hidden_layers"] = len(kinds)
-        return super().from_hf(raw)
-
-    @classmethod
-    def _ignored(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        known = (*PATTERN_KEYS, *UNREAD_KEYS)
-        return super()._ignored({key: value for key, value in raw.items() if key not in known})
+            pattern = raw.get(key)
+            if out.get(kinds_key) is None and isinstance(pattern, str):
+                out[kinds_key] = [PATTERN.get(letter, letter) for letter in pattern]
+        if isinstance(kinds := out.get("layers_block_type"), list):
+            out["num_hidden_layers"] = len(kinds)
+        return out
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import Rope, rope_of_layers
-from tpuconv.models.common.windows import PatternConfig
+from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
 from tpuconv.models.olmo2 import family as olmo2
 from tpuconv.models.registry import Family
 
@@ -23,6 +23,7 @@ class Config(PatternConfig):
     model_type: ClassVar[str] = "olmo3"
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
     full_every: ClassVar[int] = 4
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
 
     vocab_size: int = 50304
     hidden_size: int = 4096
@@ -58,10 +59,6 @@ class Config(PatternConfig):
             "rope": Rope.from_hf(full, cls.model_type, context),
             "local_rope": Rope.from_hf(sliding, cls.model_type, context),
         }
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return tuple(self.local_rope if kind == "sliding_attention" else self.rope for kind in self.kinds)
 
 
 TABLE = olmo2.TABLE

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
@@ -16,12 +16,13 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "olmoe"
@@ -45,14 +46,8 @@ class Config(DecoderConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
         if self.clip_qkv is not None and self.clip_qkv <= 0:
             yield f"clip_qkv={self.clip_qkv} is not positive"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_experts, "M": self.intermediate_size}
 
 
 TABLE = decoder_table(

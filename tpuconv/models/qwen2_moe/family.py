@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import faults_of_kinds
 from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, mlp_rows, when
+from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.registry import Family
 
@@ -32,19 +34,12 @@ class Config(qwen3_moe.Config):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if len(self.kinds) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.kinds)} entries for num_hidden_layers={self.num_hidden_layers}"
-        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
-            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, WINDOW_KINDS)
         if "sliding_attention" in self.kinds and not (self.use_sliding_window and self.sliding_window):
             yield (
                 f"layers have 'sliding_attention' with use_sliding_window={self.use_sliding_window} and "
                 f"sliding_window={self.sliding_window}"
             )
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_expert_intermediate_size}
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """Qwen3.5 with experts, the text model: config and mapping table."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.wrapper import tables
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
@@ -16,7 +16,7 @@ from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(MropeConfig, HybridConfig):
+class Config(MropeConfig, ChosenExperts, HybridConfig):
     """The keys of config.json. All layers have experts, whose weights are always normalized."""
 
     model_type: ClassVar[str] = "qwen3_5_moe_text"
@@ -47,20 +47,6 @@ class Config(MropeConfig, HybridConfig):
     linear_num_value_heads: int = 32
     layer_types: tuple[str, ...] | None = None
     full_attention_interval: int = 4
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.shared_expert_intermediate_size,
-        }
 
 
 def text_table(variant: str, *experts: Map) -> MappingTable:

@@ -1,10 +1,9 @@
 """Qwen3, mixture of experts: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from tpuconv.errors import ConfigError
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -19,15 +18,17 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ChosenExperts, MixedMLPs, DecoderConfig):
     """The keys of config.json. `max_window_layers` has no effect, other than in the dense Qwen3: the window applies to
     all layers."""
 
     model_type: ClassVar[str] = "qwen3_moe"
+    synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     least: ClassVar[Mapping[str, int]] = {"max_window_layers": 0}
 
     vocab_size: int = 151936
@@ -52,59 +53,13 @@ class Config(DecoderConfig):
     max_window_layers: int | None = None
     attention_bias: bool = False
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`. Also reads `num_local_experts`."""
-        return super().from_hf(with_num_experts(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys({key: value for key, value in raw.items() if key != "num_local_experts"})
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
-    def axes(self) -> dict[str, Any]:
-        dense = set(self.mlp_only_layers or ())
-        layers = range(self.num_hidden_layers)
-        sparse = {i: None for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0}
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "I": tuple(i for i in layers if i not in sparse),
-            "J": tuple(sparse),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
+    def mlp_kinds(self) -> tuple[str, ...]:
+        return stepped_mlp_kinds(self.mlp_only_layers or (), self.decoder_sparse_step, self.num_hidden_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
-
-
-def with_num_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json with `num_experts`, which transformers 5 writes as `num_local_experts`.
-
-    Raises:
-        ConfigError: it has both, and they differ.
-    """
-    out = dict(raw)
-    newer = out.pop("num_local_experts", None)
-    if newer is not None and out.setdefault("num_experts", newer) != newer:
-        raise ConfigError(f"config.json: num_experts={out['num_experts']!r}, num_local_experts={newer!r}")
-    return out
 
 
 MOE_ROWS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)

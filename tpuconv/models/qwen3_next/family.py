@@ -21,6 +21,7 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import Family
 
@@ -65,7 +66,7 @@ class HybridConfig(StateConfig, PartialRopeConfig):
 
 
 @dataclass(frozen=True)
-class Config(HybridConfig):
+class Config(ChosenExperts, MixedMLPs, HybridConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen3_next"
@@ -99,33 +100,9 @@ class Config(HybridConfig):
     layer_types: tuple[str, ...] | None = None
     full_attention_interval: int = 4
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.num_experts_per_tok > self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
-
     @property
-    def axes(self) -> dict[str, Any]:
-        dense, layers = set(self.mlp_only_layers or ()), range(self.num_hidden_layers)
-        sparse = {i: None for i in layers if i not in dense and (i + 1) % self.decoder_sparse_step == 0}
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.shared_expert_intermediate_size,
-            "I": tuple(i for i in layers if i not in sparse),
-            "J": tuple(sparse),
-        }
-
-    @property
-    def all_experts(self) -> bool:
-        """Whether every layer has experts."""
-        return not self.axes["I"]
-
-    @property
-    def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
-        return not self.all_experts
+    def mlp_kinds(self) -> tuple[str, ...]:
+        return stepped_mlp_kinds(self.mlp_only_layers or (), self.decoder_sparse_step, self.num_hidden_layers)
 
 
 QUERIES_GATES = {

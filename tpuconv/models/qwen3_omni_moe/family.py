@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
@@ -33,16 +33,12 @@ class Config(WrapperConfig, MropeConfig, qwen3_moe.Config):
     rope: Rope = OMNI_ROPE
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_hf(_thinker(raw))
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_thinker(raw))
-
-    @classmethod
     def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         return super().text_of(_thinker(raw))
+
+    @classmethod
+    def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._beside(_thinker(raw))
 
     @classmethod
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import MOST_IN_A_LIST
-from tpuconv.models.common.rope import PARAMETER_KEYS, PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
@@ -45,6 +45,20 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         "need_fp32_gate": (True,),
     }
     least: ClassVar = {"num_nextn_predict_layers": 0}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "share_expert_dims": "share_expert_dim",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    }
+    left_out: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("moe_layers_enum", "attention_other_setting", "per_layer_config"),
+            *("mtp_layer_types", "mtp_mlp_layer_types", "mtp_per_layer_config"),  # of layers for further tokens
+            "max_seq_len",  # without effect
+        }
+    )
     hf_names: ClassVar[Mapping[str, str]] = {"routed_scaling_factor": "moe_router_scaling_factor"}
     derived: ClassVar[frozenset[str]] = TwoPartialRopesConfig.derived | {
         *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob")
@@ -81,15 +95,21 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     swiglu_limits_shared: tuple[float | None, ...] | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        config = super().from_hf(_as_transformers(raw))
-        if faults := list(_disagreements(raw, config)):
-            raise ConfigError("config.json contradicts itself", details=faults)
-        return config
-
-    @classmethod
-    def ignored_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().ignored_keys(_as_transformers(raw))
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out = super().in_our_keys(raw)
+        layers, further = out.get("num_hidden_layers", cls.num_hidden_layers), out.get("num_nextn_predict_layers", 0)
+        if type(layers) is int and type(further) is int:
+            for key in LAYER_LISTS:
+                if isinstance(given := out.get(key), list) and len(given) == layers + further:
+                    out[key] = given[:layers]
+            if raw.get("moe_layers_enum") is not None and out.get("mlp_layer_types") is None:
+                sparse = _numbers(raw["moe_layers_enum"])
+                kinds = ["sparse" if layer in sparse else "dense" for layer in range(min(layers, MOST_IN_A_LIST))]
+                out["mlp_layer_types"] = kinds
+        other = raw.get("attention_other_setting")
+        if isinstance(other, Mapping) and other.get("num_attention_heads") is not None:
+            out.setdefault("num_sliding_attention_heads", other["num_attention_heads"])
+        return {key: value for key, value in out.items() if key not in (*ROPE_KEYS, PARTS)} | _ropes(out)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -104,6 +124,26 @@ class Config(SparseConfig, TwoPartialRopesConfig):
                 yield f"{key} has {len(limits)} entries for num_hidden_layers={self.num_hidden_layers}"
             if any(limit is not None and limit < 0 for limit in limits or ()):
                 yield f"{key} has a negative number"
+
+    def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
+        """As `DecoderConfig.disagreements`: the sizes of layers with the window."""
+        expected = {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": self.window_heads,
+            "num_attention_groups": self.axes["K"],
+            "head_dim": self.axes["H"],
+            "true_head_dim": self.axes["H"],
+        }
+        other = raw.get("attention_other_setting") or {}
+        for key, value in other.items() if isinstance(other, Mapping) else [("attention_other_setting", other)]:
+            if value != expected.get(key):
+                yield f"{key}={short(value)} of layers with the window is not {expected.get(key)}"
+        given, heads = raw.get("per_layer_config") or {}, {"num_attention_heads": self.window_heads}
+        given = given if isinstance(given, Mapping) else {"": given}
+        by_layer = {str(layer).lstrip("0") or "0": value for layer, value in given.items()}  # keys are "01" to "44"
+        differ = () if self.window_heads == self.num_attention_heads else self.axes["s"]
+        if given and by_layer != {str(layer): heads for layer in differ}:
+            yield f"per_layer_config={short(given, 300)} is not {heads} for each layer with the window"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -140,44 +180,9 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         return tuple(zip(super().layer_kinds, self.limits, strict=True))
 
 
-ALIASES = {
-    "num_attention_groups": "num_key_value_heads",
-    "moe_num_experts": "n_routed_experts",
-    "moe_top_k": "num_experts_per_tok",
-    "share_expert_dims": "share_expert_dim",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
-"""Keys of the release, and those that transformers has for them."""
-READ_HERE = {
-    *("moe_layers_enum", "attention_other_setting", "per_layer_config"),
-    *("mtp_layer_types", "mtp_mlp_layer_types", "mtp_per_layer_config"),  # of layers for further tokens
-    "max_seq_len",  # without effect
-}
-"""Keys that `_as_transformers` and `_disagreements` read, or that nothing needs."""
 PARTS = "partial_rotary_factors"
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", PARTS)
 """Lists with an entry for each layer. In the release those of layers for further tokens follow."""
-
-
-def _as_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json in which keys of the release alone are those that transformers has for them."""
-    out = {key: value for key, value in raw.items() if key not in READ_HERE | ALIASES.keys()}
-    for alias, key in ALIASES.items():
-        if raw.get(alias) is not None and out.setdefault(key, raw[alias]) != raw[alias]:
-            raise ConfigError(f"config.json: {alias}={short(raw[alias])}, {key}={short(out[key])}")
-    layers, further = out.get("num_hidden_layers", Config.num_hidden_layers), out.get("num_nextn_predict_layers", 0)
-    if type(layers) is int and type(further) is int:
-        for key in LAYER_LISTS:
-            if isinstance(given := out.get(key), list) and len(given) == layers + further:
-                out[key] = given[:layers]
-        if raw.get("moe_layers_enum") is not None and out.get("mlp_layer_types") is None:
-            sparse = _numbers(raw["moe_layers_enum"])
-            kinds = ["sparse" if layer in sparse else "dense" for layer in range(min(layers, MOST_IN_A_LIST))]
-            out["mlp_layer_types"] = kinds
-    other = raw.get("attention_other_setting")
-    if isinstance(other, Mapping) and other.get("num_attention_heads") is not None:
-        out.setdefault("num_sliding_attention_heads", other["num_attention_heads"])
-    return {key: value for key, value in out.items() if key not in (*ROPE_KEYS, PARTS)} | _ropes(out)
 
 
 def _numbers(given: Any) -> set[int]:
@@ -192,7 +197,6 @@ def _numbers(given: Any) -> set[int]:
 def _ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `rope_parameters` of each type of layers. In the release each layer has a base and a part of a head
     with rotary positions, and `rope_scaling` is that of layers that see all tokens."""
-    check_rope_keys({key: raw.get(key) for key in PARAMETER_KEYS})
     kinds = raw.get("layer_types")
     whole, windowed = "full_attention", "sliding_attention"
     found = [kind for kind in (whole, windowed) if kind in kinds] if isinstance(kinds, list) else [whole]
@@ -223,27 +227,6 @@ def _of_layers(key: str, given: Any, kinds: Any, kind: str) -> Any:
     if any(value != values[0] for value in values):
         raise ConfigError(f"config.json: {key}={short(given, 300)} is not the same for all layers with {kind!r}")
     return values[0] if values else None
-
-
-def _disagreements(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yields a sentence for each size of layers with the window that is not what follows from other keys."""
-    expected = {
-        "attention_type": "sliding_attention",
-        "num_attention_heads": config.window_heads,
-        "num_attention_groups": config.axes["K"],
-        "head_dim": config.axes["H"],
-        "true_head_dim": config.axes["H"],
-    }
-    other = raw.get("attention_other_setting") or {}
-    for key, value in other.items() if isinstance(other, Mapping) else [("attention_other_setting", other)]:
-        if value != expected.get(key):
-            yield f"{key}={short(value)} of layers with the window is not {expected.get(key)}"
-    given, heads = raw.get("per_layer_config") or {}, {"num_attention_heads": config.window_heads}
-    given = given if isinstance(given, Mapping) else {"": given}
-    by_layer = {str(layer).lstrip("0") or "0": value for layer, value in given.items()}  # keys are "01" to "44"
-    differ = () if config.window_heads == config.num_attention_heads else config.axes["s"]
-    if given and by_layer != {str(layer): heads for layer in differ}:
-        yield f"per_layer_config={short(given, 300)} is not {heads} for each layer with the window"
 
 
 def _queries(N: str) -> tuple[Map, ...]:
