@@ -104,6 +104,14 @@ def test_a_user_lets_a_key_through() -> None:
     assert [key.key for key in report(beside, "sliding_window").ignored] == ["sliding_window"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"), [("qwen3_moe", "num_local_experts"), ("kimi_linear", "linear_attn_config")]
+)
+def test_another_spelling_of_a_key_is_not_let_through_unread(model_type, key):
+    with pytest.raises(UsageError, match=f"--allow-config {key}: the conversion reads this key"):
+        report({"model_type": model_type, key: 64 if key.startswith("num") else {}}, key)
+
+
 def test_the_manifest_says_what_was_let_through(tmp_path: Path) -> None:
     """And what reads the checkpoint, by its own config.json, lets it through too."""
     config = qwen3_config(num_hidden_layers=1)

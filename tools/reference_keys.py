@@ -19,7 +19,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from tpuconv.models.registry import all_families
-from tpuconv.verify.logits import READ_AS
+from tpuconv.verify.reference import READ_AS
 
 TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
 SHARED = (

@@ -196,9 +196,9 @@ class DecoderConfig:
             if int not in (hint, *get_args(hint)) or not isinstance(value, int):
                 continue
             if value < least:
-                faults.append(f"{field.name}={value} is less than {least}")
+                faults.append(f"{self._key(field.name)}={value} is less than {least}")
             elif value > (most := self._most(field.name)):
-                faults.append(f"{field.name}={value} is more than {most}")
+                faults.append(f"{self._key(field.name)}={value} is more than {most}")
         _refuse(faults or list(self.contradictions()))  # `contradictions` divides by values checked above
 
     @classmethod
@@ -380,7 +380,8 @@ def report_ignored(
         UsageError: a key of `allow` is not in config.json, or the conversion reads it.
     """
     given = given_keys(raw, allow)
-    known = [key for key in (*config._known(), *config._aliases()) if key not in config.only]
+    read = (*config._known(), *config._aliases(), *config.synonyms, *config.left_out)
+    known = [key for key in read if key not in config.only]
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", *INSIDE_KEYS):
             raise UsageError(
