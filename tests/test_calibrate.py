@@ -1,5 +1,6 @@
 """Calibrated quantization: GPTQ against its definition, every kind of product, and runs that are interrupted."""
 
+import gc
 import json
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -166,6 +168,24 @@ def test_layers_that_run_one_by_one_are_the_model(name, orbax):
                 states_TW = runner.run(stage, runner.weights(stage), states_TW)
         have = runner.logits(runner.logits_weights(), states_TW)
         assert np.abs(have - logits_TV).max() < 1e-4 * np.abs(logits_TV).max()
+
+
+def test_one_layer_is_in_memory_however_rarely_garbage_is_collected(orbax):
+    """Modules are in cycles of references, and commands collect garbage rarely."""
+    manifest = read_manifest(orbax(ONE_OF_EACH["qwen3"], "bfloat16"))
+    runner, live = LayerRunner(manifest, DATA.length), []
+    gc.collect()
+    gc.disable()
+    try:
+        states_TW = next(runner.embedded(DATA.ids()))
+        for stage in runner.stages[:3]:
+            weights = runner.weights(stage)
+            runner.observe(stage, weights, states_TW)
+            states_TW = runner.run(stage, weights, states_TW)
+            live.append(sum(array.nbytes for array in jax.live_arrays()))
+    finally:
+        gc.enable()
+    assert live[2] <= live[1]
 
 
 @pytest.mark.slow

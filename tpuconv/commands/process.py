@@ -21,9 +21,10 @@ from tpuconv.errors import ResourceError, TpuconvError, UsageError
 from tpuconv.text import plain
 
 EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
-GC_THRESHOLD = 200_000
+GC_THRESHOLD = 20_000
 """Objects between two collections of garbage. Imports and tracing make many objects that stay, and the default of 700
-has the collector look through them again and again: 0.5 s of a quantization."""
+has the collector look through them again and again: 0.5 s of a quantization. What holds much memory in cycles of
+references, as modules of nnx do, is collected where it is let go."""
 
 
 def run(command: Callable[[], Any]) -> None:

@@ -1,6 +1,7 @@
 """Two checkpoints of ours compared: their logits on the same tokens, and their parameters. One model is in memory at a
 time; of the parameters a box of one."""
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def compare_windows(
                 count = len(window.scored) - 1
                 yield np.frombuffer(file.read(size * count * vocabulary), np.float32).reshape(count, vocabulary)
 
+        gc.collect()  # the first model is in cycles of references
         on_model("other")
         ours = scored_logits(windows, other.logits(prompts))
         return compare_logits([window.scored for window in windows], stored(), ours, other.dtype, gates)

@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), run on a checkpoint."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -142,6 +143,7 @@ class TaskList:
         from tpuconv.verify.task_model import TaskModel
 
         tokenizer, ends = self._tokenizer(manifest)
+        gc.collect()  # a model of another checkpoint is in cycles of references
         model = TaskModel(load(manifest.folder, dtype), tokenizer, ends, dtype, cache_dtype, on_request)
         settings = {"limit": self.limit, "task_manager": manager, "bootstrap_iters": BOOTSTRAPS}
         settings |= {"apply_chat_template": self.chat_template, "fewshot_as_multiturn": self.chat_template}

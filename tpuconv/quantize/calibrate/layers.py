@@ -5,6 +5,7 @@ read more: inputs of their own (Gemma 4, DeepSeek V4), or what an earlier layer 
 GLM-5's selected tokens). Then it is behind the hidden states of each token, as further columns.
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -195,7 +196,9 @@ class LayerRunner:
         return _names(self._modules(stage))
 
     def weights(self, stage: str) -> Weights:
-        """Reads the arrays of a stage, in float32."""
+        """Reads the arrays of a stage, in float32. What is left of the stage before, in memory until garbage is
+        collected since modules are in cycles of references, is freed."""
+        gc.collect()
         return self._read(self._modules(stage))
 
     def _modules(self, stage: str) -> dict[str, Any]:
