@@ -2147,6 +2147,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
     if case.family == "hy_v4":  # transformers calls the gates of MLPs as those of attention
         for part in ("mlp", "shared_experts"):
             _rename(folder / "model.safetensors", f"{part}.linear_gate", f"{part}.gate_proj")
+        # Without a prefix before them it puts these parts of names in another order.
+        _rename(folder / "model.safetensors", "hc_head.hc_pre.hc_head_", "hc_pre.hc_head.hc_head_")
     if case.family == "longcat_flash":  # transformers writes matrices of the experts that have none
         _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size
