@@ -1621,7 +1621,7 @@ CASES: list[Case] = [
     ),
     _case(
         "mellum-plain",
-        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3},
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
         num_hidden_layers=4,
         sliding_window=5,
         layer_types=MIXED,
@@ -1760,7 +1760,13 @@ CASES: list[Case] = [
     ),
     _case(
         "flint-all-experts",  # more than tokens
-        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 14},
+        **EXPERTS
+        | {
+            "num_experts": 90,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 14,
+        },
         num_hidden_layers=4,
         sliding_window=4,
         layer_types=MIXED,
