@@ -361,6 +361,14 @@ def test_what_is_kept_can_be_said_of_config_json_alone(case, encoding, saved, tm
         assert {name: own[key] for name, own in told.items()} == {name: own[key] for name, own in facts.items()}
 
 
+def test_stacked_experts_are_kept_by_config_json_alone():
+    config = json.loads(FIRST["step3p7"].hf_config().to_json_string()) | {"quantization_config": fp8_config(5, 7)}
+    told = tpu.source_passthrough("name", config)["parameters"]
+    assert {name for name in told if ".moe." in name and ".shared." not in name} == {
+        f"layers.{layer}.moe.{part}.kernel" for layer in (1, 3) for part in ("gate", "up", "down")
+    }
+
+
 @pytest.mark.parametrize("algorithm", MODELOPT)
 def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
     modelopt(algorithm, tmp_path / "hf")

@@ -1621,7 +1621,7 @@ CASES: list[Case] = [
     ),
     _case(
         "mellum-plain",
-        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3},
+        **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
         num_hidden_layers=4,
         sliding_window=5,
         layer_types=MIXED,
@@ -1760,7 +1760,13 @@ CASES: list[Case] = [
     ),
     _case(
         "flint-all-experts",  # more than tokens
-        **EXPERTS | {"num_experts": 90, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 14},
+        **EXPERTS
+        | {
+            "num_experts": 90,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 14,
+        },
         num_hidden_layers=4,
         sliding_window=4,
         layer_types=MIXED,
@@ -2147,6 +2153,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
     if case.family == "hy_v4":  # transformers calls the gates of MLPs as those of attention
         for part in ("mlp", "shared_experts"):
             _rename(folder / "model.safetensors", f"{part}.linear_gate", f"{part}.gate_proj")
+        # Without a prefix before them it puts these parts of names in another order.
+        _rename(folder / "model.safetensors", "hc_head.hc_pre.hc_head_", "hc_pre.hc_head.hc_head_")
     if case.family == "longcat_flash":  # transformers writes matrices of the experts that have none
         _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size

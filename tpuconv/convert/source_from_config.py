@@ -68,9 +68,9 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Ite
         method="match",
     )
     for binding in bindings:
-        own = known if _is_multiplied(binding) else ()
+        own, stacked = known if _is_multiplied(binding) else (), _has_stacked_experts(binding)
         for name, shape in binding.src_shapes().items():
-            scheme = _scheme(own, name, shape)
+            scheme = _scheme(own, name, shape, stacked)
             plain = {name: (BUFFER_DTYPE if binding.row.buffer else WEIGHT_DTYPE, shape)}
             stored = scheme.stored(name, shape) if scheme else plain
             yield from ((part, dtype, own_shape) for part, (dtype, own_shape) in stored.items())
@@ -80,11 +80,20 @@ def _is_multiplied(binding: Binding) -> bool:
     return not any(part.startswith(NEVER_ENCODED) for stack in binding.dst for part in stack.names[0].split("."))
 
 
-def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape) -> Scheme | None:
-    """The scheme of a matrix, or of those of all experts; None if it is not encoded."""
+def _has_stacked_experts(binding: Binding) -> bool:
+    """Whether each tensor of the source holds the matrices of all experts. Kernels of convolutions have three axes
+    too."""
+    sources = zip(binding.layout.src, binding.src, strict=True)
+    return all(len(axes) == stack.depth + 3 and axes[stack.depth].letter == "E" for axes, stack in sources)
+
+
+def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape, stacked: bool) -> Scheme | None:
+    """The scheme of a matrix, or of those of all experts if they are `stacked`; None if it is not encoded. Stacks have
+    blocks of a fixed size: a scale for each row or tensor is that of a matrix."""
     for group in known:
         scheme = group.schemes[0]
-        is_one = len(shape) == (3 if scheme.groups_apart else 2) and name.endswith(scheme.name)
+        is_stack = scheme.groups_apart or (stacked and not scheme.affine and None not in scheme.blocks)
+        is_one = len(shape) == (3 if is_stack else 2) and name.endswith(scheme.name)
         if is_one and group.takes(name.removesuffix(".weight")):
             return scheme
     return None

@@ -127,13 +127,21 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
     return float(np.sqrt(difference / max(size, 1e-300)))
 
 
-NORM_NAMES = ("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f")
+LAYER_NAMES = ("layers", "h")
+"""The names that transformers' models have for the list of their layers."""
+
+NORM_NAMES = ("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
 """The names that transformers' models have for the norm after the last layer."""
 
 
-RETURNED = {"bamba": 2, "falcon_h1": 1}
+RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2}
 """Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
 them and that the model does not unpack."""
+
+
+def _first_of(module: Any, names: Sequence[str]) -> Any:
+    """The submodule with the first of these names that the module has."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 class _Reference:
@@ -162,8 +170,8 @@ class _Reference:
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = getattr(base, "language_model", base)
-        self.layers = list(self.decoder.layers)
-        self.norm = next(getattr(self.decoder, name) for name in NORM_NAMES if hasattr(self.decoder, name))
+        self.layers = list(_first_of(self.decoder, LAYER_NAMES))
+        self.norm = _first_of(self.decoder, NORM_NAMES)
         # Its buffers are computed, not stored: create them outside the meta device.
         for name, module in list(self.decoder.named_children()):
             if type(module).__name__.endswith("RotaryEmbedding"):
