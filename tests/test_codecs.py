@@ -62,7 +62,7 @@ from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.sources.hub import fetch_config
 from tpuconv.sources.source import open_source
-from tpuconv.verify.reference import reference_logits
+from tpuconv.verify.reference import reference
 
 # Each gives the stored tensors of a weight "w", config.json's description, and the values in float32 by the definition.
 
@@ -227,7 +227,7 @@ def test_a_release_of_modelopt_is_described_beside_its_config(algorithm, tmp_pat
 def test_transformers_is_not_shown_codes_for_weights(tmp_path):
     modelopt("FP8", tmp_path)
     with pytest.raises(UsageError, match=r"described in hf_quant_config\.json"):
-        reference_logits(tmp_path, [[1, 2]], "float32")
+        reference(tmp_path, [[1, 2]], "float32")
 
 
 FAULTS = {

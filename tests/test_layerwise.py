@@ -19,7 +19,6 @@ from tpuconv.errors import SourceError, UsageError
 from tpuconv.verify import reference
 from tpuconv.verify.layerwise import LayerError, compare_layers
 from tpuconv.verify.logits import model_logits
-from tpuconv.verify.reference import reference_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -63,7 +62,7 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any, 
     assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
     assert not [part for part in parts if part.diverges]
     scale = max(np.abs(x).max() for x in theirs)
-    for mine, whole in zip(theirs, reference_logits(hf(case), PROMPTS, "float32"), strict=True):
+    for mine, whole in zip(theirs, reference.reference(hf(case), PROMPTS, "float32").logits, strict=True):
         np.testing.assert_array_equal(mine, whole)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 2e-5 * scale
     if case in WHOLE:
@@ -86,7 +85,7 @@ def test_encoded_matrices_are_decoded_for_transformers(source: str, tmp_path: Pa
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 0.03 * scale
     if not source.startswith("modelopt"):  # described beside config.json, or not known at all
         with pytest.raises(UsageError, match=r"transformers cannot load .*(gptqmodel|optimum|bitsandbytes)"):
-            reference_logits(ENCODED / source, prompts, "bfloat16")
+            reference.reference(ENCODED / source, prompts, "bfloat16")
 
 
 @pytest.mark.slow
@@ -96,7 +95,7 @@ def test_what_transformers_does_not_load_is_an_error(hf: Any, orbax: Any) -> Non
     with pytest.raises(SourceError, match=r"has no tensors for mlp.experts.gate_up_proj of transformers' layers\.0"):
         compared(orbax(case), hf(case))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        reference_logits(hf(case), PROMPTS, "float32")
+        reference.reference(hf(case), PROMPTS, "float32")
 
 
 def test_stacked_layers_are_read_one_at_a_time(hf: Any, orbax: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tpuconv import api
 from tpuconv.api import evaluation
 from tpuconv.errors import ResourceError
 from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, rounding_gates, tokenize
-from tpuconv.verify.reference import reference_logits
+from tpuconv.verify.reference import reference
 
 TOKENS, VOCABULARY = 200, 50
 IDS = [[0] * TOKENS]
@@ -75,7 +75,7 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     ids = tokenize(tmp_path, [], 256)
     assert sum(map(len, ids)) == 1024
     convert(EXAMPLE, tmp_path / "out")
-    hf, ours = reference_logits(EXAMPLE, ids, "bfloat16"), model_logits(tmp_path / "out", ids, "bfloat16")
+    hf, ours = reference(EXAMPLE, ids, "bfloat16").logits, model_logits(tmp_path / "out", ids, "bfloat16")
     result = compare_logits(ids, hf, ours, "bfloat16", DTYPE_GATES["bfloat16"])
     assert not result.failures()
     assert result.decided > 0.9 * result.tokens

@@ -20,7 +20,7 @@ from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import all_families, find_family, get_family
 from tpuconv.verify.layerwise import compare_layers
 from tpuconv.verify.logits import model_logits
-from tpuconv.verify.reference import reference_logits
+from tpuconv.verify.reference import reference
 
 WRAPPERS = [family for family in all_families() if family.name in VISION]
 OWN_HEAD = next(case for case in CASES if case.id == "gemma3-own-head")
@@ -85,7 +85,7 @@ def test_names_of_every_release_convert_and_come_back(prefix: str, hf: Any, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, orbax: Any) -> None:
-    theirs, ours = reference_logits(hf(case), IDS, "float32"), model_logits(orbax(case), IDS, "float32")
+    theirs, ours = reference(hf(case), IDS, "float32").logits, model_logits(orbax(case), IDS, "float32")
     for want, have in zip(theirs, ours, strict=True):
         assert np.abs(want - have).max() <= 2e-5 * np.abs(want).max()
     if is_inseparable(case):

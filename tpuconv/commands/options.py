@@ -121,21 +121,15 @@ scheme = click.option(
     help="The quant_method of config.json in which quantized weights are written.  [default: by their types]",
 )
 
-dtype = click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float32"]),
-    default="auto",
-    show_default=True,
-    help="Dtype of parameters and activations; auto is the checkpoint's.",
-)
 
-comparison_dtype = click.option(
-    "--dtype",
-    type=click.Choice(("auto", "bfloat16", "float32")),
-    default="auto",
-    show_default=True,
-    help="What both models compute in; auto is float32, in which nothing but a fault differs.",
-)
+def _dtype(help: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True, help=help
+    )
+
+
+dtype = _dtype("Dtype of parameters and activations; auto is the checkpoint's.")
+comparison_dtype = _dtype("What both models compute in; auto is float32, in which nothing but a fault differs.")
 
 cache_dtype = click.option(
     "--cache-dtype",

@@ -208,14 +208,14 @@ def _vector_rows(result: "VectorStatistics") -> tuple[StatisticRow, ...]:
 
 
 def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
-    rounding = ("mean KL of one rounding in transformers", f"{result.rounding_kl or 0:.3g}", None)
+    rounding = [] if result.rounding_kl is None else [f"{result.rounding_kl:.3g}"]
     return (
         ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
         ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
         ("largest logit", f"{result.max_abs_logit:.4g}", None),
         ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
         ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
-        *((rounding,) if result.rounding_kl is not None else ()),
+        *(("mean KL of one rounding in transformers", kl, None) for kl in rounding),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
         ("same most likely token", f"{100 * result.top1:.2f}%", None),
         (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),

@@ -90,13 +90,6 @@ class Reference(NamedTuple):
     rounding_kl: float | None
 
 
-def reference_logits(
-    source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS
-) -> list[np.ndarray]:
-    """Returns the `logits` of `reference`."""
-    return reference(source, prompts, dtype, returns).logits
-
-
 def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS) -> Reference:
     """Runs transformers' model of a source checkpoint.
 
