@@ -572,6 +572,7 @@ qwix:
     [
         ("[{module_path: 'blocks/.*', weight_qtype: int8}]", "'blocks/.*' matches no module with a product"),
         ("[{weight_qtype: int8}, {module_path: 'lm_head', weight_qtype: int4}]", "already matches these modules"),
+        ("[{module_path: 'layers/.*/attn', weight_qtype: int8}]", "matches no product with a weight"),
         ("[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
         ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes too long"),
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "line 1, does not divide axis 0, of"),

@@ -19,6 +19,8 @@ SMALL = {
     "first_k_dense_replace": 1,
     "vocab_size": 64,
 }
+OF_TYPES = {"nemotron_h": {"num_hidden_layers": 4}}
+"""What must be otherwise: the number of the layers whose kinds are the default."""
 
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def config_json(name: str, **changes: Any) -> dict[str, Any]:
     config = find_family({"model_type": name}).config
     names = {field.name for field, _ in _hints(config)} - config.derived - config.only.keys()
     known = {name for name in names if config._key(name) == name}
-    text = {key: value for key, value in SMALL.items() if key in known} | changes
+    text = {key: value for key, value in (SMALL | OF_TYPES.get(name, {})).items() if key in known} | changes
     nested = issubclass(config, WrapperConfig) and not config.flat
     return {"model_type": name, **({"text_config": text} if nested else text)}
 

@@ -266,13 +266,20 @@ def compare(
 def _check_memory(manifest: "Manifest", dtype: str) -> None:
     """Raises ResourceError if transformers' model does not fit in memory: the system would end this process."""
     need = sum(prod(array.shape) for array in manifest.arrays.values()) * (4 if dtype == "float32" else 2)
+    ways = []
+    if manifest.quantization is None and not manifest.returns:
+        ways.append("use --layerwise, which holds one layer")
+    if dtype == "float32":
+        ways.append("give --dtype bfloat16")
+    if manifest.is_rounded:
+        ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
     with suppress(OSError):  # systems without /proc do not say
         available, _ = available_memory()
         if need > available:
             raise ResourceError(
                 f"transformers' model takes {format_size(need)} in {dtype}, and {format_size(available)} of memory are "
                 "available",
-                hint="use --layerwise, which holds one layer" + (", or --dtype bfloat16" if dtype == "float32" else ""),
+                hint=", or ".join(ways) or "compare on a machine with more memory",
             )
 
 

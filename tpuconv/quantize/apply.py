@@ -15,7 +15,8 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import Family
-from tpuconv.quantize.config import QuantConfig, check_rules
+from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.matches import check_rules
 from tpuconv.quantize.report import report_page
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from tpuconv.errors import ConfigError, CorruptOutput, UsageError
 from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.names import MANIFEST
-from tpuconv.patterns import check_patterns
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
 INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
@@ -217,16 +216,6 @@ def find_config(name_or_path: str) -> QuantConfig:
             + "`tpuconv quantize --list` shows all; or give a file",
         )
     return parse_config(data, name, str(path))
-
-
-def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
-    """Checks that the patterns of all rules can be matched with the names of modules (`layers/0/attn`).
-
-    Raises:
-        ConfigError: a pattern is invalid, or takes too long.
-    """
-    patterns = [(f"{config.name}, line {rule.line}", rule.module_path) for rule in config.rules]
-    check_patterns(patterns, modules, ConfigError)
 
 
 def _folder() -> Any:

@@ -24,8 +24,9 @@ from tpuconv.private import flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import QuantConfig, Rule, check_rules
+from tpuconv.quantize.config import QuantConfig, Rule
 from tpuconv.quantize.input_scale import InputScale, input_scales
+from tpuconv.quantize.matches import check_rules, check_used
 
 TOKENS = 1024
 """Of the call that shows Qwix every product: enough that no product takes a path for few tokens."""
@@ -226,7 +227,7 @@ def resolve_rules(
         By the name of the parameter.
 
     Raises:
-        ConfigError: a rule matches nothing, takes too long, has a tile size that does not divide an axis, or a static
+        ConfigError: a rule has no effect, takes too long, has a tile size that does not divide an axis, or a static
             scale for other products than of each token with weights.
         UnsupportedConfig: layers that are stacked are not quantized alike.
     """
@@ -262,7 +263,8 @@ def resolve_rules(
                 build, config, tuple(map(int, match[1].split(","))), int(match[2]), int(match[3])
             ) from None
         raise
-    _check_used(config, provider)
+    used = {quant.rule for quant in param_quants.values()}
+    check_used(config, list(provider.seen_modules), provider.unused(), used)
     return _stacked(param_quants, config, provider, stacks) if stacks else param_quants
 
 
@@ -417,34 +419,3 @@ def _group_shape(leaf: Any) -> tuple[int, ...]:
 def _modules(model: Any) -> list[str]:
     """The names of all modules of a model, as rules name them."""
     return ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
-
-
-def _check_used(config: QuantConfig, provider: Provider) -> None:
-    """Checks that every rule matches something first.
-
-    Raises:
-        ConfigError: a rule does not.
-    """
-    faults = []
-    for i in sorted(provider.unused()):
-        rule = config.rules[i]
-        matched = [path for path in provider.seen_modules if re.fullmatch(rule.module_path, path)]
-        if matched:
-            earlier_line = config.rules[config.rule_of(matched[0])].line
-            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} already matches these modules")
-        else:
-            faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
-    if faults:
-        raise ConfigError(
-            f"{len(faults)} of the rules of {config.name} match nothing",
-            details=faults,
-            hint="modules have names like " + ", ".join(_examples(provider.seen_modules)),
-        )
-
-
-def _examples(seen_modules: Mapping[str, None]) -> list[str]:
-    """One module of each kind, ignoring numbers."""
-    kinds: dict[str, str] = {}
-    for path in seen_modules:
-        kinds.setdefault(re.sub(r"\d+", "0", path), path)
-    return list(kinds.values())[:12]

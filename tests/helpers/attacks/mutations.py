@@ -507,7 +507,8 @@ def yaml_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     import yaml
 
     from tpuconv.models.registry import find_family
-    from tpuconv.quantize.config import QuantConfig, check_rules, parse_config
+    from tpuconv.quantize.config import QuantConfig, parse_config
+    from tpuconv.quantize.matches import check_rules
 
     raw_config = json.loads((base / "source/config.json").read_bytes())
     family = find_family(raw_config)

@@ -28,6 +28,7 @@ class Config(deepseek_v3.Config):
         "mla_scale_q_lora": (True,),
         "mla_scale_kv_lora": (True,),
         "norm_topk_prob": (False,),
+        "first_k_dense_replace": (0,),
     }
     least: ClassVar = {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "zero_expert_num": 0}
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LONGCAT_ROPE.theta}
@@ -67,10 +68,6 @@ class Config(deepseek_v3.Config):
     @property
     def axes(self) -> dict[str, Any]:
         return {**super().axes, "z": self.n_routed_experts + self.zero_expert_num, "U": (0,)}
-
-    @property
-    def unscannable(self) -> str:
-        return ""
 
 
 HALVES = ("first", "second")

@@ -368,7 +368,8 @@ def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[
 def _check_rules(request: CompileRequest) -> None:
     """Checks the patterns of the quantization rules before a child process matches them."""
     from tpuconv.models.registry import find_family
-    from tpuconv.quantize.config import QuantConfig, check_rules
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.matches import check_rules
 
     if request.quantize is None or "rules" not in request.quantize or request.checkpoint:
         return

@@ -1,0 +1,56 @@
+"""What the rules of a config match in a model: each must be of use."""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from tpuconv.errors import ConfigError
+from tpuconv.patterns import check_patterns
+from tpuconv.quantize.config import QuantConfig
+
+
+def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
+    """Checks that the patterns of all rules can be matched with the names of modules (`layers/0/attn`).
+
+    Raises:
+        ConfigError: a pattern is invalid, or takes too long.
+    """
+    patterns = [(f"{config.name}, line {rule.line}", rule.module_path) for rule in config.rules]
+    check_patterns(patterns, modules, ConfigError)
+
+
+def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collection[int], used: Collection[int]) -> None:
+    """Checks that every rule matches something first, and quantizes something.
+
+    Args:
+        config: the rules.
+        modules: the modules that have a product, in the order of the computation.
+        unmatched: numbers of the rules that match none of them, or none first.
+        used: numbers of the rules that a parameter is quantized by.
+
+    Raises:
+        ConfigError: a rule does nothing.
+    """
+    faults = []
+    for i, rule in enumerate(config.rules):
+        matched = [path for path in modules if re.fullmatch(rule.module_path, path)]
+        if i in unmatched and matched:
+            earlier_line = config.rules[config.rule_of(matched[0])].line
+            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} already matches these modules")
+        elif i in unmatched:
+            faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
+        elif rule.weight_qtype and not rule.act_qtype and i not in used:
+            faults.append(f"line {rule.line}: {rule.module_path!r} matches no product with a weight")
+    if faults:
+        raise ConfigError(
+            f"{len(faults)} of the rules of {config.name} have no effect",
+            details=faults,
+            hint="modules have names like " + ", ".join(_examples(modules)),
+        )
+
+
+def _examples(modules: Iterable[str]) -> list[str]:
+    """One module of each kind, ignoring numbers."""
+    kinds: dict[str, str] = {}
+    for path in modules:
+        kinds.setdefault(re.sub(r"\d+", "0", path), path)
+    return list(kinds.values())[:12]
