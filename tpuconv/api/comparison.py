@@ -129,23 +129,25 @@ def compare_checkpoints(
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
-    from tpuconv.models.stored import check_cache_dtype
-    from tpuconv.verify.logits import DTYPE_GATES
-    from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
-    from tpuconv.verify.tasks import TaskDifference, TaskList
     from tpuconv.verify.windows import check_stride
 
     chosen = stride if stride is not None else max(1, length // 2)
     if text is not None:
         check_stride(length, chosen)
-    to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit, chat_template)
-    if tasks:
-        to_do.check()
     manifests = [read_manifest(to_location(folder)) for folder in (reference, checkpoint)]
     for manifest in manifests:
         manifest.check_own()
         check_logits(manifest)
-        if tasks:
+    # Only now, since jax takes seconds to import.
+    from tpuconv.models.stored import check_cache_dtype
+    from tpuconv.verify.logits import DTYPE_GATES
+    from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
+    from tpuconv.verify.tasks import TaskDifference, TaskList
+
+    to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit, chat_template)
+    if tasks:
+        to_do.check()
+        for manifest in manifests:
             to_do.check_tokenizer(manifest)
     first, second = manifests
     check_cache_dtype(second, cache_dtype)
