@@ -104,8 +104,9 @@ def make_source(folder: Path) -> None:
         raise SystemExit(f"the file has other tensors than the model: {missing}, {unexpected}")
     model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.save_pretrained(folder / "source")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "source")
+    model.save_pretrained(folder / "unfinished")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "unfinished")
+    (folder / "unfinished").rename(folder / "source")
 
 
 def write_texts(folder: Path) -> None:
