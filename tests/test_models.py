@@ -540,12 +540,25 @@ def test_defaults_of_layers_are_those_of_transformers(model_type: str) -> None:
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta": 9.0},
     ],
 )
-def test_rotary_positions_of_two_kinds_of_layers(given: dict[str, Any]) -> None:
-    theirs = AutoConfig.for_model("gemma3_text", **json.loads(json.dumps(given))).rope_parameters
-    config = get_family("gemma3_text").config.from_hf({"model_type": "gemma3_text", **given})
-    ropes = [config.ropes[layer] for layer in (5, 0)]
-    for rope, kind in zip(ropes, ("full_attention", "sliding_attention"), strict=True):
-        assert rope == Rope.from_hf({"rope_parameters": theirs[kind]}, "gemma3_text", 131072)
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3n_text"])
+def test_rotary_positions_of_two_kinds_of_layers(model_type: str, given: dict[str, Any]) -> None:
+    theirs = AutoConfig.for_model(model_type, **json.loads(json.dumps(given))).rope_parameters
+    config = get_family(model_type).config.from_hf({"model_type": model_type, **given})
+    for kind in ("full_attention", "sliding_attention"):
+        rope = config.ropes[config.kinds.index(kind)]
+        assert rope == Rope.from_hf({"rope_parameters": theirs[kind]}, model_type, config.max_position_embeddings)
+
+
+def test_defaults_of_gemma3n_are_those_of_transformers() -> None:
+    for layers in (9, 35):
+        raw = {"model_type": "gemma3n_text", "num_hidden_layers": layers, "num_kv_shared_layers": 3}
+        hf, config = AutoConfig.for_model(**raw), get_family("gemma3n_text").config.from_hf(raw)
+        assert config.widths == tuple(hf.intermediate_size)
+        assert config.sparsities == tuple(hf.activation_sparsity_pattern)
+        assert config.kinds == tuple(hf.layer_types)
+        computed = {*config.derived, "intermediate_size", "activation_sparsity_pattern", "layer_types"}
+        stated = {field.name for field in fields(config)} - computed - {"rope_local_base_freq"}
+        assert {name: getattr(config, name) for name in stated} == {name: getattr(hf, name) for name in stated}
 
 
 def test_defaults_of_llama4_are_those_of_transformers() -> None:
@@ -700,6 +713,7 @@ UNSUPPORTED = {
         {"use_bidirectional_attention": "all"},
         "use_bidirectional_attention='all'",
     ),
+    "biases of gemma3n": ("gemma3n", {"text_config": {"attention_bias": True}}, "attention_bias=True .*only False"),
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "theta of a layer": (
         "muse_glimmer",
@@ -796,6 +810,16 @@ INVALID = {
         {"num_kv_shared_layers": 25},
         "share keys and values of a type of layers that has none of its own",
     ),
+    "widths": ("gemma3n_text", {"intermediate_size": [8, 16, 24] * 12}, "36 entries|3 different widths"),
+    "no width": ("gemma3n_text", {"intermediate_size": []}, "intermediate_size has 0 entries for num_hidden_layers=35"),
+    "width of 0": ("gemma3n_text", {"intermediate_size": [0] * 35}, "intermediate_size has widths from 0 to 0"),
+    "sparsity": ("gemma3n_text", {"activation_sparsity_pattern": [1.0] * 35}, "not at least 0 and less than 1"),
+    "active stream": (
+        "gemma3n_text",
+        {"altup_active_idx": 4},
+        "=4 is not less than altup_num_inputs=4",
+    ),
+    "one stream": ("gemma3n_text", {"altup_num_inputs": 1}, "altup_num_inputs=1 is less than 2"),
     "experts without sizes": ("gemma4_text", {"enable_moe_block": True}, "needs num_experts, top_k_experts and"),
     "global heads": (
         "gemma4_text",

@@ -23,7 +23,7 @@ LETTERS = {
     "C": "latent width of keys and values (kv_lora_rank), of what experts read and write, or of a group of heads",
     "Q": "latent width of queries (q_lora_rank)",
     "u": "latent width of queries, with their norm and without",
-    "d": "width of the gates of norms",
+    "d": "width of the gates of norms, rank of a low-rank residual",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
     "x": "head dimension of an indexer",
@@ -31,7 +31,8 @@ LETTERS = {
     "l": "layers with linear attention, Mamba-2 or a short convolution; with heavily compressed keys",
     "n": "key heads of linear attention, groups of Mamba-2, channels of a short convolution, heads of an indexer",
     "r": "value heads per key head of linear attention, heads per group of Mamba-2, residual streams",
-    "k": "dimension of a key head of linear attention, state size of Mamba-2, weights of hyper-connections",
+    "e": "residual streams besides the first",
+    "k": "dimension of a key head of linear attention, state size of Mamba-2, weights of residual streams",
     "w": "dimension of a value head, of linear attention or where it is not that of keys; of a head of Mamba-2; "
     "residual streams, as an output",
     "c": "taps of a causal convolution, tokens of a compressed key",
@@ -46,7 +47,7 @@ LETTERS = {
     "q": "query heads of layers that see all tokens",
     "i": "layers with an MLP of width F",
     "j": "layers with an MLP of width y",
-    "y": "double MLP width",
+    "y": "the larger MLP width, of two",
     # Of models in which each layer has embeddings of its own
     "p": "width of the embeddings of a layer, tokens of a heavily compressed key",
     "v": "vocabulary of the embeddings of layers",

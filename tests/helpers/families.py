@@ -77,6 +77,10 @@ class Case:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
                 thinker = parts | {"tie_word_embeddings": tied}
                 return AutoConfig.for_model(self.model_type, thinker_config=thinker, enable_audio_output=False)
+            if self.family == "gemma3n":  # for whose own tower transformers needs timm
+                config = AutoConfig.for_model("gemma3n", text_config=sizes, tie_word_embeddings=tied, **beside)
+                vars(config)["vision_config"] = AutoConfig.for_model("siglip_vision_model", **vision)
+                return config
             return AutoConfig.for_model(
                 self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
             )
@@ -124,6 +128,7 @@ NO_SCAN = {
     **dict.fromkeys(
         ("gemma4_text", "gemma4", "gemma4_unified", "gemma4_unified_text"), "layers differ in the size of heads"
     ),
+    **dict.fromkeys(("gemma3n_text", "gemma3n"), "layers have embeddings of their own"),
     **dict.fromkeys(
         ("dots1-plain", "hy_v3", "exaone_moe", "afmoe-plain", "cohere2_moe-dense-layers", "mistral4-dense-layer"),
         "dense layers and those with experts have different parameters",
@@ -222,6 +227,21 @@ GEMMA4 = {
     },
 }
 UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+GEMMA3N = {
+    "head_dim": 10,
+    "num_hidden_layers": 5,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 70,
+    "laurel_rank": 9,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.95],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+}
 GLM_VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -251,11 +271,24 @@ VISION: dict[str, dict[str, Any]] = {
     "muse_glimmer": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
+    "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
 }
 """The `vision_config` of families inside multimodal models."""
 BESIDE_TEXT = {
     "kimi_k25": {"projection_hidden_size": 8},
     "muse_glimmer": {"out_hidden_size": 32, "projector_hidden_size": 8},
+    "gemma3n": {
+        "initializer_range": SIZES["initializer_range"],
+        "audio_config": {
+            "hidden_size": 8,
+            "vocab_size": 3,
+            "vocab_offset": 1003,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [4, 2],
+            "input_feat_size": 8,
+        },
+    },
 }
 """Further sizes beside the `text_config`."""
 
@@ -1922,6 +1955,26 @@ CASES: list[Case] = [
         num_global_key_value_heads=1,
         tie_word_embeddings=False,
     ),
+    _case("gemma3n_text-plain", **GEMMA3N, final_logit_softcapping=50.0),
+    _case(
+        "gemma3n_text-widths",  # layers of two widths, the second stream is computed, no layer shares keys
+        head_dim=6,
+        num_hidden_layers=6,
+        intermediate_size=[20, 56, 20, 20, 56, 56],
+        sliding_window=5,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=101,
+        laurel_rank=5,
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
+        rms_norm_eps=1e-3,
+        final_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+    ),
+    _case("gemma3n-plain", **GEMMA3N),
+    _case("gemma3n-own-head", **GEMMA3N | {"num_kv_shared_layers": 0, "sliding_window": 4}, tie_word_embeddings=False),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
     _case("gemma3-own-head", **GEMMA3 | {"sliding_window": 4, "attention_bias": True}, tie_word_embeddings=False),
     _case(
@@ -2052,7 +2105,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         model = auto(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
+            if "norm" in name or name.endswith(("router.scale", "per_expert_scale", "output_scale")):
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1
@@ -2064,8 +2117,9 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
             elif ".alpha_" in name or name.endswith(".D"):
                 parameter.uniform_(-1, 1)
-            elif "embed_tokens" in name:
-                parameter.normal_(0, 0.25)  # the padding token's too, which is zero when new
+            elif "embed_tokens" in name or "modality_router" in name:
+                # The padding token's too, which is zero when new; and of inputs that are divided by the width.
+                parameter.normal_(0, 0.25 if "embed" in name else 5)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name or name.endswith("expert_bias"):
                 buffer.normal_(0, 0.2)

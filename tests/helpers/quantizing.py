@@ -90,6 +90,10 @@ EVEN = {
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
     "gptj": {"num_attention_heads": 2, "num_key_value_heads": 2, "rotary_dim": 16},
+    **{
+        name: {"head_dim": 32, "hidden_size_per_layer_input": 32, "laurel_rank": 32}
+        for name in ("gemma3n_text", "gemma3n")
+    },
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},

@@ -26,6 +26,10 @@ READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
 """Model types that transformers has as text models of multimodal ones alone: the type of that, and the `vision_config`
 of a small one. What sees is not used."""
 
+READ_ALONE = frozenset({"gemma3n"})
+"""Multimodal model types of whose checkpoints transformers reads the text model by itself. For what sees it would need
+a package for images, timm."""
+
 
 def whole_config(raw: Mapping[str, Any]) -> Any:
     """Returns transformers' config object of the multimodal model around the text model of a parsed config.json whose
@@ -47,6 +51,9 @@ def reference_config(source: Path) -> Any:
         return whole_config(raw)
     if (other := READ_AS.get(raw.get("model_type", ""))) is None:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if config.model_type in READ_ALONE:
+            config.text_config.tie_word_embeddings = config.tie_word_embeddings
+            return config.text_config
         return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 

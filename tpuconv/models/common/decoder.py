@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
         norm_type: class of the last norm; by default `RMSNorm`.
         cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
         mtp_type: creates the module for multi-token prediction from (config, dtype=, keys=); None without one.
-        input_modules: the modules that `layer_inputs` uses, by the names of the model's attributes.
+        input_modules: the modules that `scaled` and `layer_inputs` use, by the names of the model's attributes.
 
     Args:
         config: the family's config.

@@ -124,6 +124,21 @@ def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context:
     }
 
 
+def read_older_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Returns the fields of `ROPES_BY_KIND`, of older files too, in which `rope_theta` and `rope_scaling` are those of
+    layers that see all tokens, and `rope_local_base_freq` is that of the others: see `DecoderConfig.read_ropes`."""
+    older = {
+        "full_attention": (raw.get("rope_theta"), raw.get("rope_scaling")),
+        "sliding_attention": (raw.get("rope_local_base_freq"), None),
+    }
+    out = {}
+    for kind, (theta, scaling) in older.items():
+        field = ROPES_BY_KIND[kind]
+        own = rope_of_layers(raw, kind, getattr(config, field).theta if theta is None else theta, scaling)
+        out[field] = Rope.from_hf(own, config.model_type, context)
+    return out
+
+
 @dataclass(frozen=True)
 class TwoPartialRopesConfig(TwoRopesConfig):
     """A decoder whose layers with the window have rotary positions of their own, in another part of each head.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
-from tpuconv.models.common.windows import ROPES_BY_KIND
+from tpuconv.models.common.windows import ROPES_BY_KIND, read_older_ropes
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
 from tpuconv.models.registry import Family
@@ -37,16 +37,7 @@ class Config(gemma2.Config):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        whole, local = (
-            cls.rope.theta if raw.get("rope_theta") is None else raw["rope_theta"],
-            raw.get("rope_local_base_freq"),
-        )
-        full = rope_of_layers(raw, "full_attention", whole, raw.get("rope_scaling"))
-        sliding = rope_of_layers(raw, "sliding_attention", cls.local_rope.theta if local is None else local)
-        return {
-            "rope": Rope.from_hf(full, cls.model_type, context),
-            "local_rope": Rope.from_hf(sliding, cls.model_type, context),
-        }
+        return read_older_ropes(cls, raw, context)
 
     @property
     def full_every(self) -> int:  # type: ignore[override]

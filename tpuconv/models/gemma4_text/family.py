@@ -9,7 +9,8 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, decoder_table, when
-from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
+from tpuconv.models.common.shared_keys import SharedKeysConfig
+from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import Family
 
@@ -18,7 +19,7 @@ GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
 
 
 @dataclass(frozen=True)
-class Config(PatternConfig):
+class Config(SharedKeysConfig):
     """The keys of config.json. Layers that see all tokens have heads of another size (`global_head_dim`) and, with
     `attention_k_eq_v`, another number of key-value heads. `per_layer_config` of newer files says the same by layer."""
 
@@ -26,14 +27,13 @@ class Config(PatternConfig):
     full_every: ClassVar[int] = 6
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     left_out: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
-    derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
+    derived: ClassVar[frozenset[str]] = SharedKeysConfig.derived | {"local_rope"}
     only: ClassVar = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "hidden_act": ("gelu_pytorch_tanh", None),  # without effect
         "use_bidirectional_attention": (None, "vision"),
         "attention_bias": (False,),
     }
-    least: ClassVar[Mapping[str, int]] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 
     vocab_size: int = 262144
     hidden_size: int = 2304
@@ -77,24 +77,17 @@ class Config(PatternConfig):
         }
 
     def contradictions(self) -> Iterator[str]:
-        if self.num_kv_shared_layers >= self.num_hidden_layers:
-            yield f"num_kv_shared_layers={self.num_kv_shared_layers} leaves none of {self.num_hidden_layers} layers"
-            return
         yield from super().contradictions()
         heads, kv_heads = self.num_attention_heads, self.axes["m"]
         if heads % kv_heads:
             yield f"num_attention_heads={heads} is not a multiple of num_global_key_value_heads={kv_heads}"
         if self.global_head_dim % 2:
             yield f"global_head_dim={self.global_head_dim} is odd: rotary positions need pairs"
-        if self.num_kv_shared_layers and set(self.kinds) - set(self.kinds[: -self.num_kv_shared_layers]):
-            yield "layers share keys and values of a type of layers that has none of its own"
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
         if self.enable_moe_block and None in sizes:
             yield "enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size"
         elif self.enable_moe_block and (self.top_k_experts or 0) > (self.num_experts or 0):
             yield f"top_k_experts={self.top_k_experts} is more than num_experts={self.num_experts}"
-        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
-            yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -103,27 +96,17 @@ class Config(PatternConfig):
 
     @property
     def axes(self) -> dict[str, Any]:
-        layers = range(self.num_hidden_layers)
-        own = layers[: self.num_hidden_layers - self.num_kv_shared_layers]
-        wide = layers[len(own) :] if self.use_double_wide_mlp else ()
-        full = [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+        axes = super().axes
+        wide = axes["o"] if self.use_double_wide_mlp else ()
         kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
-        return super().axes | {
+        return axes | {
             "E": self.num_experts or 0,
             "M": self.moe_intermediate_size or 0,
             "h": self.global_head_dim,
-            "m": kv_heads or self.num_key_value_heads or self.num_attention_heads,
+            "m": kv_heads or axes["K"],
             "y": 2 * self.intermediate_size,
-            "p": self.hidden_size_per_layer_input,
-            "v": self.vocab_size_per_layer_input,
-            "z": self.num_hidden_layers,
-            "s": tuple(i for i in layers if i not in full),
-            "g": tuple(full),
-            "a": tuple(i for i in own if i not in full),
-            "b": tuple(i for i in own if i in full),
-            "o": tuple(layers[len(own) :]),
-            "i": tuple(i for i in layers if i not in wide),
-            "j": tuple(wide),
+            "i": tuple(i for i in range(self.num_hidden_layers) if i not in wide),
+            "j": wide,
         }
 
     @property
@@ -131,27 +114,8 @@ class Config(PatternConfig):
         return tuple(self.axes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
 
     @property
-    def kv_sources(self) -> tuple[int, ...]:
-        """For each layer the one whose keys and values it uses: itself, or the last of its type with own ones."""
-        own = self.num_hidden_layers - self.num_kv_shared_layers
-        last = {kind: i for i, kind in enumerate(self.kinds[:own])}
-        return tuple(i if i < own else last[kind] for i, kind in enumerate(self.kinds))
-
-    @property
     def has_global_values(self) -> bool:
-        """Whether layers that see all tokens have a matrix for values. Without, values are made of the keys."""
         return not self.attention_k_eq_v
-
-    @property
-    def has_layer_inputs(self) -> bool:
-        """Whether each layer has embeddings of its own."""
-        return self.hidden_size_per_layer_input > 0
-
-    @property
-    def inseparable(self) -> str:
-        if self.has_layer_inputs:
-            return "its layers have embeddings of their own"
-        return "some of its layers use the keys and values of an earlier one" if self.num_kv_shared_layers else ""
 
     @property
     def unscannable(self) -> str:
@@ -194,15 +158,32 @@ def _in(index: str, *rows: Map, part: str = "self_attn", to: str = "attn") -> tu
     return under(f"model.layers.{{{index}}}.{part}", f"layers.{{{index}}}.{to}", *rows)
 
 
-WIDE_MLP = (
-    Map("gate_proj.weight", "gate.kernel", "y D -> D y"),
-    Map("up_proj.weight", "up.kernel", "y D -> D y"),
-    Map("down_proj.weight", "down.kernel", "D y -> y D"),
+ATTENTION_OF_LAYERS = (
+    *_in("s", *_queries("H")),
+    *_in("g", *_queries("h")),
+    *_in("a", *_attention("H", "K")),
+    *_in("b", *_attention("h", "m")[:2]),
+    *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
+)
+MLP_OF_LAYERS = (
+    *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
+    *under(
+        "model.layers.{j}.mlp",
+        "layers.{j}.mlp",
+        Map("gate_proj.weight", "gate.kernel", "y D -> D y"),
+        Map("up_proj.weight", "up.kernel", "y D -> D y"),
+        Map("down_proj.weight", "down.kernel", "D y -> y D"),
+    ),
 )
 LAYER_INPUTS = (
     Map("per_layer_input_gate.weight", "per_layer_gate.kernel", "p D -> D p"),
     Map("per_layer_projection.weight", "per_layer_projection.kernel", "D p -> p D"),
     Map("post_per_layer_input_norm.weight", "post_per_layer_norm.scale", "D"),
+)
+INPUTS_OF_LAYERS = (
+    Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
+    Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
+    Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
 )
 EXPERT_PARTS = (
     Map("post_feedforward_layernorm_1.weight", "post_mlp_norm_1.scale", "D"),
@@ -216,7 +197,11 @@ STACKED_EXPERTS = (
     Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
     Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
 )
-SHARED_ALREADY = "of a layer that uses the keys and values of an earlier one"
+SHARED_ALREADY = {
+    f"model.layers.{{o}}.self_attn.{name}.weight": "of a layer that uses the keys and values of an earlier one"
+    for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+}
+"""Tensors that releases have, and that no model uses."""
 
 
 def experts_table(variant: str, *experts: Map) -> MappingTable:
@@ -228,24 +213,11 @@ def experts_table(variant: str, *experts: Map) -> MappingTable:
         Map("layer_scalar", "layer_scalar", "1", buffer=True),
         others=(
             *when("enable_moe_block", *under("model.layers.{L}", "layers.{L}.moe", *experts)),
-            *_in("s", *_queries("H")),
-            *_in("g", *_queries("h")),
-            *_in("a", *_attention("H", "K")),
-            *_in("b", *_attention("h", "m")[:2]),
-            *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
-            *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
-            *under("model.layers.{j}.mlp", "layers.{j}.mlp", *WIDE_MLP),
-            *when(
-                "has_layer_inputs",
-                Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
-                Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
-                Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
-            ),
+            *ATTENTION_OF_LAYERS,
+            *MLP_OF_LAYERS,
+            *when("has_layer_inputs", *INPUTS_OF_LAYERS),
         ),
-        ignore={
-            f"model.layers.{{o}}.self_attn.{name}.weight": SHARED_ALREADY
-            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-        },
+        ignore=SHARED_ALREADY,
     )
     return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
 

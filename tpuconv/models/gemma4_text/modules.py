@@ -24,6 +24,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.gemma4_text.family import Config
 
 
@@ -32,7 +33,7 @@ class Attention(nnx.Module):
     Queries, keys and values are normalized, each head separately. A layer without keys and values of its own is given
     those of an earlier layer."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: SharedKeysConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         sizes, self.eps = config.axes, config.rms_norm_eps
         is_global = config.kinds[layer] == "full_attention"
         H, K = ("h", "m") if is_global else ("H", "K")
@@ -127,7 +128,7 @@ class Block(nnx.Module):
 class LayerEmbed(nnx.Module):
     """The embeddings [v, z, p] of each token for each layer."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
         self.embedding = nnx.Param(normal(keys(), (sizes["v"], sizes["z"], sizes["p"]), dtype))
 
@@ -140,7 +141,7 @@ class LayerInputs(nnx.Module):
     """What each layer reads besides the hidden states: the token's embedding for the layer, and a projection of the
     first layer's input."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config
         self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
         self.projection = Einsum("BTD,Dzp->BTzp", config.axes, dtype=dtype, keys=keys)
@@ -158,11 +159,11 @@ class Model(Decoder):
 
     block: ClassVar[Any] = Block
     norm_type = ScaledRMSNorm
-    input_modules = ("per_layer",)
-    config: Config
+    input_modules: ClassVar[tuple[str, ...]] = ("per_layer",)
+    config: SharedKeysConfig
 
     def __init__(
-        self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any
+        self, config: SharedKeysConfig, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         if config.has_layer_inputs:

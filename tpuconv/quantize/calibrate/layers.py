@@ -175,9 +175,9 @@ class LayerRunner:
         for ids_T in ids_ST:
             ids_BT = jnp.asarray(ids_T)[None]
             with jax.default_matmul_precision("highest"):
-                x_BTD = self.model.scaled(whole["embed"](ids_BT).astype(jnp.float32))
                 for name in abstract:
                     setattr(self.model, name, whole[name])
+                x_BTD = self.model.scaled(whole["embed"](ids_BT).astype(jnp.float32))
                 inputs = self.model.layer_inputs(ids_BT, x_BTD)
                 for name, module in abstract.items():
                     setattr(self.model, name, module)

@@ -1,0 +1,70 @@
+"""Configs of models in which later layers use the keys and values of earlier ones, and each layer may have embeddings
+of its own."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.windows import PatternConfig
+
+
+@dataclass(frozen=True)
+class SharedKeysConfig(PatternConfig):
+    """A decoder whose last `num_kv_shared_layers` layers use the keys and values of the last layer of their type that
+    has own ones. Each layer reads embeddings of `hidden_size_per_layer_input` numbers of its own, if that is not 0."""
+
+    least: ClassVar[Mapping[str, int]] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+
+    final_logit_softcapping: float | None
+    vocab_size_per_layer_input: int
+    hidden_size_per_layer_input: int
+    num_kv_shared_layers: int
+
+    def contradictions(self) -> Iterator[str]:
+        if self.num_kv_shared_layers >= self.num_hidden_layers:
+            yield f"num_kv_shared_layers={self.num_kv_shared_layers} leaves none of {self.num_hidden_layers} layers"
+            return
+        yield from super().contradictions()
+        if self.num_kv_shared_layers and set(self.kinds) - set(self.kinds[: -self.num_kv_shared_layers]):
+            yield "layers share keys and values of a type of layers that has none of its own"
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        layers = range(self.num_hidden_layers)
+        own = layers[: self.num_hidden_layers - self.num_kv_shared_layers]
+        full = [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+        return super().axes | {
+            "p": self.hidden_size_per_layer_input,
+            "v": self.vocab_size_per_layer_input,
+            "z": self.num_hidden_layers,
+            "s": tuple(i for i in layers if i not in full),
+            "g": tuple(full),
+            "a": tuple(i for i in own if i not in full),
+            "b": tuple(i for i in own if i in full),
+            "o": tuple(layers[len(own) :]),
+        }
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer the one whose keys and values it uses: itself, or the last of its type with own ones."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: i for i, kind in enumerate(self.kinds[:own])}
+        return tuple(i if i < own else last[kind] for i, kind in enumerate(self.kinds))
+
+    @property
+    def has_global_values(self) -> bool:
+        """Whether layers that see all tokens have a matrix for values. Without, values are made of the keys."""
+        return True
+
+    @property
+    def has_layer_inputs(self) -> bool:
+        """Whether each layer has embeddings of its own."""
+        return self.hidden_size_per_layer_input > 0
+
+    @property
+    def inseparable(self) -> str:
+        if self.has_layer_inputs:
+            return "its layers have embeddings of their own"
+        return "some of its layers use the keys and values of an earlier one" if self.num_kv_shared_layers else ""

@@ -1,0 +1,1 @@
+"""Gemma 3n, the text model on its own."""
