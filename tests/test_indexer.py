@@ -1,4 +1,4 @@
-"""Attention to selected tokens: the indexers select what transformers' do."""
+"""Attention to selected tokens and blocks: the indexers select what transformers' do."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +9,7 @@ import tpuconv
 from helpers.conversions import convert
 from helpers.families import CASES, hf_model, save
 from tpuconv.models.deepseek_v32 import modules
+from tpuconv.models.minimax_m3_vl_text import modules as minimax_m3
 from tpuconv.models.registry import get_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
@@ -70,6 +71,43 @@ def test_the_same_tokens_are_selected(name, tmp_path, selections):
         assert (mine[0] == expected[:, :PROMPT]).all()
         for step, mask in enumerate(mine[1:]):
             assert (mask == expected[:, PROMPT + step][:, None]).all()
+
+
+@pytest.mark.parametrize("name", ["minimax_m3_vl_text-plain", "minimax_m3_vl_text-groups", "minimax_m3_vl-pairs"])
+def test_the_same_blocks_are_selected(name, tmp_path, monkeypatch):
+    """In a prefill, and in a prefill and steps with the cache."""
+    case, ours, real = BY_ID[name], [], minimax_m3.BlockIndexer.__call__
+
+    def recorded(self, *args):
+        ours.append(np.asarray(mask := real(self, *args)))
+        return mask
+
+    monkeypatch.setattr(minimax_m3.BlockIndexer, "__call__", recorded)
+    ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
+    convert(save(case, tmp_path / "hf"), tmp_path / "out")
+    model = tpuconv.load(tmp_path / "out", "float32")
+    found, hf, size = [], hf_model(case), model.config.index_block_size
+    for layer in hf.get_decoder().layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.register_forward_hook(lambda *args: found.append(args[2].numpy()))
+    with torch.no_grad():
+        hf(torch.tensor(ids))
+    blocks = np.arange(LENGTH) // size
+    want = [(top[..., None] == blocks).any(-2) & np.tri(LENGTH, dtype=bool) for top in found]
+    assert len(want) == len(model.config.axes["f"])
+    model(ids)
+    for mask, expected in zip(ours, want, strict=True):
+        assert (mask == expected).all()
+        assert not expected[:, :, -1].all()
+    ours.clear()
+    _, cache = model(ids[:, :PROMPT], cache=model.init_cache(2, LENGTH))
+    for at in range(PROMPT, PROMPT + 5):  # into another block
+        _, cache = model(ids[:, at : at + 1], cache=cache)
+    for layer, expected in enumerate(want):
+        mine = ours[layer :: len(want)]
+        assert (mine[0][..., :PROMPT] == expected[:, :, :PROMPT, :PROMPT]).all()
+        for step, mask in enumerate(mine[1:]):
+            assert (mask == expected[:, :, PROMPT + step][:, :, None]).all()
 
 
 def test_few_tokens_are_all_selected():

@@ -1,5 +1,6 @@
 """Configs of families with experts and selected tokens: keys of releases, and what follows from them."""
 
+from copy import deepcopy
 from math import prod
 from typing import Any
 
@@ -31,6 +32,39 @@ MIMO = {  # the keys of the released config.json that transformers has others fo
     "swa_v_head_dim": 128,
 }
 
+M3_LAYERS = [0, 0, 0, 1]
+MINIMAX_M3 = {  # the keys of the released text_config
+    "model_type": "minimax_m3_vl_text",
+    "attention_output_gate": False,
+    "dense_intermediate_size": 12288,
+    "hidden_act": "swigluoai",
+    "moe_layer_freq": M3_LAYERS,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 4,
+    "num_mtp_modules": 0,
+    "partial_rotary_factor": 0.5,
+    "qk_norm_type": "per_head",
+    "rope_theta": 5_000_000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 3072,
+    "use_gemma_norm": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": 128,
+        "sparse_num_index_heads": 4,
+        "sparse_topk_blocks": 16,
+        "sparse_block_size": 128,
+        "sparse_disable_index_value": M3_LAYERS,
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": M3_LAYERS,
+    },
+}
+
 
 def parameters(model_type: str, **changes: Any) -> float:
     """The parameters of a model in billions."""
@@ -48,6 +82,16 @@ def parameters(model_type: str, **changes: Any) -> float:
         ("solar_open", {}, 102.7),
         ("mimo_v2_flash", {}, 309.3),
         ("hy_v3", {}, 295.0),
+        (
+            "minimax_m3_vl",
+            {
+                "text_config": {
+                    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+                    "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+                }
+            },
+            427.0,
+        ),
         ("dots1", {"hidden_size": 4096, "first_k_dense_replace": 1}, 142.8),
         ("mistral3", {"text_config": {"model_type": "mistral4"}, "tie_word_embeddings": False}, 119.0),
         (
@@ -95,6 +139,41 @@ def test_the_released_config_of_mimo() -> None:
 def test_what_mimo_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedConfig), match=message):
         get_family("mimo_v2_flash").config.from_hf(MIMO | changes)
+
+
+def test_the_released_config_of_minimax_m3() -> None:
+    family = get_family("minimax_m3_vl_text")
+    config = family.config.from_hf(MINIMAX_M3)
+    assert family.config.ignored_keys(MINIMAX_M3) == {"num_mtp_modules": 0}
+    theirs = AutoConfig.for_model(**deepcopy(MINIMAX_M3))
+    assert config == family.config.from_hf(theirs.to_dict())
+    assert list(config.kinds) == theirs.layer_types == ["full_attention"] * 3 + ["minimax_m3_sparse"]
+    assert list(config.mlp_kinds) == theirs.mlp_layer_types
+    assert config.rope_dim == 64
+    wrapper = {"model_type": "minimax_m3_vl", "text_config": MINIMAX_M3, "image_token_index": 200025}
+    assert vars(get_family("minimax_m3_vl").config.from_hf(wrapper)) == vars(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_dim": 128}, "rotary_dim=128 is not 64"),
+        ({"moe_layer_freq": [0, 2, 1, 1]}, r"moe_layer_freq=\[0, 2, 1, 1\] is not a list of 0 and 1"),
+        ({"use_gemma_norm": False}, "use_gemma_norm=False"),
+        ({"layer_types": ["full_attention"] * 4}, r"sparse_attention_freq=\[0, 0, 0, 1\] is not \[0, 0, 0, 0\]"),
+        ({"sparse_attention_config": [1]}, "not an object"),
+        ({"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block=1 is not 0"),
+        ({"sparse_attention_config": {"sparse_sinks": 1}}, "the unknown 'sparse_sinks'"),
+        ({"layer_types": ["minimax_m3_sparse"] * 4, "sparse_attention_config": {"sparse_local_block": 17}}, "is more"),
+        ({"layer_types": ["minimax_m3_sparse"] * 4, "sparse_attention_config": {"sparse_index_dim": 32}}, "is less"),
+        ({"layer_types": ["minimax_m3_sparse"] * 4, "sparse_attention_config": {"sparse_num_index_heads": 3}}, "=3"),
+        ({"layer_types": ["sliding_attention"] * 4}, "unknown 'sliding_attention'"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit=0.0 is not positive"),
+    ],
+)
+def test_what_minimax_m3_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedConfig), match=message):
+        get_family("minimax_m3_vl_text").config.from_hf(MINIMAX_M3 | changes)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ NO_SCAN = {
     **dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "layers with a state and with attention"),
     "glm4v_moe": "as deepseek_v3",
     **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers differ in having indexers and experts"),
     **dict.fromkeys(
         ("mellum-dense-layers", "laguna-elements", "flint-plain", "axk1-plain", "axk2-plain"), "as deepseek_v3"
     ),
@@ -145,7 +146,7 @@ NO_SCAN = {
 REPEATING = {
     *("deepseek_v3-all-experts", "deepseek_v3-all-dense", "deepseek_v2-groups", "llama4-scout"),
     *("qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5_moe_text-plain", "granitemoehybrid-attention"),
-    *("step3p5-pairs", "step3p7-alike"),
+    *("step3p5-pairs", "step3p7-alike", "minimax_m3_vl_text-groups", "minimax_m3_vl-pairs"),
 }
 """Cases of families in `NO_SCAN` whose layers are alike, or repeat with a period."""
 LLAMA4 = {
@@ -270,6 +271,7 @@ VISION: dict[str, dict[str, Any]] = {
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "minimax_m3_vl": SIGLIP_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
     "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
 }
@@ -289,6 +291,7 @@ BESIDE_TEXT = {
             "input_feat_size": 8,
         },
     },
+    "minimax_m3_vl": {"projector_hidden_size": 8},
 }
 """Further sizes beside the `text_config`."""
 
@@ -317,6 +320,23 @@ LATENT = {
 
 # Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
 INDEXED = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 10, "num_key_value_heads": 6}
+
+MINIMAX_M3 = {
+    "head_dim": 12,
+    "rotary_dim": 8,
+    "partial_rotary_factor": 2 / 3,
+    "intermediate_size": 20,
+    "dense_intermediate_size": 56,
+    "shared_intermediate_size": 28,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 1.5,
+    "index_n_heads": 2,
+    "index_head_dim": 10,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
+"""Blocks of which tests have more than are selected."""
 
 DEEPSEEK_V4 = {
     "num_key_value_heads": 1,
@@ -724,6 +744,40 @@ CASES: list[Case] = [
         initializer_range=0.1,
         tie_word_embeddings=True,
         num_hidden_layers=3,
+    ),
+    _case(
+        "minimax_m3_vl_text-plain",
+        **MINIMAX_M3,
+        num_hidden_layers=4,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+    ),
+    _case(
+        "minimax_m3_vl_text-groups",  # other groups of heads than those of keys, more experts than tokens
+        **MINIMAX_M3
+        | {"index_n_heads": 3, "index_block_size": 3, "index_topk_blocks": 4, "index_local_blocks": 2}
+        | {"num_local_experts": 90, "swiglu_limit": 0.4},
+        num_hidden_layers=3,
+        layer_types=["minimax_m3_sparse"] * 3,
+        swiglu_alpha=0.8,
+        routed_scaling_factor=1.3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "minimax_m3_vl-plain",
+        **MINIMAX_M3 | {"index_n_heads": 6},
+        num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    ),
+    _case(
+        "minimax_m3_vl-pairs",  # a token's own block is not always selected
+        **MINIMAX_M3
+        | {"index_n_heads": 1, "index_local_blocks": 0, "index_head_dim": 14}
+        | {"partial_rotary_factor": 1.0, "rotary_dim": 12},
+        num_hidden_layers=4,
+        layer_types=["minimax_m3_sparse", "full_attention"] * 2,
+        rope_parameters=LLAMA3,
     ),
     _case("starcoder2-plain", sliding_window=None),
     _case(
@@ -2028,6 +2082,7 @@ COMPUTED_BY = {
     "glm46v": "glm4",
     "qwen3_omni_moe": "qwen3_moe",
     "step3p7": "step3p5",
+    "minimax_m3_vl": "minimax_m3_vl_text",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",
@@ -2067,7 +2122,7 @@ def one_fast_of_each(
 
 CENTERED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("step3p5", "step3p7", "muse_glimmer"),
+    *("step3p5", "step3p7", "muse_glimmer", "minimax_m3_vl", "minimax_m3_vl_text"),
 }
 """Families whose norms multiply by 1 + w."""
 

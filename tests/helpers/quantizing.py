@@ -81,6 +81,13 @@ EVEN = {
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64} for name in ("step3p5", "step3p7")},
+    **{
+        name: {
+            **{"head_dim": 32, "partial_rotary_factor": 0.5, "rotary_dim": 16, "intermediate_size": 64},
+            **{"dense_intermediate_size": 96, "shared_intermediate_size": 64, "index_head_dim": 32, "index_n_heads": 2},
+        }
+        for name in ("minimax_m3_vl", "minimax_m3_vl_text")
+    },
     "deepseek_v3": MLA,
     "youtu": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "kimi_k2": MLA,

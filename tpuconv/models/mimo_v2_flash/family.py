@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import numbered_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     CORRECTED_ROUTER,
@@ -92,11 +92,8 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         if raw.get("sliding_window_size") is not None:  # tokens before the token itself
             out["sliding_window"] = raw["sliding_window_size"] + 1
         for key, newer, names in NUMBERED_KINDS:
-            if (given := raw.get(key)) is None or raw.get(newer) is not None:
-                continue
-            if not isinstance(given, list) or any(x not in (0, 1) for x in given):
-                raise ConfigError(f"config.json: {key}={short(given)} is not a list of 0 and 1")
-            out[newer] = [names[x] for x in given]
+            if raw.get(key) is not None and raw.get(newer) is None:
+                out[newer] = numbered_kinds(key, raw[key], names)
         if raw.get("layernorm_epsilon") is not None:
             out.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
         if raw.get("rope_parameters") is None:

@@ -1,0 +1,1 @@
+"""MiniMax-M3, of which the text model is converted."""

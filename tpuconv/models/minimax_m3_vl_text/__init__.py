@@ -1,0 +1,1 @@
+"""MiniMax-M3, the text model saved on its own."""
