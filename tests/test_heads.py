@@ -25,9 +25,10 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 PLAIN = next(case for case in CASES if case.id == "llama-plain")
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31, 0, 0], [7]]  # 0 is padding's, which is not scored
 # transformers has no `...Model` of the text models of Llama 4, Step-3.5 and Qwen3-Omni alone, and saves those of
-# Kimi K2.5 and Ling 3 under names of no release. That of MiniMax-M3 has an architecture of another name.
+# Kimi K2.5, Ling 3 and Mistral Large 4 under names of no release. That of MiniMax-M3 has another architecture.
 WITHOUT = {
-    (HIDDEN, name) for name in ("llama4", "kimi_k25", "bailing_hybrid", "step3p5", "qwen3_omni_moe", "minimax_m3_vl")
+    *((HIDDEN, name) for name in ("llama4", "kimi_k25", "bailing_hybrid", "step3p5", "qwen3_omni_moe")),
+    *((HIDDEN, name) for name in ("mistral_large4", "minimax_m3_vl")),
 }
 FIRST = {case.family: case for case in reversed(CASES)}
 EVERY = [
@@ -108,6 +109,8 @@ def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
         ("LlamaForSequenceClassification", ("lm_head.weight",), LOGITS),
         ("LlamaForCausalLM", ("layers.0.mlp.up_proj.weight", "embed_tokens.weight"), HIDDEN),
         ("LlamaForCausalLM", ("layers.0.ffn.gate.weight", "embed.weight"), LOGITS),  # DeepSeek V4's names, tied
+        ("LlamaForCausalLM", ("layers.0.gate.weight", "tok_embeddings.weight"), LOGITS),  # Mistral's names, tied
+        ("LlamaModel", ("layers.0.gate.weight", "tok_embeddings.weight", "output.weight"), LOGITS),
     ],
 )
 def test_the_architecture_and_the_tensors_tell(architecture: str, tensors: tuple[str, ...], returns: str) -> None:

@@ -15,7 +15,7 @@ from tpuconv.models.registry import get_family
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
 BY_ID = {case.id: case for case in CASES}
-NAMES = ["deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared"]
+NAMES = ["deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "mistral_large4-plain"]
 LENGTH, PROMPT = 60, 45
 
 
@@ -35,7 +35,7 @@ def selections(monkeypatch):
 def theirs(case, ids):
     """The masks [B, T, S] of transformers' indexers, of tokens that are seen."""
     found, hf = [], hf_model(case)
-    for layer in hf.model.layers:
+    for layer in getattr(hf.model, "language_model", hf.model).layers:
         if getattr(layer.self_attn, "indexer", None) is not None:
             layer.self_attn.indexer.register_forward_hook(lambda *args: found.append(args[2]))
     with torch.no_grad():

@@ -850,6 +850,26 @@ INVALID = {
     "rope of layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
     "no window of smollm3": ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "use_sliding_window=False|None"),
     "dense layers": ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, "mlp_layer_types is not"),
+    "latent vectors of no layer": (
+        "mistral_large4",
+        {"text_config": {"kv_source_layers": [0]}},
+        "kv_source_layers has 1 entries for num_hidden_layers=72",
+    ),
+    "latent vectors of another kind": (
+        "mistral_large4",
+        {"text_config": {"num_hidden_layers": 4, "kv_source_layers": [0, 1, 2, 2]}},
+        "layer 3 the latent vectors of layer 2, which is not the last .* without rotary positions",
+    ),
+    "latent vectors before the last": (
+        "mistral_large4",
+        {"text_config": {"num_hidden_layers": 6, "kv_source_layers": [0, 1, 1, 3, 0, 5]}},
+        "layer 4 the latent vectors of layer 0, which is not the last .* with rotary positions",
+    ),
+    "growing frequencies": (
+        "mistral_large4",
+        {"text_config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}},
+        "type 'dynamic' are not implemented with learned frequencies",
+    ),
     "clip": ("olmoe", {"clip_qkv": 0.0}, r"clip_qkv=0\.0 is not positive"),
     "experts of granite": ("granitemoe", {"num_local_experts": 1}, "=2 is more than num_local_experts=1"),
     "head of cohere2": ("cohere2", {"head_dim": 64}, "head_dim=64 is not hidden_size=8192 divided by"),

@@ -94,6 +94,7 @@ def parameters(model_type: str, **changes: Any) -> float:
         ),
         ("dots1", {"hidden_size": 4096, "first_k_dense_replace": 1}, 142.8),
         ("mistral3", {"text_config": {"model_type": "mistral4"}, "tie_word_embeddings": False}, 119.0),
+        ("mistral_large4", {}, 1050.1),
         (
             "exaone_moe",
             {

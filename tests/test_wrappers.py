@@ -89,7 +89,7 @@ def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, o
     for want, have in zip(theirs, ours, strict=True):
         assert np.abs(want - have).max() <= 2e-5 * np.abs(want).max()
     if is_inseparable(case):
-        with pytest.raises(UsageError, match="cannot be compared layer by layer: its layers have embeddings"):
+        with pytest.raises(UsageError, match=r"cannot be compared layer by layer: (its )?layers (have|hand)"):
             compare_layers(read_manifest(orbax(case)), hf(case), IDS, "float32")
         return
     errors, _, _ = compare_layers(read_manifest(orbax(case)), hf(case), IDS, "float32")

@@ -36,11 +36,12 @@ LETTERS = {
     "w": "dimension of a value head, of linear attention or where it is not that of keys; of a head of Mamba-2; "
     "residual streams, as an output",
     "c": "taps of a causal convolution, tokens of a compressed key",
-    # Of models in which layers that see all tokens and those with a sliding window differ in size
-    "s": "layers with a sliding window",
-    "g": "layers that see all tokens",
-    "a": "layers with a sliding window and keys and values of their own",
-    "b": "layers that see all tokens, with keys and values of their own",
+    # Of models in which layers that see all tokens and those with a sliding window differ in size, or those with and
+    # without rotary positions
+    "s": "layers with a sliding window, or with rotary positions",
+    "g": "layers that see all tokens, or without rotary positions",
+    "a": "layers with a sliding window, or with rotary positions, and keys and values of their own",
+    "b": "layers that see all tokens, or without rotary positions, with keys and values of their own",
     "o": "layers that use the keys and values of an earlier one",
     "h": "head dimension of layers that see all tokens",
     "m": "key-value heads of layers that see all tokens",
@@ -53,7 +54,8 @@ LETTERS = {
     "v": "vocabulary of the embeddings of layers",
     "z": "layers, as an axis of embeddings and of a projection for all of them",
     # Of what other programs expect
-    "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half",
+    "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "
+    "pairs of dimensions with rotary position",
     # Of models whose layers repeat with a period
     "Y": "periods of layers: the first layer of each",
     "Z": "places of a period whose layers are in one array",

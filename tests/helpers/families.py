@@ -112,6 +112,7 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
+    "mistral_large4": "as glm_moe_dsa",
     "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
@@ -264,6 +265,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
     "mistral4": SIGLIP_VISION | {"head_dim": 4},
+    "mistral_large4": SIGLIP_VISION | {"head_dim": 4},
     "gemma4": SIGLIP_VISION | {"head_dim": 4, "num_key_value_heads": 2},
     "glm4v": GLM_VISION,
     "glm4v_moe": GLM_VISION,
@@ -338,6 +340,19 @@ MINIMAX_M3 = {
 }
 """Blocks of which tests have more than are selected."""
 
+LARGE4 = {
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "index_topk": 7,
+    "index_n_heads": 16,
+    "index_head_dim": 10,
+}
 DEEPSEEK_V4 = {
     "num_key_value_heads": 1,
     "head_dim": 14,
@@ -1248,6 +1263,39 @@ CASES: list[Case] = [
         tie_word_embeddings=True,
         rope_parameters=GROWING | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5},
     ),
+    _case(
+        "mistral_large4-plain",  # the last two layers read latent vectors of earlier ones
+        **LARGE4,
+        num_hidden_layers=6,
+        no_rope_layer_interval=2,
+        index_topk_freq=2,
+        kv_source_layers=[0, 1, 2, 3, 2, 3],
+    ),
+    _case(
+        "mistral_large4-groups",
+        **LARGE4 | {"n_group": 3, "topk_group": 2, "index_topk": 5},
+        num_hidden_layers=4,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        n_shared_experts=2,
+        routed_scaling_factor=1.7,
+        attention_bias=True,
+        no_rope_layers=[0, 1, 0, 1],
+        kv_source_layers=[0, 1, 0, 1],
+        indexer_types=["full", "full", "shared", "full"],
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"mscale_all_dim": 0.7},
+    ),
+    _case(
+        "mistral_large4-own",  # latent vectors in every layer
+        **LARGE4 | {"index_topk": 64},
+        num_hidden_layers=3,
+        first_k_dense_replace=0,
+        index_topk_pattern="FSF",
+        no_rope_layers=[1, 1, 0],
+        final_logit_softcapping=50.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
     _case("solar_open-plain", head_dim=12, moe_intermediate_size=20, n_routed_experts=12, num_experts_per_tok=4),
     _case(
         "solar_open-groups",  # more experts than tokens
@@ -2100,7 +2148,8 @@ COMPUTED_BY = {
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
     keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
-    return case.family in ("glm_moe_dsa", "deepseek_v4", "hy_v4") or any(case.config.get(key) for key in keys)
+    families = ("glm_moe_dsa", "deepseek_v4", "hy_v4", "mistral_large4")
+    return case.family in families or any(case.config.get(key) for key in keys)
 
 
 OWN_CACHE = {"llama", "deepseek_v3", "deepseek_v32"}
@@ -2164,7 +2213,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1
-            elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base")):
+            elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
             elif case.family == "hy_v4" and name.endswith(("_hc.scale", ".hc_scale")):
                 parameter.uniform_(0.5, 1.5)  # so small when new that the streams would be alike
@@ -2176,7 +2225,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                 # The padding token's too, which is zero when new; and of inputs that are divided by the width.
                 parameter.normal_(0, 0.25 if "embed" in name else 5)
         for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name or name.endswith("expert_bias"):
+            if "e_score_correction_bias" in name or name.endswith(("expert_bias", "rotary_emb.alpha")):
                 buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):
                 buffer.copy_(torch.randint(0, case.config["n_routed_experts"], buffer.shape))

@@ -52,7 +52,7 @@ EVEN = {
     **{name: {"head_dim": 32, **SHARED} for name in ("laguna", "kolibri1", "flint")},
     **{
         name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32}
-        for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+        for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4")
     },
     "axk2": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32, "gated_norm_rank": 32},
     "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},

@@ -28,6 +28,8 @@ REST_LAYERS = "t"
 """The letter of the layers after the last complete period."""
 LAYERS_APART = "rest"
 """Where the layers after the last complete period are in our own tree, if the others are stacked."""
+LAYER_NAME = re.compile(r"layers\.(\d+)\.")
+"""How the names of a layer's parameters begin, where layers are not stacked."""
 LAYER_INDICES = f"LIJflsgaboij{PERIODS}{REST_LAYERS}"
 """Letters whose values are layer numbers."""
 MTP, MTP_PARAMETERS = "U", "mtp."
@@ -43,7 +45,8 @@ MAX_MODEL_TENSORS = 500_000
 
 
 class HasAxes(Protocol):
-    """What a table needs of a family's config, besides the properties that its rows name in `when`."""
+    """What a table needs of a family's config, besides the properties that its rows name in `when`, and `layer_sizes`
+    where layers differ in the size of a letter (`DecoderConfig.layer_sizes`)."""
 
     @property
     def axes(self) -> Mapping[str, int | Sequence[int]]:
@@ -250,6 +253,7 @@ class MappingTable:
             )
         values = self._values(config, include_mtp)
         sizes = {x: len(value) for x, value in values.items()}
+        of_layers: Mapping[int, Mapping[str, int]] = getattr(config, "layer_sizes", {})
         bindings = []
         for row in self._rows_of(config, include_mtp):
             loop, stack = row_indices(row)
@@ -261,7 +265,9 @@ class MappingTable:
                 )
                 places = {f"#{x}": values[x].index(number) for x, number in known.items()}
                 dst = tuple(Stack((_with_indices(name, known | places),), 0) for name in row.jax_names)
-                bindings.append(Binding(row, layout, sizes, src, dst))
+                layer = LAYER_NAME.match(dst[0].names[0])
+                own = of_layers.get(int(layer[1])) if layer else None
+                bindings.append(Binding(row, layout, {**sizes, **own} if own else sizes, src, dst))
         return bindings
 
     def modules(self, config: HasAxes) -> dict[str, None]:

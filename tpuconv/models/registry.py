@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, str] = {
     "falcon_h1": "tpuconv.models.falcon_h1.family:FAMILY",
     "kimi_linear": "tpuconv.models.kimi_linear.family:FAMILY",
     "mistral4": "tpuconv.models.mistral4.family:FAMILY",
+    "mistral_large4": "tpuconv.models.mistral_large4.family:FAMILY",
     "solar_open": "tpuconv.models.solar_open.family:FAMILY",
     "dots1": "tpuconv.models.dots1.family:FAMILY",
     "hy_v3": "tpuconv.models.hy_v3.family:FAMILY",

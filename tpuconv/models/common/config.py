@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hi
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import LAYER_INDICES
+from tpuconv.mapping.table import LAYER_INDICES, WithAxes
 from tpuconv.models.common.config_keys import (
     MOST_HINTS,
     SUPPORTED_VALUES,
@@ -246,6 +246,15 @@ class DecoderConfig:
         }
 
     @property
+    def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
+        """For layers in which letters have other sizes than in `axes`, these sizes."""
+        return {}
+
+    def of_layer(self, layer: int) -> Any:
+        """Returns this config with the sizes of a layer in its `axes`."""
+        return WithAxes(self, {**self.axes, **self.layer_sizes.get(layer, {})})
+
+    @property
     def rope_dim(self) -> int:
         """The number of dimensions of a head that have rotary positions."""
         return int(self.axes["H"])
@@ -274,6 +283,8 @@ class DecoderConfig:
     @property
     def unscannable(self) -> str:
         """Why `scan_layers` is impossible; empty if it is possible."""
+        if self.layer_sizes:
+            return "its layers differ in their sizes"
         return "" if self.period else "its layers are of several kinds, which do not repeat with a period"
 
     @property

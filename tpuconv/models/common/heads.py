@@ -23,6 +23,11 @@ MOST_LABELS = 1 << 16
 TWO_LABELS = 2
 """The number of labels where config.json does not say it, as transformers has it."""
 
+OWN_HEADS = ("head.weight", "output.weight")
+OWN_EMBEDDINGS = ("embed.weight", "tok_embeddings.weight")
+"""The names of the head and of the embedding in releases with the names of DeepSeek's and of Mistral's own code, which
+have no prefix."""
+
 NO_HEAD = "of a head for logits, which this model does not have"
 
 
@@ -80,20 +85,25 @@ def named_head(architecture: str, causal: Collection[str]) -> str | None:
     return None
 
 
+def is_of_head(name: str) -> bool:
+    """Returns whether a tensor of this name is one of a head for logits."""
+    return "lm_head." in name or name in OWN_HEADS
+
+
 def shown_head(named: str, tensors: Collection[str]) -> str:
     """Returns what a model returns whose architecture says `named`, and that has tensors with these names. Releases of
     embedding models keep the name of the language model that they were made of, and lack its head."""
     if not tensors:
         return named
     has_scores = any(name.startswith("score.") for name in tensors)
-    if any("lm_head." in name or name == "head.weight" for name in tensors):
+    if any(map(is_of_head, tensors)):
         return named if named == SCORES and has_scores else LOGITS
     if has_scores:
         return SCORES
-    # Language models and classifiers have a prefix, which a `...Model` of transformers does not write. Only DeepSeek's
-    # own names, which call the embedding `embed`, have none.
+    # Language models and classifiers have a prefix, which a `...Model` of transformers does not write. Only releases
+    # with names of their authors have none.
     without_prefix = any(name.startswith(("layers.", "language_model.layers.")) for name in tensors)
-    without_prefix = without_prefix and "embed.weight" not in tensors
+    without_prefix = without_prefix and not any(name in tensors for name in OWN_EMBEDDINGS)
     return HIDDEN if named == HIDDEN or without_prefix else named
 
 

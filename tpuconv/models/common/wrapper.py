@@ -14,6 +14,7 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import MTP_PARAMETERS, MappingTable
 from tpuconv.models.common.config_keys import NO_EFFECT, ignored_keys
+from tpuconv.models.common.heads import is_of_head
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
 
 PREFIXES: Mapping[str, str] = {
@@ -107,7 +108,7 @@ class WrapperConfig:
         tells."""
         if cls._is_tied(raw) is not None:
             return raw
-        return {**raw, "tie_word_embeddings": not any("lm_head." in name for name in tensors)}
+        return {**raw, "tie_word_embeddings": not any(map(is_of_head, tensors))}
 
     @classmethod
     def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,7 +216,11 @@ class Router(nnx.Module):
 
     def scores(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the scores [B, T, E] of all experts, in float32."""
-        return nnx.sigmoid(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]))
+        return nnx.sigmoid(self.logits(x_BTD))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the products [B, T, E] with the vectors of all experts, in float32."""
+        return exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
 
     def corrected(self, scores_BTE: jax.Array) -> jax.Array:
         """Returns the scores [B, T, E] by which experts are chosen."""

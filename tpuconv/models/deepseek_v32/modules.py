@@ -69,6 +69,10 @@ class Indexer(nnx.Module):
         self.k_norm = LayerNorm("x", sizes, INDEXER_EPS, dtype=dtype)
         self.router = HeadWeights(config, dtype=dtype, keys=keys)
 
+    def queries(self, x_BTQ: jax.Array, step: Step) -> jax.Array:
+        """Returns the queries [B, T, n, x]."""
+        return self.rotated(self.q(x_BTQ), step)
+
     def rotated(self, x_BTnx: jax.Array, step: Step) -> jax.Array:
         """Returns queries or keys with rotary positions."""
         return apply_rope(x_BTnx, step.cos_sin_in(x_BTnx.dtype))
@@ -91,7 +95,7 @@ class Indexer(nnx.Module):
             visible_BTS: the mask of the tokens that each token sees.
         """
         # Computed where they are not needed too, since a quantization finds kernels by their products.
-        q_BTnx, weights_BTn = self.rotated(self.q(x_BTQ), step), self.router(x_BTD) * self.scale
+        q_BTnx, weights_BTn = self.queries(x_BTQ, step), self.router(x_BTD) * self.scale
         if visible_BTS.shape[-1] <= self.count:
             return visible_BTS
         q_BTnx, i_BSx = q_BTnx.astype(jnp.float32), kv.i_BSx.astype(jnp.float32)

@@ -125,16 +125,20 @@ class LayerRunner:
         x_BTD, inputs = nnx.eval_shape(first, ids_BT, self.model)
         self.hidden = self.width = x_BTD.shape[-1]
         self._handed: dict[int, _Columns] = {}
+        shapes: dict[int, Any] = {}
         for i in sorted({source for source in self._sources if source is not None}):
             graph, state = nnx.split(self.model.layers[i])
-            step = self.steps[i]._replace(input=None if self._input_of is None else inputs[self._input_of[i]])
+            step, kv = self.steps[i]._replace(input=None if self._input_of is None else inputs[self._input_of[i]]), None
+            if (source := self._sources[i]) is not None:
+                step, kv = self.model.given(step, shapes[source])
 
             def handed(
-                state: Any, x_BTD: jax.Array, step: Any, graph: Any = graph, window: int = self.windows[i]
+                state: Any, x_BTD: jax.Array, step: Any, kv: Any, graph: Any = graph, window: int = self.windows[i]
             ) -> Any:
-                return self.model.handed_on(nnx.merge(graph, state)(x_BTD, step, window, None)[1])
+                return self.model.handed_on(nnx.merge(graph, state)(x_BTD, step, window, kv)[1])
 
-            self._handed[i] = self._columns(jax.eval_shape(handed, state, x_BTD, step))
+            shapes[i] = jax.eval_shape(handed, state, x_BTD, step, kv)
+            self._handed[i] = self._columns(shapes[i])
         self.changing = self.width
         self._inputs = [self._columns(each) for each in inputs]
 

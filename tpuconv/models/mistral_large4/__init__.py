@@ -1,0 +1,1 @@
+"""Mistral Large 4: with its vision tower, of which the text model is converted."""
