@@ -2122,6 +2122,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
 
 COMPUTED_BY = {
     "gemma4_unified_text": "gemma4_text",
+    "gemma3n": "gemma3n_text",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "ministral": "llama",

@@ -139,8 +139,8 @@ LAYER_ROWS = (
         "altup",
         Map("router_norm.weight", "router_norm.scale", "D"),
         Map("modality_router.weight", "router.kernel", "k D -> D k"),
-        Map("prediction_coefs.weight", "prediction", "(w r) k -> k w r"),
-        Map("correction_coefs.weight", "correction", "w k -> k w"),
+        Map("prediction_coefs.weight", "prediction.kernel", "(w r) k -> k w r"),
+        Map("correction_coefs.weight", "correction.kernel", "w k -> k w"),
         Map("correct_output_scale", "output_scale", "D"),
     ),
     *under(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, gelu_tanh, normal
+from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, gelu_tanh
 from tpuconv.models.common.streams import by_stream
 from tpuconv.models.gemma3n_text.family import Config
 from tpuconv.models.gemma4_text import modules as gemma4_text
@@ -51,15 +51,14 @@ class Laurel(nnx.Module):
 
 class AltUp(nnx.Module):
     """Alternating updates (arXiv:2301.13310): the streams after a layer are predicted before it, and corrected by the
-    output of the layer for the active one. A sum over streams is one of elementwise products, which no config
-    quantizes."""
+    output of the layer for the active one."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, self.active = config.axes, config.altup_active_idx
         self.router_norm = ScaledRMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
         self.router = Einsum("BTD,Dk->BTk", sizes, dtype=dtype, keys=keys)
-        self.prediction = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "kwr"), dtype))
-        self.correction = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "kw"), dtype))
+        self.prediction = Einsum("BTk,kwr->BTwr", sizes, dtype=dtype, keys=keys)
+        self.correction = Einsum("BTk,kw->BTw", sizes, dtype=dtype, keys=keys)
         self.output_scale = nnx.Param(jnp.ones(sizes["D"], dtype))
 
     def _weights(self, x_BTD: jax.Array) -> jax.Array:
@@ -69,15 +68,13 @@ class AltUp(nnx.Module):
 
     def predicted(self, x_BTrD: jax.Array) -> jax.Array:
         """Returns the streams [B, T, r, D] without the layer: each with a weighted sum of all."""
-        weights_BTk = self._weights(x_BTrD[:, :, self.active])
-        mix_BTwr = (weights_BTk[..., None, None] * self.prediction[...]).sum(axis=2)
+        mix_BTwr = self.prediction(self._weights(x_BTrD[:, :, self.active]))
         return x_BTrD + jnp.einsum("BTwr,BTrD->BTwD", mix_BTwr, x_BTrD)
 
     def corrected(self, x_BTrD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Returns the streams [B, T, r, D] that were predicted, each with its part of what the layer's output `y_BTD`
         for the active one has besides."""
-        weights_BTk = self._weights(y_BTD)
-        parts_BTw = 1 + (weights_BTk[..., None] * self.correction[...]).sum(axis=2)
+        parts_BTw = 1 + self.correction(self._weights(y_BTD))
         innovation_BTD = y_BTD - x_BTrD[:, :, self.active]
         return x_BTrD + innovation_BTD[:, :, None] * parts_BTw[..., None]
 
