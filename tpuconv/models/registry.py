@@ -130,6 +130,7 @@ FAMILIES: Mapping[str, str] = {
     "nanochat": "tpuconv.models.nanochat.family:FAMILY",
     "gptj": "tpuconv.models.gptj.family:FAMILY",
     "gemma4_unified_text": "tpuconv.models.gemma4_unified_text.family:FAMILY",
+    "minimax": "tpuconv.models.minimax.family:FAMILY",
     "minimax_m3_vl": "tpuconv.models.minimax_m3_vl.family:FAMILY",
     "minimax_m3_vl_text": "tpuconv.models.minimax_m3_vl_text.family:FAMILY",
 }

@@ -350,7 +350,7 @@ def numbered_kinds(key: str, given: Any, names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: it does not.
     """
-    if not isinstance(given, list) or any(x not in (0, 1) for x in given):
+    if not isinstance(given, list) or any(type(x) is not int or x not in (0, 1) for x in given):
         raise ConfigError(f"config.json: {key}={short(given)} is not a list of 0 and 1")
     return [names[x] for x in given]
 
