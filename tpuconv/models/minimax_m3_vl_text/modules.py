@@ -69,18 +69,18 @@ class BlockIndexer(nnx.Module):
         # The slot of each position; those without a token come last.
         slots_BS = jnp.argsort(jnp.where(step.pos_BS < 0, S, step.pos_BS), axis=1)
         i_BSx = jnp.take_along_axis(i_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
-        scores_BnTS = jnp.einsum("BTnx,BSx->BnTS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
-        is_before_BTS = jnp.arange(S) <= step.pos_BT[..., None]
-        scores_BnTS = jnp.where(is_before_BTS[:, None], scores_BnTS, -jnp.inf)
-        scores_BnTS = jnp.pad(scores_BnTS, ((0, 0),) * 3 + ((0, number * self.size - S),), constant_values=-jnp.inf)
+        scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
+        is_later_BT1S = jnp.arange(S) > step.pos_BT[..., None, None]
+        scores_BTnS = jnp.where(is_later_BT1S, -jnp.inf, scores_BTnS)
+        scores_BTnS = jnp.pad(scores_BTnS, ((0, 0),) * 3 + ((0, number * self.size - S),), constant_values=-jnp.inf)
         # From here on the last axis is that of blocks.
-        scores = scores_BnTS.reshape(*scores_BnTS.shape[:3], number, self.size).max(-1)
-        distance = step.pos_BT[..., None] // self.size - jnp.arange(number)
-        is_local = (distance >= 0) & (distance < self.local)
-        scores = jnp.where(is_local[:, None], jnp.inf, scores)
-        selected = scores >= jax.lax.top_k(scores, self.count)[0][..., -1:]
-        is_block_of_key = step.pos_BS[..., None] // self.size == jnp.arange(number)
-        selected_BnTS = jnp.einsum("BnTb,BSb->BnTS", selected.astype(jnp.float32), is_block_of_key.astype(jnp.float32))
+        scores = scores_BTnS.reshape(*scores_BTnS.shape[:3], number, self.size).max(-1)
+        distance = step.pos_BT[..., None, None] // self.size - jnp.arange(number)
+        scores = jnp.where((distance >= 0) & (distance < self.local), jnp.inf, scores)
+        ids_BTnX = jax.lax.top_k(scores, self.count)[1]
+        selected = jax.nn.one_hot(ids_BTnX, number).sum(-2)
+        is_block_of_key = jax.nn.one_hot(step.pos_BS // self.size, number)
+        selected_BnTS = jnp.einsum("BTnb,BSb->BnTS", selected, is_block_of_key)
         return visible_BTS[:, None] & (selected_BnTS > 0)
 
 
