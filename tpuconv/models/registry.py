@@ -130,6 +130,8 @@ FAMILIES: Mapping[str, str] = {
     "nanochat": "tpuconv.models.nanochat.family:FAMILY",
     "gptj": "tpuconv.models.gptj.family:FAMILY",
     "gemma4_unified_text": "tpuconv.models.gemma4_unified_text.family:FAMILY",
+    "qwen4_exp_text": "tpuconv.models.qwen4_exp_text.family:FAMILY",
+    "qwen4_exp": "tpuconv.models.qwen4_exp.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
