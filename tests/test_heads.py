@@ -76,7 +76,7 @@ def test_what_transformers_returns(
     api.export(out, tmp_path / "back")
     source, back = read_tensors(folder), read_tensors(tmp_path / "back")
     assert len(source) - len(back) == sum(skip["count"] for skip in read_manifest(out).raw["skipped"])
-    assert bool(source.keys() - back.keys()) == (case.family in VISION)
+    assert bool(source.keys() - back.keys()) == (case.family in VISION or case.family == "qwen4_exp_text")  # hashes
     assert all(same_bits(x, source[name]) for name, x in back.items())
 
 

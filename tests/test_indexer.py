@@ -10,6 +10,7 @@ from helpers.conversions import convert
 from helpers.families import CASES, hf_model, save
 from tpuconv.models.deepseek_v32 import modules
 from tpuconv.models.minimax_m3_vl_text import modules as minimax_m3
+from tpuconv.models.qwen4_exp_text import modules as qwen4
 from tpuconv.models.registry import get_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
@@ -121,3 +122,39 @@ def test_few_tokens_are_all_selected():
     ours, theirs = np.asarray(sparse(ids)), np.asarray(dense(ids))
     assert np.array_equal(ours[:, :few], theirs[:, :few])
     assert (ours[:, few:] != theirs[:, few:]).any(-1).all()
+
+
+@pytest.mark.parametrize("name", ["qwen4_exp_text-plain", "qwen4_exp_text-two-tables"])
+def test_the_same_blocks_are_selected(name, tmp_path, monkeypatch):
+    """In a prefill, and in steps with the cache: the complete blocks with the highest scores, and all tokens after the
+    last complete one."""
+    case, masks, want = BY_ID[name], [], []
+    real = qwen4.BlockIndexer.__call__
+
+    def recorded(self, *args):
+        masks.append(np.asarray(mask := real(self, *args)))
+        return mask
+
+    monkeypatch.setattr(qwen4.BlockIndexer, "__call__", recorded)
+    ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
+    hf = hf_model(case)
+    for layer in hf.model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.indexer.register_forward_hook(lambda *args: want.append(args[2][:, 0].numpy()))
+    with torch.no_grad():
+        hf(torch.tensor(ids))
+    convert(save(case, tmp_path / "hf"), tmp_path / "out")
+    model = tpuconv.load(tmp_path / "out", "float32")
+    rate, seen = model.config.indexer_compress_ratio, np.arange(LENGTH) + 1
+    counts = np.minimum(seen, model.config.indexer_budget + seen % rate)
+    model(ids)
+    for mask, expected in zip(masks, want, strict=True):
+        assert (mask == expected).all()
+        assert (mask.sum(-1) == counts).all()
+    masks.clear()
+    _, cache = model(ids[:, :PROMPT], cache=model.init_cache(2, LENGTH))
+    for at in range(PROMPT, LENGTH):
+        _, cache = model(ids[:, at : at + 1], cache=cache)
+    for layer, expected in enumerate(want):
+        mine = np.concatenate([mask[:, :, :LENGTH] for mask in masks[layer :: len(want)]], axis=1)
+        assert (mine == expected).all()

@@ -78,6 +78,39 @@ QWEN_3_5_WITHOUT_TOWER = {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 180,
 }
+QWEN_3_8_FLASH_NEXT = {
+    "architectures": ["Qwen4ExpForConditionalGeneration"],
+    "model_type": "qwen4_exp",
+    "image_token_id": 248056,
+    "language_model_only": False,
+    "text_config": {
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "hc_count": 4,
+        "hc_lowrank": 320,
+        "head_dim": 256,
+        "hidden_size": 2560,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+        "indexer_head_dim": 128,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12,
+        "linear_num_value_heads": 48,
+        "moe_intermediate_size": 640,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 24,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "output_gate_type": "sigmoid",
+        "ple_embed_dim": 2560,
+        "ple_layer_ids": [2],
+        "rope_parameters": {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
+        "shared_expert_intermediate_size": 640,
+        "split_ngram_parts": 128,
+    },
+}
 RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
@@ -85,6 +118,7 @@ RELEASES = [
     pytest.param(K_EXAONE, 236, id="K-EXAONE"),
     pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
     pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
+    pytest.param(QWEN_3_8_FLASH_NEXT, 176, id="Qwen3.8-Flash-Next"),  # 51 of them in the table of n-grams
 ]
 
 

@@ -20,10 +20,12 @@ LETTERS = {
     "E": "experts",
     "M": "MLP width of one expert",
     "W": "MLP width of all shared experts together",
-    "C": "latent width of keys and values (kv_lora_rank), of what experts read and write, or of a group of heads",
+    "C": "latent width of keys and values (kv_lora_rank), of what experts read and write, or of a group of heads; "
+    "width of the embeddings of n-grams",
     "Q": "latent width of queries (q_lora_rank)",
-    "u": "latent width of queries, with their norm and without",
-    "d": "width of the gates of norms, rank of a low-rank residual",
+    "u": "latent width of queries, with their norm and without; residual streams e, as an output",
+    "d": "width of the gates of norms, or of residual streams; rank of a low-rank residual",
+    "e": "residual streams besides the first, or in a model with linear attention",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
     "x": "head dimension of an indexer",
@@ -31,7 +33,6 @@ LETTERS = {
     "l": "layers with linear attention, Mamba-2 or a short convolution; with heavily compressed keys",
     "n": "key heads of linear attention, groups of Mamba-2, channels of a short convolution, heads of an indexer",
     "r": "value heads per key head of linear attention, heads per group of Mamba-2, residual streams",
-    "e": "residual streams besides the first",
     "k": "dimension of a key head of linear attention, state size of Mamba-2, weights of residual streams",
     "w": "dimension of a value head, of linear attention or where it is not that of keys; of a head of Mamba-2; "
     "residual streams, as an output",
@@ -40,19 +41,20 @@ LETTERS = {
     # without rotary positions
     "s": "layers with a sliding window, or with rotary positions",
     "g": "layers that see all tokens, or without rotary positions",
-    "a": "layers with a sliding window, or with rotary positions, and keys and values of their own",
+    "a": "layers with a sliding window, or with rotary positions, and keys and values of their own; layers with "
+    "embeddings of n-grams",
     "b": "layers that see all tokens, or without rotary positions, with keys and values of their own",
     "o": "layers that use the keys and values of an earlier one",
-    "h": "head dimension of layers that see all tokens",
+    "h": "head dimension of layers that see all tokens; taps of a convolution of n-grams",
     "m": "key-value heads of layers that see all tokens",
-    "q": "query heads of layers that see all tokens",
+    "q": "query heads of layers that see all tokens; heads of an indexer, in a model with linear attention",
     "i": "layers with an MLP of width F",
     "j": "layers with an MLP of width y",
     "y": "the larger MLP width, of two",
     # Of models in which each layer has embeddings of its own
-    "p": "width of the embeddings of a layer, tokens of a heavily compressed key",
-    "v": "vocabulary of the embeddings of layers",
-    "z": "layers, as an axis of embeddings and of a projection for all of them",
+    "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key",
+    "v": "vocabulary of the embeddings of layers; parts of a table of n-grams",
+    "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table",
     # Of what other programs expect
     "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "
     "pairs of dimensions with rotary position",

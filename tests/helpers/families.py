@@ -120,6 +120,7 @@ NO_SCAN = {
         ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
         "layers with linear and with full attention",
     ),
+    **dict.fromkeys(("qwen4_exp_text", "qwen4_exp"), "some layers have embeddings of n-grams"),
     **dict.fromkeys(
         ("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h", "kimi_linear"),
         "layers with a state and with attention",
@@ -147,7 +148,13 @@ NO_SCAN = {
 REPEATING = {
     *("deepseek_v3-all-experts", "deepseek_v3-all-dense", "deepseek_v2-groups", "llama4-scout"),
     *("qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5_moe_text-plain", "granitemoehybrid-attention"),
-    *("step3p5-pairs", "step3p7-alike", "minimax_m3_vl_text-groups", "minimax_m3_vl-pairs"),
+    *(
+        "step3p5-pairs",
+        "step3p7-alike",
+        "minimax_m3_vl_text-groups",
+        "minimax_m3_vl-pairs",
+        "qwen4_exp_text-no-n-grams",
+    ),
 }
 """Cases of families in `NO_SCAN` whose layers are alike, or repeat with a period."""
 LLAMA4 = {
@@ -263,6 +270,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen3_5": QWEN_VISION | {"num_position_embeddings": 4},
     "qwen3_5_moe": QWEN_VISION | {"num_position_embeddings": 4},
+    "qwen4_exp": QWEN_VISION | {"num_position_embeddings": 4},
     "kimi_k25": KIMI_VISION,
     "mistral4": SIGLIP_VISION | {"head_dim": 4},
     "mistral_large4": SIGLIP_VISION | {"head_dim": 4},
@@ -430,6 +438,26 @@ HYBRID = {
     "linear_value_head_dim": 14,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+QWEN4 = HYBRID | {
+    "hc_lowrank": 9,
+    # Enough heads that the scores of no two blocks are 0, and fewer selected blocks than tests have.
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 10,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+NGRAMS = {
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "split_ngram_parts": 4,
 }
 MAMBA = {
     "rms_norm_eps": 1e-4,
@@ -985,6 +1013,49 @@ CASES: list[Case] = [
         num_experts_per_tok=3,
         moe_intermediate_size=20,
         shared_expert_intermediate_size=28,
+    ),
+    _case(
+        "qwen4_exp_text-plain",
+        **QWEN4 | NGRAMS,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        ple_layer_ids=[1],
+        output_gate_type="sigmoid",
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+    ),
+    _case(
+        "qwen4_exp_text-two-tables",  # more experts than tokens, blocks of three tokens, n-grams of up to four
+        **QWEN4
+        | NGRAMS
+        | {"indexer_compress_ratio": 3, "indexer_budget": 3, "num_experts": 90}
+        | {"make_ngram_vocab_size_divisible_by": 512, "linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ple_layer_ids=[3, 1],
+        ngram_size=4,
+        ple_conv_kernel_size=3,
+        seed=7,
+        eos_token_id=[50, 2],
+        hc_count=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=MROPE | {"partial_rotary_factor": 0.5},
+    ),
+    _case(
+        "qwen4_exp_text-no-n-grams",
+        **QWEN4 | {"indexer_budget": 40},
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+    ),
+    _case(
+        "qwen4_exp-plain",
+        **QWEN4 | NGRAMS,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ple_layer_ids=[3],
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
     ),
     _case(
         "lfm2-plain",
@@ -2165,6 +2236,7 @@ COMPUTED_BY = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe_text": "qwen3_next",
     "qwen3_5_moe": "qwen3_next",
+    "qwen4_exp": "qwen4_exp_text",
     "kimi_k2": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
     "olmo3": "olmo2",
@@ -2175,7 +2247,7 @@ COMPUTED_BY = {
 
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
-    keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+    keys = ("hidden_size_per_layer_input", "num_kv_shared_layers", "ple_layer_ids")
     families = ("glm_moe_dsa", "deepseek_v4", "hy_v4", "mistral_large4")
     return case.family in families or any(case.config.get(key) for key in keys)
 
@@ -2199,7 +2271,7 @@ def one_fast_of_each(
 
 CENTERED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("step3p5", "step3p7", "muse_glimmer", "minimax_m3_vl", "minimax_m3_vl_text"),
+    *("step3p5", "step3p7", "muse_glimmer", "minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp_text", "qwen4_exp"),
 }
 """Families whose norms multiply by 1 + w."""
 
@@ -2247,6 +2319,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                 parameter.uniform_(0.5, 1.5)  # so small when new that the streams would be alike
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
+            elif "ple.conv1d" in name:
+                parameter.normal_(0, 0.3)  # zero when new
             elif ".alpha_" in name or name.endswith(".D"):
                 parameter.uniform_(-1, 1)
             elif "embed_tokens" in name or "modality_router" in name:

@@ -75,6 +75,10 @@ EVEN = {
     "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64},
     **{name: {"num_attention_heads": 2} for name in ("cohere", "cohere2", "olmoe", "flex_olmo", "qwen2_vl")},
     **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
+    **{
+        name: LINEAR | SHARED | {"indexer_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 64}
+        for name in ("qwen4_exp_text", "qwen4_exp")
+    },
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},

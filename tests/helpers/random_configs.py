@@ -74,4 +74,6 @@ def changed_cases(draw: st.DrawFn, family: str) -> Case:
         )
     if "index_topk" in keys:  # all tokens: of fewer, scores that are equal or nearly so leave either one
         changed["index_topk"] = 64
+    if keys.get("indexer_budget"):
+        changed["indexer_budget"] = 64 * changed.get("indexer_compress_ratio", keys["indexer_compress_ratio"])
     return replace(case, id=f"{case.id}-changed", config=dict(case.config) | changed)

@@ -136,6 +136,8 @@ FAMILIES: Mapping[str, str] = {
     "minimax": "tpuconv.models.minimax.family:FAMILY",
     "minimax_m3_vl": "tpuconv.models.minimax_m3_vl.family:FAMILY",
     "minimax_m3_vl_text": "tpuconv.models.minimax_m3_vl_text.family:FAMILY",
+    "qwen4_exp_text": "tpuconv.models.qwen4_exp_text.family:FAMILY",
+    "qwen4_exp": "tpuconv.models.qwen4_exp.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -130,7 +130,9 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
 LAYER_NAMES = ("layers", "h")
 """The names that transformers' models have for the list of their layers."""
 
-NORM_NAMES = ("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
+NORM_NAMES = (
+    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f", "hyper_connection_mixer"),
+)
 """The names that transformers' models have for the norm after the last layer."""
 
 

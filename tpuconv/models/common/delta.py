@@ -85,13 +85,16 @@ class DeltaNet(nnx.Module):
             b_BTnr,
             state.s_Bnrkw,
         )
-        z_BTnrw = nnx.silu(self.z(x_BTD).astype(jnp.float32))
-        y_BTD = self.o((self.norm(o_BTnrw.astype(x_BTD.dtype)) * z_BTnrw).astype(x_BTD.dtype))
+        y_BTD = self.o((self.norm(o_BTnrw.astype(x_BTD.dtype)) * self.gates(x_BTD)).astype(x_BTD.dtype))
         return packed.unpacked(y_BTD), DeltaState(s_Bnrkw, q_last, k_last, v_last)
 
     def strengths(self, x_BTD: jax.Array) -> jax.Array:
         """Returns by how much [B, T, n, r] each token changes the state's value for its key, in float32."""
         return nnx.sigmoid(self.b(x_BTD)).astype(jnp.float32)
+
+    def gates(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the normalized output is multiplied with [B, T, n, r, w], in float32."""
+        return nnx.silu(self.z(x_BTD).astype(jnp.float32))
 
 
 def unit_vectors(x: jax.Array) -> jax.Array:

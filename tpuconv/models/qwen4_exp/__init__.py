@@ -1,0 +1,1 @@
+"""Qwen4-Exp, of which the text model is converted."""

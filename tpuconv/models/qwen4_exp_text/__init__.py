@@ -1,0 +1,1 @@
+"""Qwen4-Exp, the text model."""

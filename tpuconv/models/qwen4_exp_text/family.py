@@ -1,0 +1,305 @@
+"""Qwen4-Exp, the text model: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, count, islice
+from math import isqrt
+from typing import Any, ClassVar, NamedTuple
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import MOST_OF_A_SIZE
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, SHARED
+from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.wrapper import tables
+from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
+from tpuconv.models.qwen3_next.family import HybridConfig
+from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
+from tpuconv.models.registry import Family
+
+INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
+"""What transformers calls the `layer_types` that the releases call "full_attention"."""
+
+MOST_HASHES = 1 << 12
+"""The largest number of hashes of n-grams in all layers together: each needs a prime number of its own."""
+
+
+class NGramHash(NamedTuple):
+    """How the n-grams of a layer are numbered.
+
+    Attributes:
+        multipliers: of each token of the longest n-gram, the newest first.
+        sizes: number of vectors of each hash, a prime.
+        starts: number of the first vector of each hash.
+        rows: number of vectors of all hashes, with those that fill the last multiple.
+    """
+
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Config(MropeConfig, ChosenExperts, HybridConfig):
+    """The keys of config.json. All layers have experts. Layers with full attention have an indexer; those of
+    `ple_layer_ids`, which count from 1 and have linear attention, have embeddings of n-grams. transformers has no
+    defaults of the indexer's sizes, and no model without them."""
+
+    model_type: ClassVar[str] = "qwen4_exp_text"
+    only: ClassVar = {
+        "attn_output_gate": (True,),
+        "mlp_only_layers": ([], None),
+        "output_gate_type": ("silu", "sigmoid", None),
+        "indexer_kv_heads": (1, None),
+    }
+    least: ClassVar[Mapping[str, int]] = {"seed": 0, "eos_token_id": 0, "ngram_size": 2}
+    most: ClassVar[Mapping[str, int]] = {"ngram_size": 64, "heads_per_ngram": MOST_HASHES, "split_ngram_parts": 1 << 16}
+    nullable: ClassVar[frozenset[str]] = HybridConfig.nullable | {
+        *("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
+    }
+    left_out: ClassVar[frozenset[str]] = frozenset({"number_of_conv_states"})
+
+    vocab_size: int = 248320
+    hidden_size: int = 2048
+    intermediate_size: int = 512
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    head_dim: int = 256
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    partial_rotary_factor: float = 1.0
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    output_gate_type: str | None = None
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 4
+    hc_count: int = 4
+    hc_lowrank: int = 320
+    indexer_n_heads: int = 4
+    indexer_head_dim: int = 256
+    indexer_budget: int = 2048
+    indexer_compress_ratio: int = 4
+    ple_layer_ids: tuple[int, ...] | None = None
+    ple_embed_dim: int | None = None
+    ple_conv_kernel_size: int = 4
+    ngram_size: int = 3
+    heads_per_ngram: int = 8
+    ngram_vocab_size_base: int = 20_000_000
+    make_ngram_vocab_size_divisible_by: int = 128
+    seed: int = 1234
+    split_ngram_parts: int = 512
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out = super().in_our_keys(raw)
+        if isinstance(kinds := out.get("layer_types"), list):
+            out["layer_types"] = ["full_attention" if kind in INDEXED_KINDS else kind for kind in kinds]
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.hc_count < 2:
+            yield f"hc_count={self.hc_count} is less than 2"
+        if self.layers_of("full_attention"):
+            yield from self._faults_of_indexers()
+        if self.ngram_layers:
+            yield from self._faults_of_ngrams()
+
+    def _faults_of_indexers(self) -> Iterator[str]:
+        budget, ratio = self.indexer_budget, self.indexer_compress_ratio
+        if budget % ratio:
+            yield f"indexer_budget={budget} is not a multiple of indexer_compress_ratio={ratio}"
+        if self.rope_dim > self.indexer_head_dim:
+            yield f"indexer_head_dim={self.indexer_head_dim} has no room for {self.rope_dim} rotary dimensions"
+        if self.rope.depends_on_length:
+            yield f"rotary positions of the type {self.rope.type!r} are not implemented for this indexer"
+
+    def _faults_of_ngrams(self) -> Iterator[str]:
+        heads, linear = (self.ngram_size - 1) * self.heads_per_ngram, self.layers_of("linear_attention")
+        if other := [layer + 1 for layer in self.ngram_layers if layer not in linear]:
+            yield f"ple_layer_ids has {', '.join(map(str, other))}: no layer with linear attention, counted from 1"
+        if self.ngram_width % heads:
+            yield f"ple_embed_dim={self.ngram_width} is not a multiple of {heads}, the number of hashes of n-grams"
+        if self.end_token not in range(self.vocab_size):
+            yield f"ple_layer_ids needs an eos_token_id in the vocabulary, not {self.eos_token_id}"
+        if heads * len(self.ngram_layers) > MOST_HASHES:
+            yield f"ple_layer_ids needs more than {MOST_HASHES} hashes of n-grams"
+            return
+        rows = [heads * self.ngram_vocab_size_base]  # at least
+        if rows[0] <= MOST_OF_A_SIZE:
+            rows = sorted({self.ngram_hash(layer).rows for layer in self.ngram_layers})
+        if rows[-1] > MOST_OF_A_SIZE:
+            yield f"ngram_vocab_size_base={self.ngram_vocab_size_base} gives more than {MOST_OF_A_SIZE} n-grams"
+        elif len(rows) > 1:
+            yield f"layers with tables of {', '.join(map(str, rows))} n-grams each are not implemented"
+        elif rows[0] % self.split_ngram_parts:
+            yield f"split_ngram_parts={self.split_ngram_parts} does not divide the {rows[0]} n-grams of a layer"
+
+    @property
+    def ngram_layers(self) -> tuple[int, ...]:
+        """The layers with embeddings of n-grams."""
+        return tuple(layer - 1 for layer in sorted(set(self.ple_layer_ids or ())))
+
+    @property
+    def ngram_width(self) -> int:
+        """The width of the embeddings of all n-grams of a token."""
+        return self.hidden_size if self.ple_embed_dim is None else self.ple_embed_dim
+
+    @property
+    def end_token(self) -> int:
+        """The token that n-grams do not reach over; -1 if there is none."""
+        ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return -1 if not ends or ends[0] is None else ends[0]
+
+    def ngram_hash(self, layer: int) -> NGramHash:
+        """Returns how the n-grams of a layer are numbered, as transformers' `Qwen4ExpTextNGramEmbedding` does."""
+        place, heads = self.ngram_layers.index(layer), (self.ngram_size - 1) * self.heads_per_ngram
+        sizes = _primes(self.ngram_vocab_size_base, (place + 1) * heads)[place * heads :]
+        starts = (0, *accumulate(sizes))
+        padding = -starts[-1] % self.make_ngram_vocab_size_divisible_by
+        half = max(1, LARGEST_INT64 // self.vocab_size // 2)
+        first = self.seed + SEED_STEP * place
+        draws = (_split_mix(first + GAMMA * (token + 1)) for token in range(self.ngram_size))
+        return NGramHash(tuple(2 * (draw % half) + 1 for draw in draws), sizes, starts[:-1], starts[-1] + padding)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        heads = (self.ngram_size - 1) * self.heads_per_ngram
+        rows = self.ngram_hash(self.ngram_layers[0]).rows if self.ngram_layers else 0
+        return {
+            **super().axes,
+            "q": self.indexer_n_heads,
+            "x": self.indexer_head_dim,
+            "e": self.hc_count,
+            "u": self.hc_count,
+            "d": self.hc_lowrank,
+            "C": self.ngram_width,
+            "p": self.ngram_width // heads,
+            "h": self.ple_conv_kernel_size,
+            "v": self.split_ngram_parts,
+            "z": rows // self.split_ngram_parts,
+            "a": self.ngram_layers,
+        }
+
+    @property
+    def unscannable(self) -> str:
+        return "some of its layers number n-grams in ways of their own" if self.ngram_layers else super().unscannable
+
+    @property
+    def inseparable(self) -> str:
+        return "some of its layers read the ids of tokens" if self.ngram_layers else ""
+
+
+LARGEST_INT64, ALL_BITS = (1 << 63) - 1, (1 << 64) - 1
+SEED_STEP = 10007
+"""By which the seeds of layers differ."""
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def _split_mix(value: int) -> int:
+    """Returns the output of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) for a state plus `GAMMA`."""
+    value = (value + GAMMA) & ALL_BITS
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & ALL_BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & ALL_BITS
+    return value ^ (value >> 31)
+
+
+@cache
+def _primes(least: int, many: int) -> tuple[int, ...]:
+    """Returns the first `many` prime numbers that are not smaller than `least`."""
+    numbers = (n for n in count(max(least, 2)) if n == 2 or (n % 2 and all(n % d for d in range(3, isqrt(n) + 1, 2))))
+    return tuple(islice(numbers, many))
+
+
+MIXER_ROWS = (
+    Map("hc_norm.weight", "norm.scale", "(e D) -> e D"),
+    Map("input_mix_weight_down.weight", "down.kernel", "d (e D) -> e D d"),
+    Map("input_mix_weight_up.weight", "up.kernel", "(e D) d -> d e D"),
+)
+"""What is read of the residual streams."""
+
+STREAM_ROWS = (*MIXER_ROWS, Map("block_inject_weight.weight", "inject.kernel", "u (e D) -> e D u"))
+
+INDEXER_ROWS = (
+    Map("index_qk_proj.weight", ("q.kernel", "k.kernel"), "((q x) + x) D -> D q x, D x"),
+    Map("q_layernorm.weight", "q_norm.scale", "x"),
+    Map("k_layernorm.weight", "k_norm.scale", "x"),
+)
+
+NGRAM_ROWS = (
+    Map("ple_embedding.ngram_embedding.shard_{v}.weight", "table.embedding", "z p -> (v z) p"),
+    Map("key_proj.weight", "key.kernel", "(e D) C -> C e D"),
+    Map("value_proj.weight", "value.kernel", "D C -> C D"),
+    *(Map(f"norm_{name}.weight", f"{name}_norm.scale", "(e D) -> e D") for name in ("key", "query", "conv")),
+    Map("conv1d.weight", "conv.kernel", "(e D) 1 h -> e D h"),
+)
+HASH_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+def table_with(variant: str, *experts: Map) -> MappingTable:
+    """Returns the table with these rows of experts."""
+    layer, ours = "model.layers.{L}", "layers.{L}"
+    return MappingTable(
+        (
+            Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+            *under(f"{layer}.attn_hyper_connection", f"{ours}.attn_streams", *STREAM_ROWS),
+            *under(f"{layer}.mlp_hyper_connection", f"{ours}.moe_streams", *STREAM_ROWS),
+            *ATTENTION_OF_BOTH,
+            *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *INDEXER_ROWS),
+            *under("model.layers.{a}.ple", "layers.{a}.ngrams", *NGRAM_ROWS),
+            *under(
+                f"{layer}.mlp",
+                f"{ours}.moe",
+                Map("gate.weight", "router.kernel", "E D -> D E"),
+                *experts,
+                *under("shared_expert", "shared", *SHARED),
+                Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+            ),
+            *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        ignore={
+            "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
+            **{f"model.layers.{{a}}.ple.ple_embedding.{name}": "computed from config.json" for name in HASH_BUFFERS},
+            "mtp.*": FURTHER_TOKENS,
+        },
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        variant=variant,
+    )
+
+
+TABLE = table_with("", *EXPERT_MLPS)
+STACKED_EXPERTS_TABLE = table_with("stacked", *OUT_MAJOR)
+
+FAMILY = Family(
+    name="qwen4_exp_text",
+    summary="Qwen4-Exp, the text model on its own",
+    config=Config,
+    table=TABLE,
+    variants=(
+        STACKED_EXPERTS_TABLE,
+        *tables(TABLE, "model.", OUTSIDE)[1:],
+        *tables(STACKED_EXPERTS_TABLE, "model.", OUTSIDE, name="stacked ")[1:],
+    ),
+    model="tpuconv.models.qwen4_exp_text.modules:Model",
+    architectures={
+        "Qwen4ExpForCausalLM": "qwen4_exp_text",
+        "Qwen4ExpForConditionalGeneration": "qwen4_exp_text",
+    },
+)
