@@ -648,8 +648,9 @@ def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
     """Tracing the first layer of each kind gives what tracing each layer does."""
     rules = parse_config(MIXED.encode(), "mixed", "mixed.yaml") if name == "mixed" else find_config(name)
     keys = ("layer_types", "no_rope_layers", "layers_block_type", "hybrid_override_pattern")
-    more = ("num_attention_heads_per_layer", "indexer_types", "activation_sparsity_pattern", "intermediate_size")
-    lists = {key: case.config[key] for key in (*keys, *more) if isinstance(case.config.get(key), list | str)}
+    more = ("num_attention_heads_per_layer", "indexer_types", "index_topk_pattern")
+    sizes = ("activation_sparsity_pattern", "intermediate_size")
+    lists = {key: case.config[key] for key in (*keys, *more, *sizes) if isinstance(case.config.get(key), list | str)}
     if "linear_attn_config" in case.config:  # which has lists of the numbers of layers
         lists["layer_types"] = case.hf_config().layer_types
     if kinds := case.config.get("mlp_layer_types"):
@@ -660,6 +661,9 @@ def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
         longer["num_hidden_layers"] = len(next(iter(longer.values())))
     else:
         longer = {} if lists else {"num_hidden_layers": 5}
+    if sources := case.config.get("kv_source_layers"):  # the layers that are more read themselves
+        count = longer["num_hidden_layers"]
+        longer["kv_source_layers"] = [*sources, *range(len(sources), count)][:count]
     case = replace(case, config={**case.config, **longer})
     family, config = family_and_config(case)
     skipped = counted_skips(monkeypatch)
