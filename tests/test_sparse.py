@@ -83,15 +83,6 @@ def parameters(model_type: str, **changes: Any) -> float:
         ("mimo_v2_flash", {}, 309.3),
         ("hy_v3", {}, 295.0),
         (
-            "minimax",
-            {
-                **{"vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 80},
-                **{"num_attention_heads": 64, "head_dim": 128, "num_local_experts": 32},
-                "layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10,
-            },
-            456.1,
-        ),
-        (
             "minimax_m3_vl",
             {
                 "text_config": {
@@ -149,19 +140,6 @@ def test_the_released_config_of_mimo() -> None:
 def test_what_mimo_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedConfig), match=message):
         get_family("mimo_v2_flash").config.from_hf(MIMO | changes)
-
-
-def test_all_of_a_head_of_minimax_turns() -> None:
-    read = get_family("minimax").config.from_hf
-    raw = {"model_type": "minimax", "head_dim": 128, "block_size": 256, "rotary_dim": 128}
-    theirs = AutoConfig.for_model(**raw)
-    config = read(raw)
-    assert list(config.kinds) == theirs.layer_types
-    assert config == read(theirs.to_dict())
-    with pytest.raises(ConfigError, match="rotary_dim=64 is not 128, all of a head"):
-        read(raw | {"rotary_dim": 64})
-    with pytest.raises(UnsupportedConfig, match="postnorm=False"):
-        read(raw | {"postnorm": False})
 
 
 def test_the_released_config_of_minimax_m3() -> None:

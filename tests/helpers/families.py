@@ -113,7 +113,7 @@ NO_SCAN = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
     "mistral_large4": "as glm_moe_dsa",
-    **dict.fromkeys(("lfm3", "minimax"), "layers with a state and with attention"),
+    "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
     **dict.fromkeys(
@@ -330,17 +330,6 @@ LATENT = {
 
 # Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
 INDEXED = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 10, "num_key_value_heads": 6}
-
-MINIMAX = {
-    "head_dim": 10,
-    "intermediate_size": 20,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
-    "block_size": 16,
-    "full_attn_alpha_factor": 1.7,
-    "linear_attn_alpha_factor": 2.2,
-    "mlp_alpha_factor": 1.4,
-}
 
 MINIMAX_M3 = {
     "head_dim": 12,
@@ -798,22 +787,6 @@ CASES: list[Case] = [
         initializer_range=0.1,
         tie_word_embeddings=True,
         num_hidden_layers=3,
-    ),
-    _case(
-        "minimax-plain",
-        **MINIMAX,
-        num_hidden_layers=3,
-    ),
-    _case(
-        "minimax-window",  # more experts than tokens, a first and a last layer with linear attention
-        **MINIMAX | {"num_local_experts": 90, "head_dim": None},
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        sliding_window=6,
-        full_attn_beta_factor=0.6,
-        linear_attn_beta_factor=1.3,
-        mlp_beta_factor=0.8,
-        tie_word_embeddings=True,
     ),
     _case(
         "minimax_m3_vl_text-plain",

@@ -133,7 +133,6 @@ FAMILIES: Mapping[str, str] = {
     "gemma4_unified_text": "tpuconv.models.gemma4_unified_text.family:FAMILY",
     "gemma3n_text": "tpuconv.models.gemma3n_text.family:FAMILY",
     "gemma3n": "tpuconv.models.gemma3n.family:FAMILY",
-    "minimax": "tpuconv.models.minimax.family:FAMILY",
     "minimax_m3_vl": "tpuconv.models.minimax_m3_vl.family:FAMILY",
     "minimax_m3_vl_text": "tpuconv.models.minimax_m3_vl_text.family:FAMILY",
     "qwen4_exp_text": "tpuconv.models.qwen4_exp_text.family:FAMILY",
