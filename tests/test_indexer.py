@@ -77,13 +77,13 @@ def test_the_same_tokens_are_selected(name, tmp_path, selections):
 @pytest.mark.parametrize("name", ["minimax_m3_vl_text-plain", "minimax_m3_vl_text-groups", "minimax_m3_vl-pairs"])
 def test_the_same_blocks_are_selected(name, tmp_path, monkeypatch):
     """In a prefill, and in a prefill and steps with the cache."""
-    case, ours, real = BY_ID[name], [], minimax_m3.BlockIndexer.__call__
+    case, ours, real = BY_ID[name], [], minimax_m3.MaxBlockIndexer.__call__
 
     def recorded(self, *args):
         ours.append(np.asarray(mask := real(self, *args)))
         return mask
 
-    monkeypatch.setattr(minimax_m3.BlockIndexer, "__call__", recorded)
+    monkeypatch.setattr(minimax_m3.MaxBlockIndexer, "__call__", recorded)
     ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
     convert(save(case, tmp_path / "hf"), tmp_path / "out")
     model = tpuconv.load(tmp_path / "out", "float32")
@@ -125,17 +125,17 @@ def test_few_tokens_are_all_selected():
 
 
 @pytest.mark.parametrize("name", ["qwen4_exp_text-plain", "qwen4_exp_text-two-tables"])
-def test_the_same_blocks_are_selected(name, tmp_path, monkeypatch):
+def test_the_same_blocks_are_selected_by_their_means(name, tmp_path, monkeypatch):
     """In a prefill, and in steps with the cache: the complete blocks with the highest scores, and all tokens after the
     last complete one."""
     case, masks, want = BY_ID[name], [], []
-    real = qwen4.BlockIndexer.__call__
+    real = qwen4.MeanBlockIndexer.__call__
 
     def recorded(self, *args):
         masks.append(np.asarray(mask := real(self, *args)))
         return mask
 
-    monkeypatch.setattr(qwen4.BlockIndexer, "__call__", recorded)
+    monkeypatch.setattr(qwen4.MeanBlockIndexer, "__call__", recorded)
     ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
     hf = hf_model(case)
     for layer in hf.model.layers:

@@ -61,6 +61,22 @@ class KV:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class IndexKeys:
+    """The keys of an indexer, beside those of attention, in the model's dtype: rounded ones would select other blocks.
+    `axes` are the letters of each array."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S x",)
+
+    k_BSx: jax.Array
+
+    @classmethod
+    def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns zeros; `shape` is [B, S], or [L, B, S] for all layers."""
+        return cls(jnp.zeros((*shape, config.axes["x"]), dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Cache:
     """The cache of a model. A pytree: if it is donated to a jitted function, a step updates it in place.
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.kinds import faults_of_kinds
 
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Entries of `layer_types` in files of older releases of transformers."""

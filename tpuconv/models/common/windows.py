@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, rope_of_layers
 
 WINDOW_KINDS = ("full_attention", "sliding_attention")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.config import faults_of_kinds
+from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import Family
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.config import DecoderConfig, faults_of_kinds
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts

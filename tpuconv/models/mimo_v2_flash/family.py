@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.config import numbered_kinds
+from tpuconv.models.common.kinds import numbered_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     CORRECTED_ROUTER,

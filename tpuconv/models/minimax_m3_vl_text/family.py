@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.config import faults_of_kinds, numbered_kinds
+from tpuconv.models.common.kinds import faults_of_kinds, numbered_kinds
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (

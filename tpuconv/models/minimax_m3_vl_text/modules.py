@@ -1,7 +1,6 @@
 """MiniMax-M3 (arXiv:2606.13392): tokens attend to blocks of keys that an indexer selects."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv, write_slots
+from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, CenteredRMSNorm, Einsum, Keys, apply_rope, times
 from tpuconv.models.common.moe import Expert, Experts, Rows, routed
@@ -18,18 +17,7 @@ from tpuconv.models.minimax_m2.modules import Router
 from tpuconv.models.minimax_m3_vl_text.family import Config
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class IndexKeys:
-    """What the cache of a layer holds beside keys and values: for each token the key of the indexer, in the model's
-    dtype, since rounded ones would select other blocks. `axes` are the letters of the array."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B S x",)
-
-    i_BSx: jax.Array
-
-
-class BlockIndexer(nnx.Module):
+class MaxBlockIndexer(nnx.Module):
     """Selects for each token the `index_topk_blocks` blocks of keys with the highest scores, for each of its n heads
     (arXiv:2606.13392). The score of a block is the largest product of the query with a key of the block. A token's own
     block and the ones before it, `index_local_blocks` of them, are always selected. Scores are computed in float32: a
@@ -50,26 +38,26 @@ class BlockIndexer(nnx.Module):
         k_BTx = self.k_norm(self.k(x_BTD))
         return apply_rope(k_BTx[:, :, None], step.cos_sin_in(k_BTx.dtype))[:, :, 0]
 
-    def __call__(self, x_BTD: jax.Array, i_BSx: jax.Array, step: Step, visible_BTS: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, k_BSx: jax.Array, step: Step, visible_BTS: jax.Array) -> jax.Array:
         """Returns the mask [B, n, T, S] of the tokens in selected blocks; [B, 1, T, S] if all are selected.
 
         Args:
             x_BTD: hidden states.
-            i_BSx: the indexer's keys of all tokens so far.
+            k_BSx: the indexer's keys of all tokens so far.
             step: positions.
             visible_BTS: the mask of the tokens that each token sees.
         """
         # Computed where they are not needed too, since a quantization finds kernels by their products.
         q_BTnx = self.q_norm(self.q(x_BTD))
         q_BTnx = apply_rope(q_BTnx, step.cos_sin_in(q_BTnx.dtype)).astype(jnp.float32)
-        S = i_BSx.shape[1]
+        S = k_BSx.shape[1]
         number = -(-S // self.size)
         if number <= self.count:
             return visible_BTS[:, None]
         # The slot of each position; those without a token come last.
         slots_BS = jnp.argsort(jnp.where(step.pos_BS < 0, S, step.pos_BS), axis=1)
-        i_BSx = jnp.take_along_axis(i_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
-        scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
+        k_BSx = jnp.take_along_axis(k_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
+        scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, k_BSx, precision=jax.lax.Precision.HIGHEST)
         is_later_BT1S = jnp.arange(S) > step.pos_BT[..., None, None]
         scores_BTnS = jnp.where(is_later_BT1S, -jnp.inf, scores_BTnS)
         scores_BTnS = jnp.pad(scores_BTnS, ((0, 0),) * 3 + ((0, number * self.size - S),), constant_values=-jnp.inf)
@@ -109,7 +97,7 @@ class SparseAttention(Attention):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.indexer = BlockIndexer(config, dtype=dtype, keys=keys)
+        self.indexer = MaxBlockIndexer(config, dtype=dtype, keys=keys)
 
     def __call__(  # type: ignore[override]
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, cache: tuple[KV, IndexKeys] | None
@@ -119,7 +107,7 @@ class SparseAttention(Attention):
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         new = IndexKeys(self.indexer.key(x_BTD, step))
         index = new if index is None else write_slots(index, new, step.slot)
-        visible_BnTS = self.indexer(x_BTD, index.i_BSx, step, step.visible(window))
+        visible_BnTS = self.indexer(x_BTD, index.k_BSx, step, step.visible(window))
         return self.o(attention_by_group(q_BTNH, kv, visible_BnTS)), (kv, index)
 
 
@@ -183,4 +171,4 @@ class Model(Decoder):
         kv = KV.empty(config, layer, shape, dtype)
         if layer not in config.axes["f"]:
             return kv
-        return kv, IndexKeys(jnp.zeros((*shape, config.axes["x"]), self.embed.embedding.dtype))
+        return kv, IndexKeys.empty(config, shape, self.embed.embedding.dtype)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.config import faults_of_kinds
+from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.qwen3_moe import family as qwen3_moe

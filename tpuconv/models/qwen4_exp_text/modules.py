@@ -2,15 +2,14 @@
 of tokens that an indexer selects."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, append_kv, write_slots
+from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import (
@@ -67,23 +66,7 @@ def written(x_BTD: jax.Array, y_BTD: jax.Array, weights_BTe: jax.Array) -> jax.A
     return x_BTD + (y_BTD[:, :, None] * weights_BTe[..., None]).reshape(x_BTD.shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class IndexKeys:
-    """The indexer's key of each token, in the model's dtype: rounded ones would select other blocks. `axes` are the
-    letters of each array."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B S x",)
-
-    k_BSx: jax.Array
-
-    @classmethod
-    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns zeros; `shape` is [B, S], or [L, B, S] for all layers."""
-        return cls(jnp.zeros((*shape, config.axes["x"]), dtype))
-
-
-class BlockIndexer(nnx.Module):
+class MeanBlockIndexer(nnx.Module):
     """Selects for each token the blocks of `indexer_compress_ratio` tokens with the highest scores, `indexer_budget`
     tokens in all, and its own block while that is incomplete. A block's key is the mean of those of its tokens, at the
     position of the first one; its score is the sum over the heads of the products of queries and key, negative ones as
@@ -137,7 +120,7 @@ class Attention(qwen3_next.Attention):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.indexer = BlockIndexer(config, dtype=dtype, keys=keys)
+        self.indexer = MeanBlockIndexer(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         kv, index = (None, None) if kv is None else kv
