@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
+from helpers.commands import forked
 from helpers.limits import limited
 from tpuconv import text
 from tpuconv.checkpoint.manifest import read_manifest
@@ -33,12 +34,15 @@ ESCAPED = r"\x1b[31m\x9b2J\u202egpj\udc80[/x]"
 
 
 def tpuconv(*args: object, cwd: Path, code: int = 0, env: dict[str, str] | None = None) -> tuple[str, str]:
-    """Runs the command; what it writes is UTF-8 (or ASCII, which is that), shows nothing unsafe and no bug."""
-    done = subprocess.run(
-        [*COMMAND, *(arg if isinstance(arg, bytes) else str(arg) for arg in args)],
-        capture_output=True, cwd=cwd, check=False, env=os.environ | (env or {}),
-    )  # fmt: skip
-    out, err = done.stdout.decode(), done.stderr.decode()
+    """Runs the command, with other variables `env` in a new interpreter; what it writes is UTF-8 (or ASCII, which is
+    that), shows nothing unsafe and no bug."""
+    words = [os.fsdecode(arg) if isinstance(arg, bytes) else str(arg) for arg in args]
+    if env is None:
+        done = forked(words, cwd)
+        out, err = done.stdout, done.stderr
+    else:
+        done = subprocess.run([*COMMAND, *words], capture_output=True, cwd=cwd, check=False, env=os.environ | env)
+        out, err = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == code, out + err
     assert "Traceback" not in err
     assert not UNSAFE.search(out + err), out + err

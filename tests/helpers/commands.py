@@ -73,7 +73,8 @@ def forked(args: Sequence[str], cwd: Path | None = None, patch: str = "") -> Don
     """Runs the command in a process of its own, with this one's environment and after the code `patch`, but without
     the time that a new interpreter takes for its imports. What an environment variable says to a library when it is
     imported was said before."""
-    with NamedTemporaryFile("r", encoding="utf-8") as out, NamedTemporaryFile("r", encoding="utf-8") as err:
+    own = {"encoding": "utf-8", "newline": ""}  # what is written, as it is
+    with NamedTemporaryFile("r", **own) as out, NamedTemporaryFile("r", **own) as err:
         server = _server()
         assert server.stdin is not None
         assert server.stdout is not None

@@ -27,21 +27,22 @@ def tpuconv(
     fresh: bool = False,
     command: Sequence[str] | None = None,
     limit: tuple[int, int] | None = None,
+    cwd: Path | None = None,
     **options: Any,
 ) -> "subprocess.CompletedProcess[str]":
     """Runs the command in a process of its own, after the code `patch`, which replaces what a test is to control. With
-    `fresh`, another command in front, a limit of the system (resource, value) or options of `subprocess.run` it is a
-    new interpreter. The exit code must be `code`, or any listed one where None, and no traceback is shown and nothing
-    is called a bug."""
+    `fresh`, another command in front, a limit of the system (resource, value) or options of `subprocess.run` besides
+    the folder it is a new interpreter. The exit code must be `code`, or any listed one where None, and no traceback is
+    shown and nothing is called a bug."""
     words = list(map(str, args))
     if fresh or command or limit or options:
         own = [*COMMAND[:1], "-c", f"{patch}\nfrom tpuconv.cli import main\nmain()"] if patch else COMMAND
         done = subprocess.run(
             [*(limited(*limit) if limit else []), *(command or own), *words],
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, **options,
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, cwd=cwd, **options,
         )  # fmt: skip
     else:
-        done = forked(words, patch=patch)
+        done = forked(words, cwd, patch)
     assert "Traceback" not in done.stderr, done.stderr
     assert "bug of tpuconv" not in done.stderr, done.stderr
     assert done.returncode in ({code} if code is not None else LISTED), (done.returncode, done.stdout + done.stderr)
