@@ -160,7 +160,10 @@ IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a
 OF_NEOX = (".query_key_value", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
 OF_DEEPSEEK = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wk", ".wkv", ".wgate", ".wo_a", ".wo_b")
 OF_MISTRAL = (".wq", ".wo", ".wkv_b")
-OF_STREAMS = (".linear_left", ".linear_right", "_coefs", *(f"_projections.{i}" for i in range(3)))
+OF_STREAMS = (
+    *(".linear_left", ".linear_right", "_coefs", *(f"_projections.{i}" for i in range(3))),
+    *("_mix_weight_down", "_mix_weight_up", "_inject_weight"),
+)
 OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".W_down", ".W_up")
 PARTS = (
     *(*OF_OTHERS, ".c_fc", "_proj", "_mqa", "_input_gate", "_projection"),
