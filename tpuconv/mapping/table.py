@@ -265,7 +265,7 @@ class MappingTable:
                 )
                 places = {f"#{x}": values[x].index(number) for x, number in known.items()}
                 dst = tuple(Stack((_with_indices(name, known | places),), 0) for name in row.jax_names)
-                layer = LAYER_NAME.match(dst[0].names[0])
+                layer = LAYER_NAME.match(dst[0].names[0]) if of_layers else None
                 own = of_layers.get(int(layer[1])) if layer else None
                 bindings.append(Binding(row, layout, {**sizes, **own} if own else sizes, src, dst))
         return bindings

@@ -62,12 +62,12 @@ class KV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexKeys:
-    """The keys of an indexer, beside those of attention, in the model's dtype: rounded ones would select other blocks.
+    """The keys of an indexer, beside those of attention, in the model's dtype: rounded ones would select other tokens.
     `axes` are the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S x",)
 
-    k_BSx: jax.Array
+    i_BSx: jax.Array
 
     @classmethod
     def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:

@@ -132,6 +132,18 @@ CORRECTED_ROUTER = (
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
 )
 
+CORRECTION_BESIDE = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+)
+"""As `CORRECTED_ROUTER`, with the corrections beside the router."""
+
+STACKED_EXPERTS = (
+    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+)
+"""All experts of a layer in one tensor each, with the axis of the outputs before that of the inputs."""
+
 MTP_INPUTS = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),

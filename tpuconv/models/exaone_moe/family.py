@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
+from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
+    CORRECTION_BESIDE,
     EXPERT_MLPS,
     FURTHER_TOKENS,
     HEAD_NORMS,
@@ -62,8 +63,7 @@ TABLE = decoder_table(
     *LAYER_ROWS,
     others=(
         *mlp_rows(
-            Map("gate.weight", "router.kernel", "E D -> D E"),
-            Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+            *CORRECTION_BESIDE,
             *EXPERT_MLPS,
             *SHARED_EXPERT_ROWS,
         ),

@@ -8,7 +8,7 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
-from tpuconv.models.common.rows import EXPERT_MLPS, MLP, decoder_table, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.gemma2.family import NORMS
@@ -192,10 +192,6 @@ EXPERT_PARTS = (
     Map("router.proj.weight", "moe.router.kernel", "E D -> D E"),
     Map("router.scale", "moe.router_scale", "D"),
     Map("router.per_expert_scale", "moe.expert_scale", "E"),
-)
-STACKED_EXPERTS = (
-    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
 )
 SHARED_ALREADY = {
     f"model.layers.{{o}}.self_attn.{name}.weight": "of a layer that uses the keys and values of an earlier one"

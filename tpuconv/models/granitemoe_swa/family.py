@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
+from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.granite_swa.family import SINKS, GraniteWindows
 from tpuconv.models.granitemoe.family import FUSED_SHARED, SharedConfig
 from tpuconv.models.registry import Family
@@ -25,8 +25,7 @@ TABLE = decoder_table(
         "block_sparse_moe",
         "moe",
         Map("router.weight", "router.kernel", "E D -> D E"),
-        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+        *STACKED_EXPERTS,
     ),
     *under("shared_mlp", "moe.shared", *when("has_shared_expert", *FUSED_SHARED)),
     others=(SINKS,),

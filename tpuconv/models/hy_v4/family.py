@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, decoder_table
+from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, STACKED_EXPERTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import SharedIndexers
@@ -95,8 +95,7 @@ TABLE = decoder_table(
             "layers.{J}.moe",
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
-            Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-            Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+            *STACKED_EXPERTS,
             *under("shared_experts", "shared", *SHARED),
         ),
         Map("model.hc_pre.hc_head.hc_head_fn", "norm.kernel", "w (r D) -> r D w"),

@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
+from tpuconv.mapping.table import under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import ATTENTION, NORMS_OF_ALL_HEADS, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    CORRECTION_BESIDE,
+    NORMS_OF_ALL_HEADS,
+    NUMBERED_EXPERT_MLPS,
+    PRE_NORMS,
+    decoder_table,
+)
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import Family
 
@@ -56,8 +63,7 @@ TABLE = decoder_table(
     *under(
         "block_sparse_moe",
         "moe",
-        Map("gate.weight", "router.kernel", "E D -> D E"),
-        Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+        *CORRECTION_BESIDE,
         *NUMBERED_EXPERT_MLPS,
     ),
 )

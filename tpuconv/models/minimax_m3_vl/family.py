@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map
-from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
+from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
 from tpuconv.models.minimax_m3_vl_text import family as minimax_m3_vl_text
 from tpuconv.models.registry import Family
@@ -22,8 +21,7 @@ RELEASED = minimax_m3_vl_text.m3_table(
     MLP,
     "block_sparse_moe",
     (
-        Map("gate.weight", "router.kernel", "E D -> D E"),
-        Map("e_score_correction_bias", "router.correction", "E", buffer=True),
+        *CORRECTION_BESIDE,
         *NUMBERED_EXPERT_MLPS,
         *SHARED_EXPERT_ROWS,
     ),

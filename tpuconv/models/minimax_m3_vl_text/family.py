@@ -17,6 +17,7 @@ from tpuconv.models.common.rows import (
     FUSED_MLP,
     HEAD_NORMS,
     PRE_NORMS,
+    STACKED_EXPERTS,
     decoder_table,
 )
 from tpuconv.models.common.sparse import MLP_KINDS, ChosenExperts, MixedMLPs
@@ -196,8 +197,7 @@ TABLE = m3_table(
     "mlp",
     (
         *CORRECTED_ROUTER,
-        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+        *STACKED_EXPERTS,
         Map("shared_experts.gate_up_proj.weight", ("shared.gate.kernel", "shared.up.kernel"), "(W + W) D -> D W, D W"),
         Map("shared_experts.down_proj.weight", "shared.down.kernel", "D W -> W D"),
     ),

@@ -38,26 +38,26 @@ class MaxBlockIndexer(nnx.Module):
         k_BTx = self.k_norm(self.k(x_BTD))
         return apply_rope(k_BTx[:, :, None], step.cos_sin_in(k_BTx.dtype))[:, :, 0]
 
-    def __call__(self, x_BTD: jax.Array, k_BSx: jax.Array, step: Step, visible_BTS: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, i_BSx: jax.Array, step: Step, visible_BTS: jax.Array) -> jax.Array:
         """Returns the mask [B, n, T, S] of the tokens in selected blocks; [B, 1, T, S] if all are selected.
 
         Args:
             x_BTD: hidden states.
-            k_BSx: the indexer's keys of all tokens so far.
+            i_BSx: the indexer's keys of all tokens so far.
             step: positions.
             visible_BTS: the mask of the tokens that each token sees.
         """
         # Computed where they are not needed too, since a quantization finds kernels by their products.
         q_BTnx = self.q_norm(self.q(x_BTD))
         q_BTnx = apply_rope(q_BTnx, step.cos_sin_in(q_BTnx.dtype)).astype(jnp.float32)
-        S = k_BSx.shape[1]
+        S = i_BSx.shape[1]
         number = -(-S // self.size)
         if number <= self.count:
             return visible_BTS[:, None]
         # The slot of each position; those without a token come last.
         slots_BS = jnp.argsort(jnp.where(step.pos_BS < 0, S, step.pos_BS), axis=1)
-        k_BSx = jnp.take_along_axis(k_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
-        scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, k_BSx, precision=jax.lax.Precision.HIGHEST)
+        i_BSx = jnp.take_along_axis(i_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
+        scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
         is_later_BT1S = jnp.arange(S) > step.pos_BT[..., None, None]
         scores_BTnS = jnp.where(is_later_BT1S, -jnp.inf, scores_BTnS)
         scores_BTnS = jnp.pad(scores_BTnS, ((0, 0),) * 3 + ((0, number * self.size - S),), constant_values=-jnp.inf)
@@ -107,7 +107,7 @@ class SparseAttention(Attention):
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         new = IndexKeys(self.indexer.key(x_BTD, step))
         index = new if index is None else write_slots(index, new, step.slot)
-        visible_BnTS = self.indexer(x_BTD, index.k_BSx, step, step.visible(window))
+        visible_BnTS = self.indexer(x_BTD, index.i_BSx, step, step.visible(window))
         return self.o(attention_by_group(q_BTNH, kv, visible_BnTS)), (kv, index)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
-from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, decoder_table, mlp_rows
+from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, decoder_table, mlp_rows
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.ministral3.family import GrowingQueries
@@ -87,8 +87,7 @@ TEXT_TABLE = decoder_table(
     *deepseek_v3.ATTENTION_ROWS,
     others=mlp_rows(
         Map("gate.weight", "router.kernel", "E D -> D E"),
-        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+        *STACKED_EXPERTS,
         *SHARED_EXPERT_ROWS,
     ),
 )

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.cache import empty_vectors
+from tpuconv.models.common.cache import IndexKeys, empty_vectors
 from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step, Steps
 from tpuconv.models.common.layers import Keys, LayerNorm, RMSNorm, soft_capped
 from tpuconv.models.common.placement import placed
@@ -42,17 +42,6 @@ class PlainLatent:
         """Returns these latent vectors with rotary keys of 0 dimensions."""
         k_BSR = jnp.zeros((*self.c_BSC.shape[:-1], 0), self.c_BSC.dtype)
         return deepseek_v3.Latent(self.c_BSC, k_BSR, self.c_scale_BS)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class IndexerKeys:
-    """The keys of a layer's indexer, in the model's dtype: rounded ones would select other tokens. `axes` are the
-    letters of each array."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B S x",)
-
-    i_BSx: jax.Array
 
 
 class Given(NamedTuple):
@@ -152,7 +141,7 @@ class Attention(deepseek_v3.Attention):
         if self.is_read:
             given = given._replace(plain=latent) if self.rope is None else given._replace(rotary=latent)
         if hasattr(self, "indexer"):
-            indexed = self.appended(indexed, IndexerKeys(self.indexer.key(x_BTD, step)), step)
+            indexed = self.appended(indexed, IndexKeys(self.indexer.key(x_BTD, step)), step)
             selected_BTS = self.indexer(x_BTD, x_BTD, indexed, step, step.visible(window))
             given = given._replace(selected_BTS=selected_BTS)
         latent = latent.with_keys() if self.rope is None else latent
@@ -221,8 +210,9 @@ class Model(Decoder):
             own = deepseek_v3.Latent.empty(config, layer, shape, dtype)
         elif layer in config.axes["b"]:
             own = PlainLatent.empty(config, shape, dtype)
-        keys = jnp.zeros((*shape, config.axes["x"]), self.embed.embedding.dtype)
-        return own, IndexerKeys(keys) if layer in config.axes["f"] else None
+        if layer not in config.axes["f"]:
+            return own, None
+        return own, IndexKeys.empty(config, shape, self.embed.embedding.dtype)
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Given]:
         """Returns the factors of the rotary frequencies for each layer."""

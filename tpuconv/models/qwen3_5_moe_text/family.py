@@ -6,12 +6,11 @@ from typing import ClassVar
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, decoder_table
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, STACKED_EXPERTS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.wrapper import tables
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
-from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
 from tpuconv.models.registry import Family
 
 
@@ -49,9 +48,9 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     full_attention_interval: int = 4
 
 
-def text_table(variant: str, *experts: Map) -> MappingTable:
-    """Returns the table with these rows of experts."""
-    moe_rows = under(
+def moe_rows(*experts: Map) -> tuple[Map, ...]:
+    """Returns the rows of a layer's router, of its experts, which are these, and of the shared one with its gate."""
+    return under(
         "mlp",
         "moe",
         Map("gate.weight", "router.kernel", "E D -> D E"),
@@ -59,14 +58,19 @@ def text_table(variant: str, *experts: Map) -> MappingTable:
         *under("shared_expert", "shared", *SHARED),
         Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
     )
+
+
+def text_table(variant: str, *experts: Map) -> MappingTable:
+    """Returns the table with these rows of experts."""
+    rows = moe_rows(*experts)
     table = decoder_table(
-        *PRE_NORMS, *moe_rows, others=(*ATTENTION_OF_BOTH, *further_rows(*moe_rows)), ignore={"mtp.*": FURTHER_TOKENS}
+        *PRE_NORMS, *rows, others=(*ATTENTION_OF_BOTH, *further_rows(*rows)), ignore={"mtp.*": FURTHER_TOKENS}
     )
     return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
 
 
 TABLE = text_table("", *EXPERT_MLPS)
-STACKED_TABLE = text_table("stacked", *OUT_MAJOR)
+STACKED_TABLE = text_table("stacked", *STACKED_EXPERTS)
 
 FAMILY = Family(
     name="qwen3_5_moe_text",

@@ -7,7 +7,17 @@ from typing import Any, ClassVar, Self
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, mlp_rows, when
+from tpuconv.models.common.rows import (
+    ATTENTION,
+    HEAD_NORMS,
+    O_BIAS,
+    PRE_NORMS,
+    QKV_BIAS,
+    STACKED_EXPERTS,
+    decoder_table,
+    mlp_rows,
+    when,
+)
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
 from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.qwen3_vl.family import QWEN3_VL_ROPE
@@ -66,16 +76,12 @@ IN_MAJOR = (
     Map("experts.gate_up_proj", GATE_AND_UP, "E D (M + M) -> E D M, E D M"),
     Map("experts.down_proj", "down.kernel", "E M D"),
 )
-OUT_MAJOR = (
-    Map("experts.gate_up_proj", GATE_AND_UP, "E (M + M) D -> E D M, E D M"),
-    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
-)
 STACKED = (
     *mlp_rows(Map("gate.weight", "router.kernel", "E D -> D E")),
     *when("all_in_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *IN_MAJOR)),
-    *when("all_out_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *OUT_MAJOR)),
+    *when("all_out_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *STACKED_EXPERTS)),
     *when("some_in_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *IN_MAJOR)),
-    *when("some_out_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *OUT_MAJOR)),
+    *when("some_out_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *STACKED_EXPERTS)),
 )
 """Of releases. Quantized ones number the experts."""
 

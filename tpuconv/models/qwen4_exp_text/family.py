@@ -9,14 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
-from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, SHARED
-from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, STACKED_EXPERTS
 from tpuconv.models.common.wrapper import tables
+from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
-from tpuconv.models.qwen3_next.family import HybridConfig
-from tpuconv.models.qwen3_vl_moe.family import OUT_MAJOR
 from tpuconv.models.registry import Family
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
@@ -43,7 +39,7 @@ class NGramHash(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config(MropeConfig, ChosenExperts, HybridConfig):
+class Config(qwen3_5_moe_text.Config):
     """The keys of config.json. All layers have experts. Layers with full attention have an indexer; those of
     `ple_layer_ids`, which count from 1 and have linear attention, have embeddings of n-grams. transformers has no
     defaults of the indexer's sizes, and no model without them."""
@@ -57,37 +53,15 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     }
     least: ClassVar[Mapping[str, int]] = {"seed": 0, "eos_token_id": 0, "ngram_size": 2}
     most: ClassVar[Mapping[str, int]] = {"ngram_size": 64, "heads_per_ngram": MOST_HASHES, "split_ngram_parts": 1 << 16}
-    nullable: ClassVar[frozenset[str]] = HybridConfig.nullable | {
+    nullable: ClassVar[frozenset[str]] = qwen3_5_moe_text.Config.nullable | {
         *("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"number_of_conv_states"})
 
-    vocab_size: int = 248320
-    hidden_size: int = 2048
-    intermediate_size: int = 512
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 2
-    head_dim: int = 256
     num_experts: int = 512
     num_experts_per_tok: int = 10
-    norm_topk_prob: bool = True
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 1.0
-    attention_bias: bool = False
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
     output_gate_type: str | None = None
-    layer_types: tuple[str, ...] | None = None
-    full_attention_interval: int = 4
     hc_count: int = 4
     hc_lowrank: int = 320
     indexer_n_heads: int = 4
@@ -263,14 +237,7 @@ def table_with(variant: str, *experts: Map) -> MappingTable:
             *ATTENTION_OF_BOTH,
             *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *INDEXER_ROWS),
             *under("model.layers.{a}.ple", "layers.{a}.ngrams", *NGRAM_ROWS),
-            *under(
-                f"{layer}.mlp",
-                f"{ours}.moe",
-                Map("gate.weight", "router.kernel", "E D -> D E"),
-                *experts,
-                *under("shared_expert", "shared", *SHARED),
-                Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-            ),
+            *under(layer, ours, *qwen3_5_moe_text.moe_rows(*experts)),
             *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
@@ -285,7 +252,7 @@ def table_with(variant: str, *experts: Map) -> MappingTable:
 
 
 TABLE = table_with("", *EXPERT_MLPS)
-STACKED_EXPERTS_TABLE = table_with("stacked", *OUT_MAJOR)
+STACKED_EXPERTS_TABLE = table_with("stacked", *STACKED_EXPERTS)
 
 FAMILY = Family(
     name="qwen4_exp_text",

@@ -94,7 +94,7 @@ class MeanBlockIndexer(nnx.Module):
         chosen, blocks = config.indexer_budget // rate, visible_BTS.shape[-1] // rate
         if blocks <= chosen:
             return visible_BTS
-        k_BPx = self.block_keys(index.k_BSx, step, blocks, rate).astype(jnp.float32)
+        k_BPx = self.block_keys(index.i_BSx, step, blocks, rate).astype(jnp.float32)
         scores_BTP = nnx.relu(exact_einsum("BTqx,BPx->BTqP", q_BTqx, k_BPx)).sum(axis=2)
         own_BT1 = (step.pos_BT[..., None] + 1) // rate  # the blocks before are complete
         is_complete_BTP = jnp.arange(blocks) < own_BT1
