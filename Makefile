@@ -33,9 +33,10 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 test: style  ## Before every commit: lint, types and the fast tests on two processors; durations, coverage of the package.
 	@$(MAKE) --no-print-directory --jobs=2 types fast
 
-# At the same time as the types: mypy would leave a processor idle. From Python 3.12 on coverage costs nothing.
+# At the same time as the types: mypy would leave a processor idle. From Python 3.12 on coverage costs nothing. A test
+# that waits for ever fails after five minutes, with the stack of each thread.
 fast: $(INSTALLED)
-	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --durations=15 --cov=tpuconv
+	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --timeout 300 --durations=15 --cov=tpuconv
 
 test-slow: campaign  ## Before a release, after changes to convert/ or models/, with new versions of jax or transformers: hours.
 	$(PYTEST) -m slow --ignore tests/adversarial

@@ -37,7 +37,7 @@ EVERY = [
     )
     for case in FIRST.values()
     for returns in (SCORES, HIDDEN)
-    if (returns, case.family) not in WITHOUT and (returns == HIDDEN or case.hf_config().model_type in CLASSIFIERS)
+    if (returns, case.family) not in WITHOUT and (returns == HIDDEN or case.model_type in CLASSIFIERS)
 ]
 
 

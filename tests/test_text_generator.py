@@ -44,6 +44,7 @@ def chat(write: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> TextGenerator
     return write
 
 
+@pytest.mark.slow
 def test_a_batch_is_each_prompt_alone(write: TextGenerator) -> None:
     prompts = ["The king said", "Once"]
     together = write(prompts, max_new_tokens=8)

@@ -20,7 +20,7 @@ from tpuconv.convert.plan.types import Options
 
 TESTS = Path(__file__).parent.parent
 TRIALS = {
-    "config.json": (50, 8_000),
+    "config.json": (25, 8_000),
     "index": (50, 13_000),
     "header": (60, 20_000),
     "quantization_config": (50, 8_000),
