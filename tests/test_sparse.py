@@ -202,6 +202,7 @@ def test_the_layers_with_an_indexer(given: dict[str, Any]) -> None:
         ({"indexer_types": ["shared"] * 78}, "begins with 'shared'"),
         ({"indexer_types": ["full"]}, "indexer_types has 1 entries"),
         ({"index_topk_pattern": "X" * 78}, "unknown 'X'"),
+        ({"index_topk_pattern": ["F", "S"] * 39}, "unknown 'F', 'S'"),  # transformers takes both for "full"
         ({"index_head_dim": 32}, "index_head_dim=32 is less than qk_rope_head_dim=64"),
         ({"layer_types": ["full_attention"] * 78}, "layer_types has the unknown 'full_attention'"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),

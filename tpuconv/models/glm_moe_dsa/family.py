@@ -73,7 +73,8 @@ class Config(SharedIndexers):
         if self.indexer_types is not None:
             return self.indexer_types
         if self.index_topk_pattern is not None:
-            return tuple(INDEXER_KINDS.get(kind, kind) for kind in self.index_topk_pattern)
+            pattern = self.index_topk_pattern
+            return tuple(INDEXER_KINDS.get(kind, kind) for kind in pattern) if isinstance(pattern, str) else pattern
         every, first = max(self.index_topk_freq, 1), self.index_skip_topk_offset
         layers = range(self.num_hidden_layers)
         return tuple("shared" if max(i - first + 1, 0) % every else "full" for i in layers)

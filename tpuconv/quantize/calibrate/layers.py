@@ -192,8 +192,11 @@ class LayerRunner:
             yield states_TW
 
     def _stored(self, name: str) -> Weights:
-        """The arrays of a module of the model, in the dtypes that they are stored in."""
-        return {n: jnp.asarray(read_array(self.manifest, n, None)) for n in _names({name: getattr(self.model, name)})}
+        """The arrays of a module of the model: embeddings, of which a few rows are read, in the dtype that they are
+        stored in; all others in that of the model, since they may be computed with by themselves."""
+        dtypes = _names({name: getattr(self.model, name)})
+        arrays = {n: read_array(self.manifest, n, None) for n in dtypes}
+        return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
 
     def names(self, stage: str) -> dict[str, Any]:
         """The names of a stage's arrays, with their dtypes in the model; those of the head with the norm before it."""
