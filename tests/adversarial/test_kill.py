@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,15 +14,10 @@ from helpers.attacks.counts import count
 from helpers.attacks.processes import UNHURRIED, started, tpuconv
 from helpers.attacks.simulated import contents
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from helpers.commands import forked
 from helpers.times import wait_for
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.verify.checksums import check_checkpoint
-
-TPUCONV = [sys.executable, "-m", "tpuconv"]
-
-
-def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*TPUCONV, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
@@ -48,9 +42,10 @@ def test_interrupted_politely_it_says_how_to_go_on(tmp_path):
     assert not [array.name for array in check_checkpoint(read_manifest(tmp_path / "out")) if array.fault]
 
 
-def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int, seed: int, name: str) -> None:
+def kill_often(words: list[str], tmp_path: Path, old: Path | None, times: int, seed: int, name: str) -> None:
     """Kills a command that writes tmp_path/out at random times, as often as it takes, until it was killed `times` times
-    after its work had begun; after each end by itself the output is compared and taken away or put back."""
+    after its work had begun; after each end by itself the output is compared and taken away or put back. Its process is
+    forked after the imports, in which there is nothing to lose."""
     out, rng, killed = tmp_path / "out", random.Random(seed), 0
     before = contents(old) if old else None
 
@@ -61,29 +56,27 @@ def kill_often(command: list[str], tmp_path: Path, old: Path | None, times: int,
 
     restore()
     began = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    tpuconv(*words)
     seconds, after = time.monotonic() - began, contents(out)
     restore()
     for _ in range(20 * times):
         if killed == times:
             break
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.05 * seconds, 1.05 * seconds))
-        has_begun = (tmp_path / ".out.tpuconv" / "plan.done").exists()
-        process.kill()
-        killed += process.wait() == -signal.SIGKILL and has_begun  # and not after its end, or before its work
+        done = forked(words, killed_after=rng.uniform(0, 1.05 * seconds))
+        met = (tmp_path / ".out.tpuconv" / "plan.done").exists()  # its work, and neither its beginning nor its end
+        killed += done.returncode == -signal.SIGKILL and met
         left = contents(out) if out.exists() else None
         if left:
             left.pop(".tpuconv-staged", None)
         assert left in (before, after)
-        if process.returncode == 0:
+        if done.returncode == 0:
             assert left == after
         if left == after:
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            tpuconv(*words)
             assert contents(out) == after
             restore()
     assert killed == times, f"of {20 * times} kills only {killed} met the work"
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    tpuconv(*words)
     assert contents(out) == after
     assert not os.path.lexists(tmp_path / ".out.tpuconv")
     count("killed at random times", name, killed)
@@ -96,38 +89,38 @@ def made(tmp_path_factory) -> dict[str, Path]:
     config = qwen3_config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
     for name, eps in (("new", 1e-6), ("other", 1e-5)):
         random_checkpoint(base / name, config | {"rms_norm_eps": eps}, shards=2)
-        assert run("convert", base / name, base / f"{name}-orbax").returncode == 0
-    assert run("export", base / "other-orbax", base / "other-export").returncode == 0
+        tpuconv("convert", base / name, base / f"{name}-orbax")
+    tpuconv("export", base / "other-orbax", base / "other-export")
     return {path.name: path for path in base.iterdir()}
 
 
 KILLS = {
-    "convert": (("convert", "new"), None, 80),
-    "convert --overwrite": (("convert", "new"), "other-orbax", 80),
-    "export": (("export", "new-orbax"), None, 60),
-    "export --overwrite": (("export", "new-orbax"), "other-export", 60),
-    "quantize": (("quantize", "new-orbax"), None, 30),
-    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 30),
-    "convert --quantize": (("convert", "new"), None, 30),
-    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 30),
+    "convert": (("convert", "new"), None, 200),
+    "convert --overwrite": (("convert", "new"), "other-orbax", 200),
+    "export": (("export", "new-orbax"), None, 150),
+    "export --overwrite": (("export", "new-orbax"), "other-export", 150),
+    "quantize": (("quantize", "new-orbax"), None, 75),
+    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 75),
+    "convert --quantize": (("convert", "new"), None, 75),
+    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 75),
 }
 
 
-def command_for(name: str, made: dict[str, Path], out: Path) -> list[str]:
+def words_for(name: str, made: dict[str, Path], out: Path) -> list[str]:
     (verb, source), _, _ = KILLS[name]
     options = ["--overwrite"] * name.endswith("--overwrite") + ["--quantize", "int8_weight_only"] * ("--q" in name)
     options += ["--config", "int8_weight_only"] * (verb == "quantize")
     places = [str(made[source]), str(out)]
-    return [*TPUCONV, verb, *places, *options]
+    return [verb, *places, *options]
 
 
 def test_killed_at_random_times_a_few(made, tmp_path):
-    command = command_for("convert --overwrite", made, tmp_path / "out")
-    kill_often(command, tmp_path, made["other-orbax"], 4, 0, "convert --overwrite")
+    words = words_for("convert --overwrite", made, tmp_path / "out")
+    kill_often(words, tmp_path, made["other-orbax"], 4, 0, "convert --overwrite")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KILLS)
 def test_killed_at_random_times(name, made, tmp_path):
     _, old, times = KILLS[name]
-    kill_often(command_for(name, made, tmp_path / "out"), tmp_path, old and made[old], times, 1, name)
+    kill_often(words_for(name, made, tmp_path / "out"), tmp_path, old and made[old], times, 1, name)

@@ -17,7 +17,7 @@ SAMPLE = EXAMPLE.parent / "sample.txt"
 
 
 SERVER = """
-import atexit, gc, json, os, sys, traceback, warnings
+import atexit, gc, json, os, signal, sys, time, traceback, warnings
 warnings.simplefilter("ignore")  # jax's, of forks: no backend of its own runs here yet, and no thread
 import numba, rich.console, rich.progress, rich.table
 import jax, qwix, torch, transformers, transformers.models.qwen3.modeling_qwen3
@@ -48,6 +48,9 @@ for line in sys.stdin:
             traceback.print_exc()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
+    if job["killed_after"] is not None:
+        time.sleep(job["killed_after"])
+        os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
 """
@@ -69,17 +72,18 @@ class Done(subprocess.CompletedProcess[str]):
     seconds: float
 
 
-def forked(args: Sequence[str], cwd: Path | None = None, patch: str = "") -> Done:
+def forked(args: Sequence[str], cwd: Path | None = None, patch: str = "", killed_after: float | None = None) -> Done:
     """Runs the command in a process of its own, with this one's environment and after the code `patch`, but without
     the time that a new interpreter takes for its imports. What an environment variable says to a library when it is
-    imported was said before."""
+    imported was said before. After `killed_after` seconds it is killed, if it has not ended."""
     own = {"encoding": "utf-8", "newline": ""}  # what is written, as it is
     with NamedTemporaryFile("r", **own) as out, NamedTemporaryFile("r", **own) as err:
         server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
         job = {"args": args, "patch": patch, "out": out.name, "err": err.name, "env": dict(os.environ)}
-        server.stdin.write(json.dumps(job | {"cwd": str(cwd or Path.cwd())}) + "\n")
+        job |= {"cwd": str(cwd or Path.cwd()), "killed_after": killed_after}
+        server.stdin.write(json.dumps(job) + "\n")
         code, seconds = json.loads(server.stdout.readline())
         done = Done(list(args), code, out.read(), err.read())
         done.seconds = seconds
