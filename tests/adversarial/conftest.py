@@ -21,6 +21,7 @@ def pytest_sessionfinish(session: Any) -> None:
         session.config.workeroutput["counts"] = [[*key, n] for key, n in COUNTS.items()]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     for what, of, n in getattr(node, "workeroutput", {}).get("counts", ()):
         COUNTS[what, of] += n
