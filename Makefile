@@ -34,7 +34,7 @@ test: style  ## Before every commit: lint, types and the fast tests on two proce
 	@$(MAKE) --no-print-directory --jobs=2 types fast
 
 # At the same time as the types: mypy would leave a processor idle. From Python 3.12 on coverage costs nothing. A test
-# that waits for ever fails after five minutes, with the stack of each thread.
+# that hangs fails after five minutes and prints the stack of each thread.
 fast: $(INSTALLED)
 	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --timeout 300 --durations=15 --cov=tpuconv
 

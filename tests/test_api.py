@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 
 
-@pytest.mark.slow
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark, "_best", partial(benchmark._best, repeats=1))  # of a gigabyte

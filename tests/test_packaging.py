@@ -45,7 +45,6 @@ def test_what_is_inside(built):
         assert {f"{sdist.name.removesuffix('.tar.gz')}/{name}" for name in SOURCES[:3]} <= set(archive.getnames())
 
 
-@pytest.mark.slow
 def test_the_wheel_works_by_itself(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     site = tmp_path / "site"

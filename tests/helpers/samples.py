@@ -173,7 +173,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_asking_the_compiler_runs_nothing_of_the_current_folder": (),
     "test_killed": ("convert --overwrite",),
     "test_killed_where_folders_cannot_be_swapped": (),
-    "test_failed": (),
+    "test_failed": ("export",),
     "test_interrupted": (),
     "test_without_power": ("export",),
     # what a faster test beside it tells too
@@ -200,6 +200,8 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_a_device_reads_little_more_than_its_part": (),
     "test_what_is_derived_is_no_key_of_config_json": (),
     "test_the_table_is_what_transformers_reads": (),
+    "test_the_examples_of_the_page_run": (),
+    "test_the_wheel_works_by_itself": (),
 }
 """By test: the cases that are fast. All others of these tests are slow."""
 

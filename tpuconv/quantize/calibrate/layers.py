@@ -174,7 +174,7 @@ class LayerRunner:
     def embedded(self, ids_ST: np.ndarray) -> Any:
         """Yields the states [T, W] of each sample before the first layer."""
         names = ["embed", *(name for name in self.model.input_modules if hasattr(self.model, name))]
-        whole = {name: _filled(getattr(self.model, name), name, self._stored(name)) for name in names}
+        whole = {name: _filled(getattr(self.model, name), name, self._read_input(name)) for name in names}
         abstract = {name: getattr(self.model, name) for name in names[1:]}
         for ids_T in ids_ST:
             ids_BT = jnp.asarray(ids_T)[None]
@@ -191,9 +191,9 @@ class LayerRunner:
                 self._inputs[number].write(states_TW, each)
             yield states_TW
 
-    def _stored(self, name: str) -> Weights:
-        """The arrays of a module of the model: embeddings, of which a few rows are read, in the dtype that they are
-        stored in; all others in that of the model, since they may be computed with by themselves."""
+    def _read_input(self, name: str) -> Weights:
+        """Reads the arrays of a module before the layers: embeddings, which are large, in the dtype that they are
+        stored in; all others in the model's dtype, in which functions of them are computed."""
         dtypes = _names({name: getattr(self.model, name)})
         arrays = {n: read_array(self.manifest, n, None) for n in dtypes}
         return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
