@@ -2,9 +2,11 @@
 
 import gc
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,8 @@ import pytest
 
 import tpuconv
 from helpers.attacks.processes import halted_after, started
+from helpers.attacks.simulated import contents
+from helpers.buckets import ROOT, in_memory, objects
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert, restore
 from helpers.families import CASES, is_inseparable
@@ -35,6 +39,7 @@ from tpuconv.quantize.calibrate.memory import calibration_memory
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import BF16, QwixEncoder
 from tpuconv.quantize.rules import resolve_rules
+from tpuconv.storage.bucket_journal import BucketJournal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -429,6 +434,75 @@ def test_killed_after_each_of_some_layers(tmp_path):
     subprocess.run([*command, str(tmp_path / "out"), *tail], check=True, capture_output=True)
     assert same_arrays(tmp_path / "whole", tmp_path / "out")
     assert not (tmp_path / ".out.tpuconv").exists()
+
+
+# -- in a bucket ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_bucket(tmp_path, monkeypatch):
+    """A checkpoint on the disk and in a bucket, and the arguments of its calibrated quantization."""
+    tokens = EXAMPLE / "tiny-qwen3"
+    source = random_checkpoint(tmp_path / "hf", qwen3_config(vocab_size=512, num_hidden_layers=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((tokens / name).read_bytes())
+    (tmp_path / "mine.yaml").write_text(
+        f"qwix: {{rules: [{{module_path: '{INNER}', weight_qtype: int8}}]}}\ncalibration: {{method: gptq}}\n"
+    )
+    in_memory(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    for out in (tmp_path / "ckpt", f"{ROOT}/ckpt"):
+        api.convert(source, out)
+    return {"config": tmp_path / "mine.yaml", "samples": 2, "length": 16}
+
+
+def left_over(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "temporary").glob(".*")]
+
+
+@pytest.mark.parametrize("machine", ["the same", "another"])
+def test_a_bucket_is_calibrated_into_a_bucket(machine, in_bucket, tmp_path, monkeypatch):
+    """Ended after its first layer, it goes on with the second on the same machine, and begins anew on another."""
+    api.quantize(tmp_path / "ckpt", tmp_path / "out", **in_bucket)
+    real, calibrated = calibrate.LayerwiseCalibration._calibrate, []
+
+    def ending(self, runner, stage, *args):
+        calibrated.append(stage)
+        if calibrated == ["layers.0", "layers.1"]:
+            raise KeyboardInterrupt
+        return real(self, runner, stage, *args)
+
+    monkeypatch.setattr(calibrate.LayerwiseCalibration, "_calibrate", ending)
+    with pytest.raises(KeyboardInterrupt):
+        api.quantize(f"{ROOT}/ckpt", f"{ROOT}/out", **in_bucket)
+    assert not objects(f"{ROOT}/out")
+    assert len(left_over(tmp_path)) == 1
+    if machine == "another":
+        shutil.rmtree(tmp_path / "temporary" / left_over(tmp_path)[0])
+    api.quantize(f"{ROOT}/ckpt", f"{ROOT}/out", **in_bucket)
+    assert calibrated[2:] == (["layers.1"] if machine == "the same" else ["layers.0", "layers.1"])
+    assert objects(f"{ROOT}/out") == contents(tmp_path / "out")
+    assert not left_over(tmp_path)
+
+
+def test_what_is_calibrated_is_kept_until_the_output_is_complete(in_bucket, tmp_path, monkeypatch):
+    """All units may be done before the run ends: the manifest still needs what the calibration found."""
+
+    def ending(journal):
+        raise KeyboardInterrupt
+
+    api.quantize(tmp_path / "ckpt", tmp_path / "out", **in_bucket)
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketJournal, "publish", ending)
+        with pytest.raises(KeyboardInterrupt):
+            api.quantize(f"{ROOT}/ckpt", f"{ROOT}/out", workspace=tmp_path / "mine", **in_bucket)
+    assert len(list((tmp_path / "mine").glob(".*"))) == 1
+    shutil.rmtree(tmp_path / "mine")
+    api.quantize(f"{ROOT}/ckpt", f"{ROOT}/out", **in_bucket)
+    assert objects(f"{ROOT}/out") == contents(tmp_path / "out")
+    with pytest.raises(UsageError, match="which this is not"):
+        api.quantize(f"{ROOT}/ckpt", tmp_path / "local", workspace=tmp_path / "mine", **in_bucket)
 
 
 # -- what cannot be done ----------------------------------------------------------------------------------------------

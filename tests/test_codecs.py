@@ -50,6 +50,7 @@ from helpers.schemes import (
     modelopt,
     modelopt_awq,
     modelopt_w4a8,
+    mxfp8,
     mxfp8_modelopt,
     nf4_nested,
     nvfp4_compressed,
@@ -82,7 +83,7 @@ SCHEMES = [
     *(int4_groups, int8_packed, int8_tensor, fp4_groups),
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
     *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
-    *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt),
+    *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt, mxfp8),
     *(modelopt_awq, bitsandbytes, nf4_nested, llm_int8),
     *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (modelopt_w4a8, fp4_bitsandbytes)),
 ]

@@ -609,7 +609,7 @@ def test_the_commands(saved, tmp_path):
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[pytest.mark.slow] * (m == "moonshotai/Kimi-K2-Thinking")) for m in FULL_SIZE]
 )
-def test_real_models_are_planned_whole(model, tmp_path):
+def test_real_models_are_planned_whole_as_they_are_kept(model, tmp_path):
     """Every code of the source is one of the output; what scales are repeated adds little to them."""
     listing = LISTINGS[model]
     tensors = {n: (dtype, tuple(shape)) for names, dtype, shape in listing["tensors"] for n in every_name(names)}

@@ -193,7 +193,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, tmp_pa
         assert_came_back(folder, tmp_path / "kept", kept)
 
 
-def test_mxfp4_is_kept_where_mxfp4_is_asked_for(tmp_path: Path) -> None:
+def test_mxfp4_of_a_release_is_kept_by_a_rule_that_asks_for_it(tmp_path: Path) -> None:
     folder = write_compressed(WIDE, {"group_0": scheme("mxfp4")}, tmp_path / "hf")
     quantized(
         folder,

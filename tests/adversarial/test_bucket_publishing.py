@@ -153,7 +153,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("name", "overwrite", "step"), FORMS)
-def test_killed(name, overwrite, step, late, sources, monkeypatch):
+def test_killed_at_a_request(name, overwrite, step, late, sources, monkeypatch):
     trial = Trial(name, overwrite, sources, monkeypatch)
     for at in range(0, len(trial.log), step):
         bucket = trial.reset()
@@ -164,7 +164,7 @@ def test_killed(name, overwrite, step, late, sources, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "overwrite", "step"), FORMS)
-def test_failed(name, overwrite, step, sources, monkeypatch):
+def test_a_request_that_fails(name, overwrite, step, sources, monkeypatch):
     """A store that refuses a request is exit code 7, at whichever."""
     trial = Trial(name, overwrite, sources, monkeypatch)
     for at in range(0, len(trial.log), step):

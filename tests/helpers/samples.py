@@ -17,6 +17,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_real_models_are_planned_whole": (
         *("Qwen/Qwen3-0.6B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "meta-llama/Llama-3.3-70B-Instruct"),
     ),
+    "test_real_models_are_planned_whole_as_they_are_kept": ("openai/gpt-oss-20b",),
     "test_every_family_is_restored_by_orbax_as_the_table_says": (
         *("llama-plain-layers", "llama-plain-scan", "gpt_oss-plain-scan", "deepseek_v3-groups-layers"),
         *("qwen3_moe-few-experts-layers", "llama4-scout-layers"),
@@ -85,6 +86,8 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_kept_weights_in_another_scheme": (),
     "test_each_array_of_a_family_has_a_smaller_error": (),
     "test_a_quantized_model_is_refused": (),
+    "test_a_bucket_is_calibrated_into_a_bucket": (),
+    "test_what_is_calibrated_is_kept_until_the_output_is_complete": (),
     "test_arrays_of_mtp_layers_come_from_the_checkpoint": (),
     "test_perplexity_and_kl_are_those_of_the_definition": (),
     "test_a_full_cache_is_refused_or_shows": (),
@@ -113,6 +116,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_a_source_in_mxfp4_is_compared_by_its_values": (),
     "test_what_has_the_type_that_is_asked_for_is_kept": (),
     "test_mxfp4_is_kept_where_mxfp4_is_asked_for": (),
+    "test_mxfp4_of_a_release_is_kept_by_a_rule_that_asks_for_it": (),
     "test_stacked_layers_that_are_kept_are_a_model_too": (),
     "test_grouped_products_are_quantized_as_the_einsum_that_they_are": (),
     "test_scales_are_stored_in_the_dtype_that_is_asked_for": (),
@@ -174,6 +178,8 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_killed": ("convert --overwrite",),
     "test_killed_where_folders_cannot_be_swapped": (),
     "test_failed": ("export",),
+    "test_killed_at_a_request": (),
+    "test_a_request_that_fails": (),
     "test_interrupted": (),
     "test_without_power": ("export",),
     # what a faster test beside it tells too

@@ -234,6 +234,13 @@ def mxfp8_modelopt(rng, rows, columns):
     return stored, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, values
 
 
+def mxfp8(rng, rows, columns):
+    """As MiniMax-M3 is released."""
+    stored, _, values = fp8_blocks(rng, rows, 32 * -(-columns // 32), (1, 32), E8M0)
+    stored["w.weight_scale_inv"] = stored["w.weight_scale_inv"].view(np.uint8)
+    return stored, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}, values
+
+
 def nvfp4(rng, rows, columns):
     """Codes, scales of 16 values in FP8 and the values without the scale of the tensor."""
     groups = -(-columns // 16)

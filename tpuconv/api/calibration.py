@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
-from tpuconv.location import Location
+from tpuconv.location import Location, local_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,17 +33,18 @@ def calibration_data(
                 hint="add `calibration: {method: gptq}` to the config, or leave --calibration out",
             )
         return None
-    if not isinstance(ckpt, Path):
-        raise UsageError(f"{ckpt} cannot be calibrated where it is", hint="copy the checkpoint to a local disk")
-    folder = ckpt
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import tokenizer_folder
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 
     if str(text) == SELF:
-        return CalibrationData(SELF, samples, length, "", lambda: _drawn(folder, samples, length))
-    return from_text(ckpt, None if text is None else Path(text), samples, length)
+        return CalibrationData(SELF, samples, length, "", lambda: _drawn(ckpt, samples, length))
+    file = None if text is None else local_path(text, "a text to calibrate on is a local file")
+    with tokenizer_folder(read_manifest(ckpt)) as folder:
+        return from_text(folder, file, samples, length)
 
 
-def _drawn(ckpt: Path, samples: int, length: int) -> "np.ndarray":
+def _drawn(ckpt: Location, samples: int, length: int) -> "np.ndarray":
     """Token ids [samples, length] that the model draws itself, at temperature 1, the same in every run. They begin with
     the token that begins a text, or, if config.json names none, with a random one."""
     import numpy as np

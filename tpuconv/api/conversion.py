@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.planning import Origin, planned_conversion, planned_quantization
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location, to_location
+from tpuconv.location import Location, local_path, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
@@ -211,6 +212,7 @@ def quantize(
     max_memory: int | None = None,
     jobs: int | None = None,
     part: ProcessPart | None = None,
+    workspace: str | Path | None = None,
     progress: Listener = ignore,
 ) -> Conversion:
     """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
@@ -227,6 +229,7 @@ def quantize(
         samples: how many samples of the text, at most.
         length: tokens of a sample.
         compress, overwrite, check, max_memory, jobs, part, progress: as of `convert`.
+        workspace: the folder for what a calibration finds if `out` is in a bucket; that for temporary files by default.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
@@ -240,12 +243,18 @@ def quantize(
             f"{rules.name} has a calibration, which runs in one process",
             hint="leave out --process-count, --distributed and --ray",
         )
+    to = to or folder.with_name(f"{folder.name}-{rules.name}")
+    place = None if workspace is None else local_path(workspace, "the workspace is on a local disk")
+    if place is not None and (rules.calibration is None or isinstance(to, Path)):
+        raise UsageError(
+            "the workspace takes what a calibration finds for an output in a bucket, which this is not",
+            hint="leave --workspace out",
+        )
     data = calibration_data(folder, rules, calibration, samples, length)
     planned = planned_quantization(folder, rules, data, compress, runs=True)
     planned.check()
-    to = to or folder.with_name(f"{folder.name}-{rules.name}")
     limits = Limits.of_this_machine(jobs, max_memory)
-    return _run(planned, to, limits, overwrite, check, "quantizing", progress, part)
+    return _run(planned, to, limits, overwrite, check, "quantizing", progress, part, place)
 
 
 def is_checkpoint(path: str | Location) -> bool:
@@ -287,6 +296,7 @@ def _run(
     stage: str,
     progress: Listener,
     part: ProcessPart | None,
+    workspace: Path | None = None,
 ) -> Conversion:
     from tpuconv.api.evaluation import verify
     from tpuconv.convert.export.export import convert_to_safetensors, described
@@ -296,7 +306,7 @@ def _run(
 
     progress(Progress(stage))  # from here on a rerun continues
     began, resumed, own_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
-    convert_plan = convert_to_safetensors if plan.target.is_safetensors else run
+    convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     for step in convert_plan(plan, out, limits, overwrite=overwrite, part=part):
         if step.layer:
             progress(Progress(f"calibrating {step.layer}"))

@@ -70,13 +70,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Download a Hub checkpoint to the Hub's cache first. By default what is not there is streamed.",
 )
-@click.option(
-    "--workspace",
-    metavar="DIR",
-    type=Name(),
-    help="Folder for the part of a streamed source that is needed at a time, such as /dev/shm.  [default: beside OUT, "
-    "or the folder for temporary files]",
-)
+@options.workspace
 @options.limits
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")

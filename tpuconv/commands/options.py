@@ -84,6 +84,14 @@ writes_output = stacked(
     ),
 )
 
+workspace = click.option(
+    "--workspace",
+    metavar="DIR",
+    type=Name(),
+    help="Folder for large temporary files, such as /dev/shm: the part of a streamed source that is needed at a time; "
+    "what a calibration finds for an OUT in a bucket.  [default: beside OUT, or the folder for temporary files]",
+)
+
 compress = click.option(
     "--compress",
     is_flag=True,

@@ -29,6 +29,7 @@ QUANTIZING = (
     "compress",
     "dry_run",
     "check",
+    "workspace",
     "max_memory",
     "jobs",
     "distributed",
@@ -100,6 +101,7 @@ QUANTIZING = (
 @options.compress
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @options.writes_output
+@options.workspace
 @options.limits
 @options.processes
 @options.as_json
@@ -122,6 +124,7 @@ def quantize(
     dry_run: bool,
     overwrite: bool,
     check: bool,
+    workspace: str | None,
     max_memory: int | None,
     jobs: int | None,
     distributed: bool,
@@ -197,7 +200,8 @@ def quantize(
             show_plan(plan, as_json)
         return
     with resumable(as_json) as progress:
-        done = quantize_model(chosen, out, overwrite=overwrite, check=check, progress=progress, **given)
+        writing: Mapping[str, Any] = {"overwrite": overwrite, "check": check, "workspace": workspace}
+        done = quantize_model(chosen, out, progress=progress, **writing, **given)
     show_conversion(done, check, as_json)
 
 

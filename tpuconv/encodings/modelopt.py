@@ -6,14 +6,23 @@ take it, a scale for each input.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from fnmatch import translate
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, is_within, pattern_to_check, within
-from tpuconv.encodings.scheme import BY_SCALES, FP4_FIELDS, FP8_SCALES, INT4, Affine, Scheme, fp8_scheme
+from tpuconv.encodings.scheme import (
+    BY_SCALES,
+    FP4_FIELDS,
+    FP8_SCALES,
+    INT4,
+    MX_GROUP,
+    Affine,
+    Scheme,
+    fp8_scheme,
+    mxfp8_scheme,
+)
 from tpuconv.encodings.words import BYTE_DTYPE, Words
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional
@@ -31,7 +40,7 @@ MODELOPT_MODEL = {
     "quantized_layers": Optional((Each(ALGORITHM), None)),
 }
 MODELOPT = {**MODELOPT_MODEL, "quantization": Optional((MODELOPT_MODEL, str))}
-NVFP4_GROUP, MX_GROUP = 16, 32
+NVFP4_GROUP = 16
 MODELOPT_NVFP4 = Scheme(
     title="ModelOpt NVFP4",
     values=".weight",
@@ -97,7 +106,7 @@ def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
             for name in reversed(FP8_SCALES)
         )
     if algorithm == "MXFP8" and size in (None, MX_GROUP):
-        return (replace(fp8_scheme("ModelOpt MXFP8", ".weight_scale", (1, MX_GROUP)), scale_dtype="U8"),)
+        return (mxfp8_scheme("ModelOpt MXFP8", ".weight_scale"),)
     if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
         return (MODELOPT_NVFP4,)
     if algorithm in AWQ_ALGORITHMS and not layer.get("has_zero_point") and (size is None or size > 0):

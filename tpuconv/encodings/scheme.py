@@ -5,7 +5,7 @@ v1.0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -312,12 +312,14 @@ FP8_FIELDS: Mapping[str, Any] = {
 }
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 """Suffixes that writers use for the scales of FP8 tensors."""
+MX_GROUP = 32
+"""The values that share a scale in the OCP Microscaling Formats (v1.0, section 5.2)."""
 MXFP4 = Scheme(
     title="MXFP4",
     values="_blocks",
     scales="_scales",
     name="",
-    blocks=(1, 32),
+    blocks=(1, MX_GROUP),
     groups_apart=True,
     scale_dtype="U8",
     **FP4_FIELDS,
@@ -337,6 +339,12 @@ FP4_BY_32 = Scheme(
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
     """A scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
     return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
+
+
+def mxfp8_scheme(title: str, scales: str) -> Scheme:
+    """As `fp8_scheme`, with scales in powers of two, a byte for each group of inputs (OCP Microscaling Formats v1.0,
+    section 5.3)."""
+    return replace(fp8_scheme(title, scales, (1, MX_GROUP)), scale_dtype="U8")
 
 
 def is_block(block: Any) -> bool:

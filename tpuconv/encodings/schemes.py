@@ -9,7 +9,18 @@ from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_gr
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, SchemeGroup, unless_named
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
-from tpuconv.encodings.scheme import BY_SCALES, FP4_BY_32, FP8_SCALES, MXFP4, Scheme, fp8_scheme, is_block, is_head
+from tpuconv.encodings.scheme import (
+    BY_SCALES,
+    FP4_BY_32,
+    FP8_SCALES,
+    MX_GROUP,
+    MXFP4,
+    Scheme,
+    fp8_scheme,
+    is_block,
+    is_head,
+    mxfp8_scheme,
+)
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
 
@@ -22,6 +33,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     },
     "fbgemm_fp8": {"modules_to_not_convert": NAMES},
     "mxfp4": {"modules_to_not_convert": NAMES},
+    "mxfp8": {"modules_to_not_convert": NAMES, "ignored_layers": NAMES, "moe_quant_algo": Optional((str, None))},
     "modelopt": MODELOPT,
     "modelopt_fp4": MODELOPT,
     "compressed-tensors": COMPRESSED,
@@ -68,6 +80,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return modelopt_groups(quantization)
     if method == "mxfp4":
         return (_unless_named(quantization, (MXFP4,)),)
+    if method == "mxfp8":
+        return (_unless_named(quantization, _mxfp8(quantization)),)
     if method == "compressed-tensors":
         return compressed_groups(quantization)
     if method == "awq":
@@ -84,8 +98,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, compressed-tensors, awq, gptq and bitsandbytes; or convert "
-        "an unquantized release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq and bitsandbytes; or "
+        "convert an unquantized release",
     )
 
 
@@ -131,3 +145,11 @@ def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     if quantization.get("expert_dtype") is None:
         return (by_inverse,)
     return replace(fp8_scheme(f"{title}, scales in powers of two", ".scale", blocks), scale_dtype="F8_E8M0"), by_inverse
+
+
+def _mxfp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """FP8 with a power of two for each group of inputs; its writers have two names for the scales, as for FP8."""
+    for key, known in (("weight_block_size", [1, MX_GROUP]), ("scale_fmt", "ue8m0"), ("moe_quant_algo", "MXFP8")):
+        if quantization.get(key) not in (None, known):
+            raise UnsupportedConfig(f"MXFP8 with {key}={quantization[key]!r} is not implemented, only {known!r}")
+    return tuple(mxfp8_scheme(f"MXFP8, {name}", f".{name}") for name in FP8_SCALES)

@@ -87,7 +87,7 @@ def check_room(path: Path, need: int, what: str) -> None:
     if free < need:
         raise ResourceError(
             f"the disk of {path} has {format_size(free)} free, {what} needs {format_size(need)}",
-            hint="free some space, or give an OUT on another disk",
+            hint="free some space, or give an OUT or a --workspace on another disk",
         )
 
 

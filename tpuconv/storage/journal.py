@@ -275,7 +275,7 @@ class Journal(JournalEntries):
     def __exit__(self, *_: object) -> None:
         try:
             if self._is_idle():
-                self._clear()
+                self.discard()
                 disk.remove(self.folder / WORK)
                 disk.remove_empty(self.folder)
         finally:
@@ -310,7 +310,7 @@ class Journal(JournalEntries):
             began = None
         if began is not None and self._is_staged():
             return State.BEGUN
-        self._clear()
+        self.discard()
         disk.make_folder(self.staging)
         disk.write_file(self.staging / STAGED, b"")
         disk.sync(self.staging)
@@ -360,7 +360,7 @@ class Journal(JournalEntries):
         if ended:
             disk.remove(self.out / STAGED)
             disk.sync(self.out)
-        self._clear()
+        self.discard()
         return ended
 
     def _is_staged(self) -> bool:
@@ -401,7 +401,7 @@ class Journal(JournalEntries):
             if error := exists_already(self.out, why, overwrite=self.overwrite):
                 raise error
 
-    def _clear(self) -> None:
+    def discard(self) -> None:
         """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
         put back first."""
         if self._old.exists() and not os.path.lexists(self.out):

@@ -1,18 +1,22 @@
 """What a calibration leaves for the run that writes the output: files in the work folder with the quantized values of a
 parameter, or with other values of it. The run reads boxes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from tpuconv.convert.plan.quantization import CalibrationPass
 from tpuconv.errors import OutputError
 from tpuconv.layout import Shape
 from tpuconv.storage import disk
-from tpuconv.storage.journal import CALIBRATED
+from tpuconv.storage.journal import CALIBRATED, Journal, RunJournal
 
 QVALUES, VALUES = "qvalues", "values"
 """The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""
@@ -62,3 +66,52 @@ class CalibratedValues:
             raise OutputError(
                 f"{path} cannot be read: {e}", hint=f"move {self.work} away, and run again to begin anew"
             ) from None
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """A calibration, and the journal in whose work folder it leaves what it finds; see `CalibrationPass`."""
+
+    calibration: CalibrationPass
+    journal: Journal
+
+    @property
+    def values(self) -> CalibratedValues:
+        """What it leaves."""
+        return CalibratedValues(self.journal.folder)
+
+    def layers(self) -> Iterator[str]:
+        """Does what is left to do. Yields the name of each layer before."""
+        return self.calibration.run(self.journal)
+
+    def found(self) -> Mapping[str, np.ndarray]:
+        """The arrays that it found."""
+        return self.calibration.found(self.journal)
+
+    def results(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the manifest says of each parameter."""
+        return self.calibration.results(self.journal)
+
+
+@contextmanager
+def calibration_run(
+    calibration: CalibrationPass, journal: RunJournal, fingerprint: str, workspace: Path | None
+) -> Iterator[CalibrationRun]:
+    """A calibration with the journal of the output. An output in a bucket has no work folder on a disk: for one there
+    is another journal on the local disk, which is removed when the body ends. After an error or a kill, a run on the
+    same machine goes on with it, and one on another machine begins anew, to the same bits.
+
+    Args:
+        calibration: what runs.
+        journal: of the output.
+        fingerprint: of the plan.
+        workspace: the folder for the other journal; that for temporary files if it is None.
+    """
+    if isinstance(journal, Journal):
+        yield CalibrationRun(calibration, journal)
+        return
+    name = f"tpuconv-{xxhash.xxh3_64_hexdigest(str(journal.work).encode())}"
+    with Journal((workspace or Path(gettempdir())) / name, fingerprint, overwrite=True) as own:
+        own.begin()
+        yield CalibrationRun(calibration, own)
+        own.discard()

@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from tpuconv.checkpoint import manifest
 from tpuconv.convert.plan.quantization import REPORT, CalibrationPass
 from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.found import FOUND_STEP, write_found
@@ -30,7 +31,7 @@ from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.damaged import hash_of
 from tpuconv.storage.hashes import known_hash
-from tpuconv.storage.journal import Journal, RunJournal, State
+from tpuconv.storage.journal import RunJournal, State
 from tpuconv.storage.opening import open_journal
 from tpuconv.storage.places import real
 from tpuconv.storage.sealed import STAGED, raise_damage, seal
@@ -81,7 +82,13 @@ def read_ahead(plan: Plan) -> None:
 
 
 def run(
-    plan: Plan, out: Location, limits: Limits, *, overwrite: bool = False, part: ProcessPart | None = None
+    plan: Plan,
+    out: Location,
+    limits: Limits,
+    *,
+    overwrite: bool = False,
+    part: ProcessPart | None = None,
+    workspace: Path | None = None,
 ) -> Iterator[RunProgress]:
     """Converts, and yields progress. If it is killed at any moment and run again, it resumes.
 
@@ -91,6 +98,7 @@ def run(
         limits: jobs and memory.
         overwrite: replace an existing output of ours.
         part: which of several processes this is. Each does a part of the units; the last one publishes.
+        workspace: of `calibration_run`.
 
     Raises:
         MappingError: the plan has faults.
@@ -116,13 +124,17 @@ def run(
             journal, plan.source.stamps, partial(_made_of, plan, journal), stamps, is_part=part is not None
         ):
             state = State.BEGUN
-        if state is not State.COMPLETE:
-            end = yield from _work(plan, journal, job_count, part)
-            if end is not None:
-                yield end
-                return
-        yield RunProgress(total, total, 0, "publish")
-        journal.publish()
+        calibrating: AbstractContextManager[CalibrationRun | None] = nullcontext()
+        if state is not State.COMPLETE and (calibration := _calibration(plan)) is not None:
+            calibrating = calibration_run(calibration, journal, plan.fingerprint, workspace)
+        with calibrating as calibrated:
+            if state is not State.COMPLETE:
+                end = yield from _work(plan, journal, calibrated, job_count, part)
+                if end is not None:
+                    yield end
+                    return
+            yield RunProgress(total, total, 0, "publish")
+            journal.publish()
     yield RunProgress(total, total, 0, "published")
 
 
@@ -180,10 +192,10 @@ def _made_of(plan: Plan, journal: RunJournal, files: set[str]) -> Stale:
 
 
 def _work(
-    plan: Plan, journal: RunJournal, jobs: int, part: ProcessPart | None
+    plan: Plan, journal: RunJournal, calibrated: CalibrationRun | None, jobs: int, part: ProcessPart | None
 ) -> Generator[RunProgress, None, RunProgress | None]:
-    """Does what is left of this process's part. Returns None if the output is complete now; if another process is to
-    publish it, or has done so, the last progress."""
+    """Does what is left of this process's part, after the calibration, if there is one. Returns None if the output is
+    complete now; if another process is to publish it, or has done so, the last progress."""
     target, share = plan.target, share_of(plan, part)
     tree = OrbaxTree(plan.empty, target.has_lists, target.custom_metadata(plan.options.scan_layers))
     store = Store(journal.sink, target.folder, plan.arrays, tree)
@@ -192,21 +204,23 @@ def _work(
     todo = [unit for unit in left if unit.uid in uids]
     resumed = share.nbytes - sum(unit.nbytes for unit in todo)
     _check_disk(plan, journal.sink, left)
-    if (calibration := _calibration(plan)) is not None and todo:
-        for layer in calibration.run(_local(journal)):
+    if calibrated is not None:
+        for layer in calibrated.layers():
             yield RunProgress(resumed, share.nbytes, resumed, "calibrate", layer)
     yield RunProgress(resumed, share.nbytes, resumed, "convert")
     store.make_folders()
-    if calibration is not None and todo:
-        write_found(plan, journal, store, calibration.found(_local(journal)))
+    if calibrated is not None:
+        write_found(plan, journal, store, calibrated.found())
     journal.share()
-    for done in Workers(plan, journal, store, jobs, share).run(todo):
+    values = calibrated.values if calibrated is not None else None
+    for done in Workers(plan, journal, store, jobs, share, values).run(todo):
         yield RunProgress(resumed + done, share.nbytes, resumed, "convert")
     if not journal.gather(entries_of(plan, journal.sink)):
         return RunProgress(share.nbytes, share.nbytes, resumed, "published" if journal.is_published() else PART_DONE)
     yield RunProgress(share.nbytes, share.nbytes, resumed, "merge")
     result = _result(plan, journal)
-    _write_rest(plan, journal, store.finish(result.shard_bytes), result)
+    of_calibration = calibrated.results() if calibrated is not None else {}
+    _write_rest(plan, journal, store.finish(result.shard_bytes), result, of_calibration)
     return None
 
 
@@ -236,7 +250,13 @@ def _result(plan: Plan, journal: RunJournal) -> UnitResult:
     return result
 
 
-def _write_rest(plan: Plan, journal: RunJournal, files: dict[str, Any], result: UnitResult) -> None:
+def _write_rest(
+    plan: Plan,
+    journal: RunJournal,
+    files: dict[str, Any],
+    result: UnitResult,
+    of_calibration: Mapping[str, Mapping[str, Any]],
+) -> None:
     """Writes what the output holds besides the arrays, whose small `files` exist. The manifest comes last."""
     hashes = {
         s.name: (journal.done(proof_step(i), HASH_ENTRY) or {"hash": None})["hash"]
@@ -251,8 +271,7 @@ def _write_rest(plan: Plan, journal: RunJournal, files: dict[str, Any], result: 
     if plan.target.step_item:
         parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
         files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
-    calibration = _calibration(plan)
-    facts = describe(plan, hashes, result, calibration.results(_local(journal)) if calibration else {})
+    facts = describe(plan, hashes, result, of_calibration)
     texts = {CARD: model_card(facts, plan.target)} | (
         {REPORT: plan.quantization.report(facts)} if plan.quantization else {}
     )
@@ -262,16 +281,3 @@ def _write_rest(plan: Plan, journal: RunJournal, files: dict[str, Any], result: 
 
 def _calibration(plan: Plan) -> CalibrationPass | None:
     return plan.quantization.calibration if plan.quantization else None
-
-
-def _local(journal: RunJournal) -> Journal:
-    """The journal, whose work folder takes what a calibration finds.
-
-    Raises:
-        UsageError: the output is in a bucket.
-    """
-    if not isinstance(journal, Journal):
-        raise UsageError(
-            f"a calibrated quantization cannot be written to {journal.out}", hint="give a local OUT, and copy that"
-        )
-    return journal

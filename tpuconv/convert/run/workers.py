@@ -33,7 +33,7 @@ from tpuconv.jsonfile import Each, Optional, Range, Size
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.storage.disk import page_buffer
-from tpuconv.storage.journal import Journal, RunJournal
+from tpuconv.storage.journal import RunJournal
 
 HASH_ENTRY = {"hash": str}
 SUM = Range(0, (1 << 64) - 1)
@@ -101,10 +101,20 @@ class Workers:
         store: takes the arrays.
         jobs: threads.
         share: what this process does of the plan.
+        calibrated: what a calibration found, if there was one.
     """
 
-    def __init__(self, plan: Plan, journal: RunJournal, store: Store, jobs: int, share: Share):
+    def __init__(
+        self,
+        plan: Plan,
+        journal: RunJournal,
+        store: Store,
+        jobs: int,
+        share: Share,
+        calibrated: CalibratedValues | None,
+    ):
         self.plan, self.journal, self.store, self.jobs, self.share = plan, journal, store, jobs, share
+        self.calibrated = calibrated
         self.stop = threading.Event()
         self.reader = plan.source.open(self._check_cancelled, hashes=share.hashes(plan))
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -112,10 +122,6 @@ class Workers:
         self.writers = ThreadPoolExecutor(jobs)
         self.made: list[tuple[WorkUnit, UnitResult]] = []
         self.recording = threading.Lock()
-        is_calibrated = plan.quantization is not None and plan.quantization.calibration is not None
-        self.calibrated = None
-        if is_calibrated and isinstance(journal, Journal):
-            self.calibrated = CalibratedValues(journal.folder)
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
         """Does all `units`. Yields the number of bytes converted so far, about ten times a second."""

@@ -66,7 +66,6 @@ class Config(deepseek_v3.Config, StateConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        yield from self.contradictions_of_kinds()
         if self.q_lora_rank is not None:
             yield f"q_lora_rank={self.q_lora_rank}, but queries of {self.model_type} have no latent vector"
 

@@ -208,6 +208,17 @@ class DecoderConfig:
 
     def contradictions(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between values."""
+        yield from self.contradictions_of_heads()
+        if self.rope.type == "dynamic" and self.rope_dim <= 2:
+            yield f"rotary positions of the type 'dynamic' need more than {self.rope_dim} dimensions"
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
+                yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
+        if self.rms_norm_eps < 0:
+            yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
+
+    def contradictions_of_heads(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between the number of heads and their sizes."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if heads % kv_heads:
             yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
@@ -217,13 +228,6 @@ class DecoderConfig:
             yield f"head_dim={self.rope_dim} is odd: rotary positions need pairs"
         elif self.rope_dim > self._most("head_dim"):
             yield f"hidden_size={self.hidden_size} gives a head dimension of more than {self._most('head_dim')}"
-        if self.rope.type == "dynamic" and self.rope_dim <= 2:
-            yield f"rotary positions of the type 'dynamic' need more than {self.rope_dim} dimensions"
-        for name in ("short_factor", "long_factor"):
-            if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
-                yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
-        if self.rms_norm_eps < 0:
-            yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 
     def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
         """Yields a sentence for each key of the parsed config.json that is `left_out` and contradicts this config."""

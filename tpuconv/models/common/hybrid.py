@@ -34,12 +34,8 @@ class StateConfig(DecoderConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        yield from self.contradictions_of_kinds()
-
-    def contradictions_of_kinds(self) -> Iterator[str]:
-        """Returns a sentence for each contradiction between the kinds of layers."""
         known = (self.state_kind, *self.other_kinds)
-        return faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, known)
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, known)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -79,8 +79,34 @@ class MixedMLPs:
         return not self.all_experts
 
 
+class GroupedExperts:
+    """A decoder with experts in groups: each token's experts are chosen among those of its best groups. A family's
+    Config derives from this class and from another, in this order."""
+
+    n_routed_experts: int
+    n_group: int
+    topk_group: int
+    num_experts_per_tok: int
+
+    def contradictions(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions`."""
+        yield from super().contradictions()  # type: ignore[misc]
+        experts, (groups, chosen) = self.n_routed_experts, self.groups
+        if experts % groups or experts // groups < 2:
+            yield f"n_routed_experts={experts} are not n_group={groups} groups of two or more"
+        elif chosen > groups:
+            yield f"topk_group={chosen} is more than n_group={groups}"
+        elif self.num_experts_per_tok > chosen * (experts // groups):
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than {chosen} groups have"
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The numbers of groups of experts and of those that a token's experts are chosen from."""
+        return self.n_group, self.topk_group
+
+
 @dataclass(frozen=True)
-class SparseConfig(MixedMLPs, DecoderConfig):
+class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
     """A decoder with experts that are chosen as DeepSeek V3 does (arXiv:2412.19437, section 2.1.2). The experts that
     every token uses are stored as one MLP. A key with a default here has it in every family whose own config does not
     name it."""
@@ -96,10 +122,6 @@ class SparseConfig(MixedMLPs, DecoderConfig):
     norm_topk_prob: bool = True
     mlp_layer_types: tuple[str, ...] | None = None
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_groups(self)
-
     @property
     def axes(self) -> dict[str, Any]:
         return {
@@ -108,11 +130,6 @@ class SparseConfig(MixedMLPs, DecoderConfig):
             "M": self.moe_intermediate_size,
             "W": self.moe_intermediate_size * self.n_shared_experts,
         }
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """The numbers of groups of experts and of those that a token's experts are chosen from."""
-        return self.n_group, self.topk_group
 
     @property
     def has_shared_experts(self) -> bool:
@@ -131,14 +148,3 @@ def layers_by_mlp(kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     return {
         letter: tuple(layer for layer, kind in enumerate(kinds) if kind == name) for letter, name in MLP_KINDS.items()
     }
-
-
-def contradictions_of_groups(config: Any) -> Iterator[str]:
-    """Yields a sentence for each contradiction between the numbers of experts and of their groups."""
-    experts, (groups, chosen) = config.n_routed_experts, config.groups
-    if experts % groups or experts // groups < 2:
-        yield f"n_routed_experts={experts} are not n_group={groups} groups of two or more"
-    elif chosen > groups:
-        yield f"topk_group={chosen} is more than n_group={groups}"
-    elif config.num_experts_per_tok > chosen * (experts // groups):
-        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than {chosen} groups have"

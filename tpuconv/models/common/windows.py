@@ -20,6 +20,19 @@ PART_FIELDS = {"full_attention": "full_rotary", "sliding_attention": "local_rota
 """Fields with the part of each head that has them."""
 
 
+class OneWindow:
+    """A decoder with one sliding window in all layers, or none. A family's Config derives from this class and from
+    another, in this order."""
+
+    num_hidden_layers: int
+    sliding_window: int | None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See `DecoderConfig.windows`."""
+        return (self.sliding_window,) * self.num_hidden_layers
+
+
 @dataclass(frozen=True)
 class WindowedConfig(DecoderConfig):
     """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is

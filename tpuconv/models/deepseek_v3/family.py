@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
-from tpuconv.models.common.sparse import MLP_KINDS, MixedMLPs, contradictions_of_groups, layers_by_mlp
+from tpuconv.models.common.sparse import GroupedExperts, MixedMLPs, layers_by_mlp
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(MixedMLPs, DecoderConfig):
+class Config(GroupedExperts, MixedMLPs, DecoderConfig):
     """The keys of config.json. `qk_head_dim`, which transformers writes, follows from other keys. So does `head_dim`,
     which it computes anew: GLM-5.2 has that of other programs there."""
 
@@ -57,7 +56,7 @@ class Config(MixedMLPs, DecoderConfig):
     rope_interleave: bool = True
     attention_bias: bool = False
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions_of_heads(self) -> Iterator[str]:
         heads = self.num_attention_heads
         if self.num_key_value_heads not in (None, heads):
             yield f"num_key_value_heads={self.num_key_value_heads} is not num_attention_heads={heads}"
@@ -65,10 +64,6 @@ class Config(MixedMLPs, DecoderConfig):
             yield f"qk_head_dim={self.qk_head_dim} is not the sum of qk_nope_head_dim and qk_rope_head_dim"
         if self.qk_rope_head_dim % 2:
             yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd: rotary positions need pairs"
-        if self.rms_norm_eps < 0:
-            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
-        yield from contradictions_of_groups(self)
-        yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -93,11 +88,6 @@ class Config(MixedMLPs, DecoderConfig):
             "U": tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)),
             **self.head.axes,
         }
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """The numbers of groups of experts and of those that a token's experts are chosen from."""
-        return self.n_group, self.topk_group
 
     @property
     def rope_dim(self) -> int:

@@ -9,6 +9,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -21,7 +22,7 @@ OLDER_KEYS = ("compress_ratios", "num_hash_layers", "compress_rates", "partial_r
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(OneWindow, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of an expert; the releases have `compress_ratios` in
     place of `layer_types`, and `num_hash_layers` in place of `mlp_layer_types`."""
 
@@ -178,10 +179,6 @@ class Config(DecoderConfig):
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         return tuple(self.rope if kind == SLIDING else self.compress_rope for kind in self.kinds)
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
     @property
     def unscannable(self) -> str:

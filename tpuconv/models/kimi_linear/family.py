@@ -1,6 +1,6 @@
 """Kimi Linear: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -72,10 +72,6 @@ class Config(deepseek_v3.Config, StateConfig):
                 kinds = dict.fromkeys(full, "full_attention") | dict.fromkeys(linear, "linear_attention")
                 out["layer_types"] = [kinds[number] for number in sorted(kinds)]
         return out
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from self.contradictions_of_kinds()
 
     @property
     def kinds(self) -> tuple[str, ...]:

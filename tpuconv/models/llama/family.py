@@ -18,6 +18,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 
@@ -49,7 +50,7 @@ class Config(DecoderConfig):
 
 
 @dataclass(frozen=True)
-class MistralConfig(Config):
+class MistralConfig(OneWindow, Config):
     """Mistral: no biases, other defaults, and a sliding window in all layers."""
 
     model_type: ClassVar[str] = "mistral"
@@ -59,10 +60,6 @@ class MistralConfig(Config):
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 TABLE = decoder_table(

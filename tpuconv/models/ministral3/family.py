@@ -10,6 +10,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, PRE_NORMS, decoder_table
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 MINISTRAL3_ROPE = Rope(
@@ -45,7 +46,7 @@ class GrowingQueries:
 
 
 @dataclass(frozen=True)
-class Config(GrowingQueries, DecoderConfig):
+class Config(OneWindow, GrowingQueries, DecoderConfig):
     """The keys of config.json. `llama_4_scaling_beta` is one of `rope_parameters`: how much queries grow with their
     position."""
 
@@ -73,10 +74,6 @@ class Config(GrowingQueries, DecoderConfig):
     rope: Rope = MINISTRAL3_ROPE
     sliding_window: int | None = None
     llama_4_scaling_beta: float = 0.1
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 TABLE = decoder_table(*PRE_NORMS, *ATTENTION, *under("mlp", "mlp", *MLP))

@@ -9,6 +9,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, NUMBERED_EXPERT_MLPS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 MIXTRAL_ROPE = Rope(theta=1e6)
@@ -16,7 +17,7 @@ MIXTRAL_ROPE = Rope(theta=1e6)
 
 
 @dataclass(frozen=True)
-class Config(ChosenExperts, DecoderConfig):
+class Config(OneWindow, ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "mixtral"
@@ -37,10 +38,6 @@ class Config(ChosenExperts, DecoderConfig):
     tie_word_embeddings: bool = False
     rope: Rope = MIXTRAL_ROPE
     sliding_window: int | None = None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 TABLE = decoder_table(

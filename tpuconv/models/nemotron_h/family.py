@@ -1,6 +1,6 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from tpuconv.models.common.rows import (
     PLAIN_MLP_BIAS,
     when,
 )
-from tpuconv.models.common.sparse import contradictions_of_groups
+from tpuconv.models.common.sparse import GroupedExperts
 from tpuconv.models.registry import Family
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -38,7 +38,7 @@ UNREAD_KEYS = {
 
 
 @dataclass(frozen=True)
-class Config(MambaConfig):
+class Config(GroupedExperts, MambaConfig):
     """The keys of config.json. Each layer is one part: Mamba-2, attention, an MLP or experts. `num_hidden_layers` and
     `n_shared_experts` have no effect."""
 
@@ -120,18 +120,9 @@ class Config(MambaConfig):
             out["num_hidden_layers"] = len(kinds)
         return out
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        yield from contradictions_of_groups(self)
-
     @property
     def kinds(self) -> tuple[str, ...]:
         return self.layer_types or ("linear_attention", "moe", "full_attention", "mlp")
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """The numbers of groups of experts and of those that a token's experts are chosen from."""
-        return self.n_group, self.topk_group
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -10,6 +10,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
 from tpuconv.models.common.rows import FUSED_MLP, PRE_NORMS, decoder_table
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 LONGROPE = ("longrope", "su", "yarn")
@@ -17,7 +18,7 @@ LONGROPE = ("longrope", "su", "yarn")
 
 
 @dataclass(frozen=True)
-class Config(PartialRopeConfig):
+class Config(OneWindow, PartialRopeConfig):
     """The keys of config.json. The sliding window, if any, is that of all layers."""
 
     model_type: ClassVar[str] = "phi3"
@@ -53,10 +54,6 @@ class Config(PartialRopeConfig):
             elif kind != "default":
                 raise UnsupportedConfig(f"{key}={short(raw[key], 300)} is not implemented for phi3, only longrope")
         return super().read_ropes(raw, context)
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 QKV = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel")

@@ -20,6 +20,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 PHI_ROPE = Rope(theta=1e6)
@@ -28,7 +29,7 @@ FACTORS = ("short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(OneWindow, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. `router_jitter_noise` limits which other
     experts count in the probability of a chosen one."""
 
@@ -83,10 +84,6 @@ class Config(DecoderConfig):
     @property
     def has_head_bias(self) -> bool:
         return self.lm_head_bias and self.has_lm_head
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 TABLE = decoder_table(

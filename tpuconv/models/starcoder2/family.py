@@ -17,11 +17,12 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
+from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(OneWindow, DecoderConfig):
     """The keys of config.json. The sliding window, if any, is that of all layers."""
 
     model_type: ClassVar[str] = "starcoder2"
@@ -41,10 +42,6 @@ class Config(DecoderConfig):
     rope: Rope = PLAIN_ROPE
     sliding_window: int | None = None
     use_bias: bool = True
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
 
 
 TABLE = decoder_table(

@@ -60,8 +60,8 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
     """
     if not has_tokenizer(folder):
         raise UsageError(
-            f"{folder} has no tokenizer for the text to calibrate on",
-            hint=f"copy tokenizer.json into it, or give --calibration {SELF}, which draws text from the model",
+            "the checkpoint has no tokenizer for the text to calibrate on",
+            hint=f"copy tokenizer.json into its folder, or give --calibration {SELF}, which draws text from the model",
         )
     try:
         text = (file or files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")

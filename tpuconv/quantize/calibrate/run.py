@@ -10,6 +10,7 @@ the last complete layer, to the same bits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,16 @@ class LayerwiseCalibration:
 
         Raises:
             UnsupportedConfig: the input of a product that has a static scale is not seen.
+            ResourceError: there is too little disk space.
             GateError: activations are not finite.
         """
         runner = LayerRunner(self.manifest, self.data.length)
         stages = self._stages(runner)
         self._check_inputs(runner, stages)
+        if journal.done(layer_entry(0), LAYER_ENTRY) is None:
+            qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
+            of_layer = 4 * self.data.samples * self.data.length * runner.width
+            disk.check_room(journal.folder, qvalues + 2 * of_layer, "the calibration")
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue
