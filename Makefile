@@ -41,7 +41,7 @@ fast: $(INSTALLED)
 test-slow: campaign  ## Before a release, after changes to convert/ or models/, with new versions of jax or transformers: hours.
 	$(PYTEST) -m slow --ignore tests/adversarial
 
-campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, under an hour, counted.
+campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, about an hour, counted.
 	$(PYTEST) -m "slow or not slow" tests/adversarial
 
 lint: style types

@@ -187,6 +187,22 @@ MODEL_TYPES = {
 ALIKE = {"deepseek_v3": ["deepseek_v3", "kimi_k2"], "llama4_text": ["llama4_text", "llama4"]}
 
 
+def test_gpt2_as_it_is_released(hf, tmp_path):
+    """Without the prefix that transformers writes, and with the masks that it no longer does."""
+    folder = hf(next(case for case in CASES if case.id == "gpt2-plain"))
+    tensors = {name.removeprefix("transformer."): x for name, x in read_tensors(folder).items()}
+    masks = {f"h.{i}.attn.bias": np.ones((1, 1, 64, 64), "f4") for i in range(2)}
+    raw = json.loads((folder / "config.json").read_text())
+    written = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 64, "summary_use_proj": True}
+    config = written | {key: raw[key] for key in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size")}
+    plan = convert(
+        write_checkpoint(tmp_path / "released", config, tensors | masks), tmp_path / "out", Options("float32")
+    )
+    convert(folder, tmp_path / "want", Options("float32"))
+    assert_same(restore(tmp_path / "out"), restore(tmp_path / "want"))
+    assert [(skip.pattern, skip.reason) for skip in plan.skipped] == [("h.{0,1}.attn.bias", "the causal mask")]
+
+
 INVERSES = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 

@@ -586,6 +586,8 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    if hf.model_type == "gpt_neo":
+        windows = [hf.window_size if kind == "local" else None for kind in hf.attention_layers]
     layers = getattr(hf, "num_layers", hf.num_hidden_layers)  # LongCat's have two attentions each
     assert list(config.windows) == windows[:layers]
     if "layer_types" not in case.config:  # older files do without
@@ -929,7 +931,8 @@ def test_tensors_that_are_not_converted() -> None:
         if not embedding.endswith("embed_tokens.weight"):
             continue
         front = embedding.removesuffix("embed_tokens.weight")
-        assert family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
+        is_rotary = any(rope is not None for rope in config.ropes)
+        assert bool(family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")) or not is_rotary
         head = PREFIXES.get(front, "thinker.lm_head." if front.startswith("thinker.") else "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 

@@ -659,6 +659,8 @@ def test_layers_that_are_alike_resolve_alike(name, case, monkeypatch):
     elif lists and case.family not in CORE:
         longer = {key: 2 * kinds for key, kinds in lists.items()}
         longer["num_hidden_layers"] = len(next(iter(longer.values())))
+    elif kinds := case.config.get("attention_types"):
+        longer = {"attention_types": 2 * kinds, "num_hidden_layers": 2 * case.config["num_hidden_layers"]}
     else:
         longer = {} if lists else {"num_hidden_layers": 5}
     if sources := case.config.get("kv_source_layers"):  # the layers that are more read themselves

@@ -53,7 +53,7 @@ LETTERS = {
     "y": "the larger MLP width, of two",
     # Of models in which each layer has embeddings of its own
     "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key",
-    "v": "vocabulary of the embeddings of layers; parts of a table of n-grams",
+    "v": "vocabulary of the embeddings of layers; parts of a table of n-grams; learned positions",
     "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table",
     # Of what other programs expect
     "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "

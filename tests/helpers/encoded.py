@@ -166,7 +166,7 @@ OF_STREAMS = (
 )
 OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".W_down", ".W_up")
 PARTS = (
-    *(*OF_OTHERS, ".c_fc", "_proj", "_mqa", "_input_gate", "_projection"),
+    *(*OF_OTHERS, ".c_fc", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
     *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_STREAMS, *OF_NEOX, *IN_PROJ),
 )
 UNENCODED = ("vision", "indexer.weights_proj")

@@ -284,7 +284,8 @@ def _check_memory(manifest: "Manifest", dtype: str) -> None:
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts (the built-in ones where there are none), by the tokenizer in a folder.
+    """Token ids of prompts, by the tokenizer in a folder. Where there are none, those of the built-in ones, of which no
+    more than the context of the model is taken.
 
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
@@ -295,7 +296,9 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
     context = model_context(manifest)
     with plain_path(tokenizer_folder) as path:
         ids = tokenize(path, prompts, vocab)
-    for number, prompt_ids in enumerate(ids, 1) if prompts else ():
+    if not prompts:
+        return [prompt_ids[:context] for prompt_ids in ids]
+    for number, prompt_ids in enumerate(ids, 1):
         if len(prompt_ids) > context:
             raise UsageError(
                 f"prompt {number} has {len(prompt_ids)} tokens, and the model was made for {context}",

@@ -135,8 +135,13 @@ NORM_NAMES = (
 )
 """The names that transformers' models have for the norm after the last layer."""
 
+DECODER_NAMES = ("language_model", "decoder")
+"""The names that they have for what is a decoder of text, where this is a part of them."""
 
-RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2}
+POSITION_NAMES = ("wpe", "embed_positions")
+"""The names that they have for learned positions."""
+
+RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2}
 """Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
 them and that the model does not unpack."""
 
@@ -171,7 +176,7 @@ class _Reference:
             self.model = auto.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
-        self.decoder = getattr(base, "language_model", base)
+        self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
         self.layers = list(_first_of(self.decoder, LAYER_NAMES))
         self.norm = _first_of(self.decoder, NORM_NAMES)
         # Its buffers are computed, not stored: create them outside the meta device.
@@ -198,6 +203,9 @@ class _Reference:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(embedding, "embed.")
         self._fill(self.norm, "norm.")
+        for name in POSITION_NAMES:
+            if hasattr(self.decoder, name):
+                self._fill(getattr(self.decoder, name), "positions.")
 
         with ExitStack() as stack:
             for layer in self.layers:
@@ -347,7 +355,9 @@ class _Ours:
         self.hidden: list[Any] = []
         # By default a TPU multiplies float32 as bfloat16.
         self.precision = "highest" if dtype == "float32" else None
-        self.run_embed = nnx.jit(lambda part, ids_BT: self.model.scaled(part(ids_BT)))
+        self.run_embed = nnx.jit(
+            lambda part, ids_BT, pos_BT: self.model.positioned(self.model.scaled(part(ids_BT)), pos_BT)
+        )
         self.run_block = nnx.jit(
             lambda block, x_BTD, step, window: block(x_BTD, step, window, None)[0], static_argnames="window"
         )
@@ -360,7 +370,11 @@ class _Ours:
     def embed(self) -> list[np.ndarray]:
         """Runs the embedding. Returns the hidden states [T, D] of each prompt."""
         part = self._filled(self.model.embed, "embed")
-        self.hidden = [self.run_embed(part, ids_BT) for ids_BT in self.ids]
+        for name in self.model.input_modules:
+            setattr(self.model, name, self._filled(getattr(self.model, name), name))
+        self.hidden = [
+            self.run_embed(part, ids_BT, steps[0].pos_BT) for ids_BT, steps in zip(self.ids, self.steps, strict=True)
+        ]
         return self._states(self.hidden)
 
     def layer(self, number: int, reference: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
         norm_type: class of the last norm; by default `RMSNorm`.
         cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
         mtp_type: creates the module for multi-token prediction from (config, dtype=, keys=); None without one.
-        input_modules: the modules that `scaled` and `layer_inputs` use, by the names of the model's attributes.
+        input_modules: the modules that `scaled`, `positioned` and `layer_inputs` use, by their attributes' names.
 
     Args:
         config: the family's config.
@@ -284,7 +284,7 @@ class Decoder(nnx.Module):
         those of a call."""
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        x_BTD = self.scaled(self.embed(ids_BT))
+        x_BTD = self.positioned(self.scaled(self.embed(ids_BT)), pos_BT)
         inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
             return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs), None)
@@ -336,6 +336,11 @@ class Decoder(nnx.Module):
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, T, D], made of the embeddings of the tokens. Families with a factor
         override this."""
+        return x_BTD
+
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the first layer's input [B, T, D] with what is added to it by the positions of the tokens; -1 is that
+        of padding. Families with learned positions override this."""
         return x_BTD
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:

@@ -15,7 +15,7 @@ from tpuconv.mapping.table import MTP_PARAMETERS, Map, MappingTable
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
 """What models return."""
 
-CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration")
+CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
 """The ends of architectures' names, in place of those of `CAUSAL_ENDS`."""
 

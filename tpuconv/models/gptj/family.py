@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.gpt import GELU_TANH, GPT_KEYS, gpt_tables, norm_rows
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.registry import Family
 
@@ -16,19 +17,12 @@ class Config(DecoderConfig):
 
     model_type: ClassVar[str] = "gptj"
     only: ClassVar = {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": GELU_TANH,
         "rotary": (True,),
         "scale_attn_weights": (True,),
         "tie_word_embeddings": (False,),
     }
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "rms_norm_eps": "layer_norm_epsilon",
-    }
+    hf_names: ClassVar[Mapping[str, str]] = GPT_KEYS
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
 
     vocab_size: int = 50400
@@ -64,32 +58,19 @@ class Config(DecoderConfig):
         return self.has_lm_head
 
 
-TABLE = MappingTable(
+TABLE, *VARIANTS = gpt_tables(
     (
-        Map("transformer.wte.weight", "embed.embedding", "V D"),
-        *under(
-            "transformer.h.{L}",
-            "layers.{L}",
-            Map("ln_1.weight", "norm.scale", "D"),
-            Map("ln_1.bias", "norm.bias", "D"),
-            Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-            Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-            Map("attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-            Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            Map("mlp.fc_in.weight", "mlp.up.kernel", "F D -> D F"),
-            Map("mlp.fc_in.bias", "mlp.up.bias", "F"),
-            Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
-            Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
-        ),
-        Map("transformer.ln_f.weight", "norm.scale", "D"),
-        Map("transformer.ln_f.bias", "norm.bias", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),
+        *norm_rows("ln_1", "norm"),
+        Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
+        Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
+        Map("attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
+        Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+        Map("mlp.fc_in.weight", "mlp.up.kernel", "F D -> D F"),
+        Map("mlp.fc_in.bias", "mlp.up.bias", "F"),
+        Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
+        Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
     ),
-    ignore={
-        "transformer.h.{L}.attn.bias": "the causal mask",
-        "transformer.h.{L}.attn.masked_bias": "the score of a masked key",
-    },
+    head=(Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),),
 )
 
 FAMILY = Family(
@@ -97,6 +78,7 @@ FAMILY = Family(
     summary="GPT-J 6B",
     config=Config,
     table=TABLE,
+    variants=tuple(VARIANTS),
     model="tpuconv.models.gptj.modules:Model",
     architectures={"GPTJForCausalLM": "gptj"},
 )

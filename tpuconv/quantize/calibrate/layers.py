@@ -182,6 +182,7 @@ class LayerRunner:
                 for name in abstract:
                     setattr(self.model, name, whole[name])
                 x_BTD = self.model.scaled(whole["embed"](ids_BT).astype(jnp.float32))
+                x_BTD = self.model.positioned(x_BTD, jnp.arange(len(ids_T))[None])
                 inputs = self.model.layer_inputs(ids_BT, x_BTD)
                 for name, module in abstract.items():
                     setattr(self.model, name, module)

@@ -1,0 +1,117 @@
+"""Keys of config.json and rows of tables of the families whose names are those of GPT-2."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+
+GPT_KEYS: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+"""The keys of config.json, by fields."""
+GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+"""The names of one function."""
+
+
+@dataclass(frozen=True)
+class PositionedConfig(DecoderConfig):
+    """A decoder with learned positions, which are added to the embeddings of tokens, and without rotary ones. Without
+    `intermediate_size` an MLP is four times as wide as the model. Defaults are those of GPT-2.
+
+    Class attribute: `first_position` is the row of the first position.
+    """
+
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
+    first_position: ClassVar[int] = 0
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 1024
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    rope: Rope = PLAIN_ROPE
+
+    def contradictions_of_heads(self) -> Iterator[str]:
+        heads, key = self.num_attention_heads, self._key("num_attention_heads")
+        if self.hidden_size % heads:
+            yield f"{self._key('hidden_size')}={self.hidden_size} is not a multiple of {key}={heads}"
+        if self.num_key_value_heads not in (None, self.key_heads):
+            yield f"num_key_value_heads={self.num_key_value_heads}, where {self.model_type} has {self.key_heads}"
+
+    @property
+    def key_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.num_attention_heads
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        width = self.intermediate_size or 4 * self.hidden_size
+        heads = {"K": self.key_heads, "G": self.num_attention_heads // self.key_heads}
+        return {**super().axes, **heads, "F": width, "v": self.max_position_embeddings + self.first_position}
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+
+def norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
+    """Returns the rows of a layer norm."""
+    return Map(f"{hf}.weight", f"{jax}.scale", "D"), Map(f"{hf}.bias", f"{jax}.bias", "D")
+
+
+GPT_QKV = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel")
+GPT_QKV_BIAS = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
+"""The parameters that a fused projection holds."""
+GPT_NORMS = (*norm_rows("ln_1", "attn_norm"), *norm_rows("ln_2", "mlp_norm"))
+GPT_MLP = (
+    Map("mlp.c_fc.weight", "mlp.up.kernel", "F D -> D F"),
+    Map("mlp.c_fc.bias", "mlp.up.bias", "F"),
+    Map("mlp.c_proj.weight", "mlp.down.kernel", "D F -> F D"),
+    Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
+)
+POSITIONS = Map("wpe.weight", "positions.embedding", "v D")
+MASKS = {"bias": "the causal mask", "masked_bias": "the score of a masked key"}
+"""Arrays of attention that older releases have."""
+
+
+def gpt_tables(
+    rows: tuple[Map, ...], others: tuple[Map, ...] = (), head: tuple[Map, ...] = (), masks: str = "attn."
+) -> list[MappingTable]:
+    """Returns the tables of a family with the prefix `transformer.`, and without, as GPT-2 is released.
+
+    Args:
+        rows: of each layer, without prefixes.
+        others: rows besides those of the layers, the embedding and the last norm.
+        head: rows of the head besides its matrix.
+        masks: how the names of `MASKS` begin in a layer.
+    """
+    tables = []
+    for prefix in ("transformer.", ""):
+        outside = (Map("wte.weight", "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
+        tables.append(
+            MappingTable(
+                (
+                    *(replace(row, hf=tuple(prefix + name for name in row.hf_names)) for row in outside),
+                    *under(f"{prefix}h.{{L}}", "layers.{L}", *rows),
+                    Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+                    *head,
+                ),
+                ignore={f"{prefix}h.{{L}}.{masks}{array}": why for array, why in MASKS.items()},
+                copies={"lm_head.weight": f"{prefix}wte.weight"},
+                variant="" if prefix else "without transformer.",
+            )
+        )
+    return tables

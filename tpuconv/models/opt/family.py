@@ -1,0 +1,86 @@
+"""OPT: config and mapping table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.gpt import PositionedConfig, norm_rows
+from tpuconv.models.common.rows import when
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(PositionedConfig):
+    """The keys of config.json. The vectors of the first two positions are not used."""
+
+    model_type: ClassVar[str] = "opt"
+    only: ClassVar = {
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+        "activation_function": ("relu", "gelu"),
+    }
+    hf_names: ClassVar = {"intermediate_size": "ffn_dim"}
+    left_out: ClassVar = frozenset({"dropout", "init_std", "layerdrop"})
+    derived: ClassVar = PositionedConfig.derived | {"rms_norm_eps"}
+    first_position: ClassVar[int] = 2
+
+    vocab_size: int = 50272
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 2048
+    word_embed_proj_dim: int | None = None
+    activation_function: str = "relu"
+    enable_bias: bool = True
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.word_embed_proj_dim not in (None, self.hidden_size):
+            yield (
+                f"word_embed_proj_dim={self.word_embed_proj_dim} is not hidden_size={self.hidden_size}: projected "
+                "embeddings are not implemented"
+            )
+
+
+def _table(prefix: str) -> MappingTable:
+    attention: tuple[Map, ...] = ()
+    for name, jax, kernel, bias in (
+        ("q_proj", "q", "(N H) D -> D N H", "(N H) -> N H"),
+        ("k_proj", "k", "(K H) D -> D K H", "(K H) -> K H"),
+        ("v_proj", "v", "(K H) D -> D K H", "(K H) -> K H"),
+        ("out_proj", "o", "D (N H) -> N H D", "D"),
+    ):
+        attention += (
+            Map(f"self_attn.{name}.weight", f"attn.{jax}.kernel", kernel),
+            *when("enable_bias", Map(f"self_attn.{name}.bias", f"attn.{jax}.bias", bias)),
+        )
+    layer = (
+        *norm_rows("self_attn_layer_norm", "attn_norm"),
+        *attention,
+        *norm_rows("final_layer_norm", "mlp_norm"),
+        Map("fc1.weight", "mlp.up.kernel", "F D -> D F"),
+        Map("fc2.weight", "mlp.down.kernel", "D F -> F D"),
+        *when("enable_bias", Map("fc1.bias", "mlp.up.bias", "F"), Map("fc2.bias", "mlp.down.bias", "D")),
+    )
+    return MappingTable(
+        (
+            Map(f"{prefix}decoder.embed_tokens.weight", "embed.embedding", "V D"),
+            Map(f"{prefix}decoder.embed_positions.weight", "positions.embedding", "v D"),
+            *under(f"{prefix}decoder.layers.{{L}}", "layers.{L}", *layer),
+            *norm_rows(f"{prefix}decoder.final_layer_norm", "norm"),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        copies={"lm_head.weight": f"{prefix}decoder.embed_tokens.weight"},
+        variant="" if prefix else "without model.",
+    )
+
+
+FAMILY = Family(
+    name="opt",
+    summary="OPT, Galactica",
+    config=Config,
+    table=_table("model."),
+    variants=(_table(""),),
+    model="tpuconv.models.opt.modules:Model",
+    architectures={"OPTForCausalLM": "opt"},
+)
