@@ -53,6 +53,7 @@ from helpers.schemes import (
     mxfp8,
     mxfp8_modelopt,
     nf4_nested,
+    nvfp4_awq,
     nvfp4_compressed,
     nvfp4_modelopt,
 )
@@ -84,7 +85,7 @@ SCHEMES = [
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
     *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
     *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt, mxfp8),
-    *(modelopt_awq, bitsandbytes, nf4_nested, llm_int8),
+    *(modelopt_awq, nvfp4_awq, bitsandbytes, nf4_nested, llm_int8),
     *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (modelopt_w4a8, fp4_bitsandbytes)),
 ]
 
@@ -300,7 +301,9 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "float64"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_has_fp16_weight": True},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 32},
+        {"quant_method": "mxfp8", "weight_block_size": [1, 16]},
+        {"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
         {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ", "has_zero_point": True}},
         {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": -1},

@@ -258,6 +258,13 @@ def nvfp4_modelopt(rng, rows, columns):
     return stored, config, values * np.repeat(scales.astype("f4") * whole, 16, 1)
 
 
+def nvfp4_awq(rng, rows, columns):
+    """The same, with inputs that are multiplied by a scale each."""
+    stored, config, values = nvfp4_modelopt(rng, rows, columns)
+    inputs = rng.uniform(0.1, 10, values.shape[1]).astype(BF16)
+    return stored | {"w.pre_quant_scale": inputs}, config | {"quant_algo": "NVFP4_AWQ"}, values * inputs.astype("f4")
+
+
 def nvfp4_compressed(rng, rows, columns):
     """That of compressed-tensors: the scale of the tensor divides."""
     codes, scales, values = nvfp4(rng, rows, columns)

@@ -6,6 +6,7 @@ take it, a scale for each input.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import translate
 from functools import partial
 from itertools import chain
@@ -51,6 +52,8 @@ MODELOPT_NVFP4 = Scheme(
     scale_dtype="F8_E4M3",
     **FP4_FIELDS,
 )
+INPUT_SCALES = ".pre_quant_scale"
+"""Suffix of AWQ's scales of inputs, where no norm before the product could take them."""
 MIXED = "MIXED_PRECISION"
 MODELOPT_BLOCK = 128
 AWQ_GROUPS = (128, 64, 32, 16, 256)
@@ -109,6 +112,8 @@ def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
         return (mxfp8_scheme("ModelOpt MXFP8", ".weight_scale"),)
     if algorithm in ("NVFP4", "W4A16_NVFP4") and size in (None, NVFP4_GROUP):  # the second leaves activations alone
         return (MODELOPT_NVFP4,)
+    if algorithm == "NVFP4_AWQ" and size in (None, NVFP4_GROUP):
+        return (replace(MODELOPT_NVFP4, title="ModelOpt NVFP4_AWQ", column_scales=INPUT_SCALES),)
     if algorithm in AWQ_ALGORITHMS and not layer.get("has_zero_point") and (size is None or size > 0):
         return tuple(_awq(algorithm, n) for n in ((size,) if size else AWQ_GROUPS))
     raise UnsupportedConfig(
@@ -116,8 +121,8 @@ def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
         + (f" and group_size={size!r}" if size is not None else "")
         + (" and zero points" if layer.get("has_zero_point") else "")
         + " is not implemented",
-        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4 in groups of 16, MXFP8 in "
-        f"groups of {MX_GROUP}, W4A16_AWQ and W4A8_AWQ without zero points, and "
+        hint="known are FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4 and NVFP4_AWQ in groups of 16, "
+        f"MXFP8 in groups of {MX_GROUP}, W4A16_AWQ and W4A8_AWQ without zero points, and "
         f"{MIXED} of these; or convert an unquantized release",
     )
 
@@ -135,5 +140,5 @@ def _awq(algorithm: str, size: int) -> Scheme:
         blocks=(1, size),
         unused=AWQ_ALGORITHMS[algorithm],
         affine=Affine(INT4_IN_BYTES, "", INT4_IN_BYTES, symmetric=True),
-        column_scales=".pre_quant_scale",
+        column_scales=INPUT_SCALES,
     )
