@@ -92,6 +92,19 @@ def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
     assert not [name for name in ours if not same_bits(ours[name], merged[name])]
 
 
+def test_a_matrix_with_its_inputs_first_is_not_changed(hf, tmp_path: Path) -> None:
+    """GPT-2's, of which one is square: nothing but its row in the table tells."""
+    source = hf(next(case for case in CASES if case.family == "gpt2"))
+    adapted(source, tmp_path / "lora", target_modules=["c_proj"], fan_in_fan_out=True)
+    config = tmp_path / "lora" / "adapter_config.json"
+    with pytest.raises(UnsupportedConfig, match="fan_in_fan_out"):
+        exported(source, tmp_path, str(tmp_path / "lora"))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"fan_in_fan_out": False}))
+    with pytest.raises(MappingError) as info:
+        exported(source, tmp_path, str(tmp_path / "lora"))
+    assert any("attn.c_proj.weight  is a matrix [in, out]" in line for line in info.value.details)
+
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

@@ -239,6 +239,14 @@ def test_what_no_format_holds_is_refused_with_the_rule(rules: str, message: str,
 
 
 @pytest.mark.slow
+def test_matrices_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
+    save(ONE_OF_EACH["gpt2"], tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="int8_default")
+    with pytest.raises(UsageError, match=r"which is a matrix \[in, out\], and servers read \[out, in\]"):
+        api.export(tmp_path / "quantized", tmp_path / "out")
+
+
+@pytest.mark.slow
 def test_experts_of_gpt_oss_are_refused_in_other_types(tmp_path: Path) -> None:
     save(ONE_OF_EACH["gpt_oss"], tmp_path / "hf", "bfloat16")
     api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="int8_default")

@@ -1,6 +1,6 @@
 """Tensors that an adapter changes: each is read, decoded, and changed before a row of the table is applied to it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -94,8 +94,11 @@ def _float32(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, np.float32)
 
 
-def adapt(tensors: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors with the changes of all adapters, in their order, and what does not fit."""
+def adapt(
+    tensors: Mapping[str, Tensor], adapters: Sequence[Adapter], input_first: Collection[str] = ()
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors with the changes of all adapters, in their order, and what does not fit. Those that are named in
+    `input_first` are matrices [in, out]."""
     out, faults = dict(tensors), []
     for adapter in adapters:
         changes, unknown = dict(adapter.changes), []
@@ -108,7 +111,9 @@ def adapt(tensors: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> tuple[d
         for name, change in changes.items():
             if (tensor := out.get(name)) is None:
                 continue
-            if fault := _fault(tensor, change, adapter.name):
+            if name in input_first and isinstance(change, LowRank):
+                faults.append(f"{name}  is a matrix [in, out], which the adapter {adapter.name} cannot change")
+            elif fault := _fault(tensor, change, adapter.name):
                 faults.append(f"{name}  {fault}")
             elif isinstance(tensor, Adapted):
                 out[name] = replace(tensor, changes=(*tensor.changes, change))

@@ -68,6 +68,8 @@ class Map:
         when: a property of the config that must hold for the row to exist.
         buffer: whether it is not trained: never cast, and not counted as parameters.
         arithmetic: of each parameter, how its values differ from those of the sources; empty if none differ.
+        input_first: whether the source is a matrix [in, out], as transformers' Conv1D has it. What adapters change and
+            servers read is [out, in].
     """
 
     hf: str | tuple[str, ...]
@@ -76,6 +78,7 @@ class Map:
     when: str | None = None
     buffer: bool = False
     arithmetic: tuple[Arithmetic | None, ...] = ()
+    input_first: bool = False
 
     @property
     def hf_names(self) -> tuple[str, ...]:

@@ -76,7 +76,8 @@ def make_plan(
         raise UsageError(
             "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
         )
-    tensors, misfits = adapt(shaped(tensors, expected), options.adapters)
+    input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
+    tensors, misfits = adapt(shaped(tensors, expected), options.adapters, input_first)
     faults += misfits
     known_copies = table.copies_of(config, mtp)
     copies = {

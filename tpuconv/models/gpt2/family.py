@@ -35,13 +35,13 @@ class Config(PositionedConfig):
 TABLE, *VARIANTS = gpt_tables(
     (
         *GPT_NORMS,
-        Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H"),
+        Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H", input_first=True),
         Map("attn.c_attn.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H"),
-        Map("attn.c_proj.weight", "attn.o.kernel", "(N H) D -> N H D"),
+        Map("attn.c_proj.weight", "attn.o.kernel", "(N H) D -> N H D", input_first=True),
         Map("attn.c_proj.bias", "attn.o.bias", "D"),
-        Map("mlp.c_fc.weight", "mlp.up.kernel", "D F"),
+        Map("mlp.c_fc.weight", "mlp.up.kernel", "D F", input_first=True),
         Map("mlp.c_fc.bias", "mlp.up.bias", "F"),
-        Map("mlp.c_proj.weight", "mlp.down.kernel", "F D"),
+        Map("mlp.c_proj.weight", "mlp.down.kernel", "F D", input_first=True),
         Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
     ),
     others=(POSITIONS,),

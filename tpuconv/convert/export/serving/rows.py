@@ -167,6 +167,8 @@ def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: 
     if form.is_of_experts == any(name.endswith(WEIGHT) for name in sources):
         kind = "stacked experts" if form.is_of_experts else "a linear layer's weight"
         raise parameters.refused(f"come from {sources[0]}, which is not {kind}")
+    if binding.row.input_first:
+        raise parameters.refused(f"come from {sources[0]}, which is a matrix [in, out], and servers read [out, in]")
     inverse = binding.swapped(lambda _: form.input_first).inverse
     follow = scale_layout(inverse.layout, binding.sizes, parameters.tiles)
     shapes, matrices, groups = inverse.dst_shapes(), [], set()
