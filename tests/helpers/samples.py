@@ -6,7 +6,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     # every family, encoding or type has its own case
     "test_logits_of_a_sequence": (
         *(f"{case}-per-layer" for case in ("llama-plain", "gpt_oss-plain", "deepseek_v3-groups", "llama4-scout")),
-        *(f"{case}-per-layer" for case in ("gemma4_text-plain", "nemotron_h-plain", "kimi_linear-plain")),
+        *(f"{case}-per-layer" for case in ("gemma4_text-plain", "nemotron_h-plain", "kimi_linear-plain", "gpt2-plain")),
         "gpt_oss-plain-scanned",
     ),
     "test_every_family_comes_back_as_it_was": (
