@@ -285,19 +285,22 @@ def _check_memory(manifest: "Manifest", dtype: str) -> None:
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of prompts, by the tokenizer in a folder. Where there are none, those of the built-in ones, of which no
-    more than the context of the model is taken.
+    more is taken than the model has positions for.
 
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
     """
+    from tpuconv.models.common.config import context_of
+    from tpuconv.models.stored import model_config
     from tpuconv.verify.logits import tokenize
 
     vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
-    context = model_context(manifest)
+    config = model_config(manifest)
+    context = context_of(config)
     with plain_path(tokenizer_folder) as path:
         ids = tokenize(path, prompts, vocab)
     if not prompts:
-        return [prompt_ids[:context] for prompt_ids in ids]
+        return [prompt_ids[: config.position_limit] for prompt_ids in ids]
     for number, prompt_ids in enumerate(ids, 1):
         if len(prompt_ids) > context:
             raise UsageError(

@@ -324,6 +324,11 @@ class DecoderConfig:
         return False
 
     @property
+    def position_limit(self) -> int | None:
+        """The number of positions that the model can tell apart; None where there is no limit."""
+        return None
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers

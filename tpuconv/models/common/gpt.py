@@ -63,6 +63,10 @@ class PositionedConfig(DecoderConfig):
         return {**super().axes, **heads, "F": width, "v": self.max_position_embeddings + self.first_position}
 
     @property
+    def position_limit(self) -> int | None:
+        return self.max_position_embeddings
+
+    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         return (None,) * self.num_hidden_layers
 
