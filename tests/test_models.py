@@ -931,8 +931,8 @@ def test_tensors_that_are_not_converted() -> None:
         if not embedding.endswith("embed_tokens.weight"):
             continue
         front = embedding.removesuffix("embed_tokens.weight")
-        is_rotary = any(rope is not None for rope in config.ropes)
-        assert bool(family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")) or not is_rotary
+        ignored = family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
+        assert bool(ignored) == (config.position_limit is None)  # learned positions are not rotary
         head = PREFIXES.get(front, "thinker.lm_head." if front.startswith("thinker.") else "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data
 from tpuconv.api.converted import Conversion, ConversionPlan
-from tpuconv.api.planning import Origin, planned_conversion, planned_quantization
+from tpuconv.api.planning import Origin, planned_conversion, planned_quantization, workspace_folder
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location, local_path, to_location
+from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
@@ -244,7 +244,7 @@ def quantize(
             hint="leave out --process-count, --distributed and --ray",
         )
     to = to or folder.with_name(f"{folder.name}-{rules.name}")
-    place = None if workspace is None else local_path(workspace, "the workspace is on a local disk")
+    place = workspace_folder(workspace)
     if place is not None and (rules.calibration is None or isinstance(to, Path)):
         raise UsageError(
             "the workspace takes what a calibration finds for an output in a bucket, which this is not",

@@ -33,7 +33,16 @@ class Origin:
     @property
     def folder(self) -> Path | None:
         """The workspace, as a folder."""
-        return None if self.workspace is None else local_path(self.workspace, "the workspace is on a local disk")
+        return workspace_folder(self.workspace)
+
+
+def workspace_folder(workspace: str | Path | None) -> Path | None:
+    """The folder of a workspace, if there is one.
+
+    Raises:
+        UsageError: it is not on a local disk.
+    """
+    return None if workspace is None else local_path(workspace, "the workspace is on a local disk")
 
 
 @contextmanager

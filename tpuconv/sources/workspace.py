@@ -43,7 +43,7 @@ class Workspace:
         own = place is None and isinstance(work, Path)
         name = FOLDER_IN_WORK if own else f"tpuconv-{xxhash.xxh3_64_hexdigest(str(work).encode())}"
         parent = work if own and isinstance(work, Path) else place or Path(gettempdir())
-        self.root, self._lock = _claimed(parent, name)
+        self.root, self._lock = claim(parent, name)
         boot = BOOT_ID.read_text() if BOOT_ID.is_file() else os.urandom(16).hex()
         self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {schedule.SEGMENT_BYTES} {boot}".encode())
         for other in disk.entries(self.root):
@@ -96,14 +96,12 @@ class Workspace:
         """Removes what is empty, and lets other processes use the folder."""
         for path in (*(self.folder / name for name in disk.entries(self.folder)), self.folder):
             disk.remove_empty(path)
-        if disk.entries(self.root) == [LOCK]:
-            disk.remove(self.root / LOCK)
-            disk.remove_empty(self.root)
-        os.close(self._lock)
+        release(self.root, self._lock)
 
 
-def _claimed(parent: Path, name: str) -> tuple[Path, int]:
-    """The first folder of this name, or of it with a number, that is this user's and not in use; and its open lock."""
+def claim(parent: Path, name: str) -> tuple[Path, int]:
+    """The first folder of this name, or of it with a number, that is this user's and not in use; and its open lock.
+    Others cannot write to it, even in the folder for temporary files."""
     for number in count():
         root = parent / (f"{name}-{number}" if number else name)
         with disk.writing(root):
@@ -126,6 +124,14 @@ def _claimed(parent: Path, name: str) -> tuple[Path, int]:
             pass
         os.close(lock)
     raise AssertionError
+
+
+def release(root: Path, lock: int) -> None:
+    """Removes a folder that was claimed, if it is empty, and lets other processes use it."""
+    if disk.entries(root) == [LOCK]:
+        disk.remove(root / LOCK)
+        disk.remove_empty(root)
+    os.close(lock)
 
 
 def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:

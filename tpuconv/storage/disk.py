@@ -77,8 +77,8 @@ def _translated(function: Function) -> Function:
 
 
 @_translated
-def check_room(path: Path, need: int, what: str) -> None:
-    """Checks that the disk of a folder has `need` bytes free, for `what`.
+def check_room(path: Path, need: int, what: str, other: str = "an OUT") -> None:
+    """Checks that the disk of a folder has `need` bytes free, for `what`. `other` is what may be on another disk.
 
     Raises:
         ResourceError: it has fewer.
@@ -87,7 +87,7 @@ def check_room(path: Path, need: int, what: str) -> None:
     if free < need:
         raise ResourceError(
             f"the disk of {path} has {format_size(free)} free, {what} needs {format_size(need)}",
-            hint="free some space, or give an OUT or a --workspace on another disk",
+            hint=f"free some space, or give {other} on another disk",
         )
 
 

@@ -15,6 +15,7 @@ import xxhash
 from tpuconv.convert.plan.quantization import CalibrationPass
 from tpuconv.errors import OutputError
 from tpuconv.layout import Shape
+from tpuconv.sources.workspace import claim, release
 from tpuconv.storage import disk
 from tpuconv.storage.journal import CALIBRATED, Journal, RunJournal
 
@@ -111,7 +112,11 @@ def calibration_run(
         yield CalibrationRun(calibration, journal)
         return
     name = f"tpuconv-{xxhash.xxh3_64_hexdigest(str(journal.work).encode())}"
-    with Journal((workspace or Path(gettempdir())) / name, fingerprint, overwrite=True) as own:
-        own.begin()
-        yield CalibrationRun(calibration, own)
-        own.discard()
+    root, lock = claim(workspace or Path(gettempdir()), name)
+    try:
+        with Journal(root / CALIBRATED, fingerprint, overwrite=True) as own:
+            own.begin()
+            yield CalibrationRun(calibration, own)
+            own.discard()
+    finally:
+        release(root, lock)

@@ -38,8 +38,9 @@ class PositionedDecoder(Decoder):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
+        rngs = rngs or nnx.Rngs(0)
         super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
-        self.positions = Positions(config, dtype=dtype, keys=Keys(jax.random.key(1)))
+        self.positions = Positions(config, dtype=dtype, keys=Keys(rngs.params()))
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         return x_BTD + self.positions(pos_BT).astype(x_BTD.dtype)

@@ -1,1 +1,1 @@
-"""GPT-J."""
+"""GPT-BigCode."""

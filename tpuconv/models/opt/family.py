@@ -77,7 +77,7 @@ def _table(prefix: str) -> MappingTable:
 
 FAMILY = Family(
     name="opt",
-    summary="OPT, Galactica",
+    summary="OPT",
     config=Config,
     table=_table("model."),
     variants=(_table(""),),

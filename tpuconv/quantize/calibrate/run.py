@@ -114,7 +114,7 @@ class LayerwiseCalibration:
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:
             qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
             of_layer = 4 * self.data.samples * self.data.length * runner.width
-            disk.check_room(journal.folder, qvalues + 2 * of_layer, "the calibration")
+            disk.check_room(journal.folder, qvalues + 2 * of_layer, "the calibration", "an OUT or a --workspace")
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue
