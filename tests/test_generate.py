@@ -1,5 +1,6 @@
 """Generation against full forward passes: one token at a time, in place, alone and in a batch."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import tpuconv
 from helpers.families import CASES, PROMPTS, Case, one_fast_of_each
+from tpuconv import api
 from tpuconv.errors import UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, prefill_chunk
 
@@ -145,3 +147,15 @@ def test_tokens_are_drawn_as_often_as_their_chance_is() -> None:
     np.testing.assert_allclose(shares(Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=0.01)
     np.testing.assert_allclose(shares(Sampling(1.0, top_p=0.9)), [0.526, 0.316, 0.158, 0], atol=0.01)
     np.testing.assert_allclose(shares(Sampling(0.5)), np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=0.01)
+
+
+def test_a_model_of_learned_positions_takes_no_more_tokens(orbax: Any, tmp_path: Path) -> None:
+    gpt2 = next(case for case in CASES if case.family == "gpt2")
+    out, limit = orbax(gpt2), gpt2.hf_config().max_position_embeddings
+    rules = tmp_path / "gptq.yaml"
+    rules.write_text("calibration: {method: gptq}\nqwix: {rules: [{module_path: layers/.*, weight_qtype: int4}]}\n")
+    says = f" needs {limit + 1} positions, and the model has {limit}"
+    with pytest.raises(UsageError, match=f"a batch of 3 with {limit - 1} tokens each and 2 new ones{says}"):
+        api.benchmark(out, batch=[3], prompt_length=[2, limit - 1], new_tokens=[2])
+    with pytest.raises(UsageError, match=f"a sample{says}"):
+        api.quantize(out, tmp_path / "out", config=str(rules), calibration="self", length=limit + 1)

@@ -24,7 +24,8 @@ def calibration_data(
     """What a config with a calibration runs on; None for others.
 
     Raises:
-        UsageError: there is a text and no calibration; or see `tpuconv.quantize.calibrate.data`.
+        UsageError: there is a text and no calibration, or a sample has more tokens than the model has positions; or see
+            `tpuconv.quantize.calibrate.data`.
     """
     if rules.calibration is None:
         if text is not None:
@@ -35,12 +36,15 @@ def calibration_data(
         return None
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import tokenizer_folder
+    from tpuconv.models.stored import check_positions
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 
+    manifest = read_manifest(ckpt)
+    check_positions(manifest, length, "a sample", hint="make --length smaller")
     if str(text) == SELF:
         return CalibrationData(SELF, samples, length, "", lambda: _drawn(ckpt, samples, length))
     file = None if text is None else local_path(text, "a text to calibrate on is a local file")
-    with tokenizer_folder(read_manifest(ckpt)) as folder:
+    with tokenizer_folder(manifest) as folder:
         return from_text(folder, file, samples, length)
 
 

@@ -78,12 +78,13 @@ def benchmark(
         progress: called before the model is loaded; nothing is called while times are taken.
 
     Raises:
-        TpuconvError: the checkpoint cannot be loaded, or a combination needs more memory than there is.
+        TpuconvError: the checkpoint cannot be loaded, or a combination needs more memory or more positions than there
+            are.
     """
     from tpuconv.api.models import load_on_all_devices
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
-    from tpuconv.models.stored import check_cache_dtype
+    from tpuconv.models.stored import check_cache_dtype, check_positions
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
@@ -91,6 +92,8 @@ def benchmark(
     manifest = read_manifest(to_location(ckpt))
     check_logits(manifest)
     check_cache_dtype(manifest, cache_dtype)
+    longest = max(shapes, key=lambda shape: shape.tokens)
+    check_positions(manifest, longest.tokens, str(longest), hint="make --prompt-length or --new-tokens smaller")
     compute = manifest.dtype if dtype == "auto" else dtype
     with tokenizer_folder(manifest) as path:
         tokenizer = load_tokenizer(path) if has_tokenizer(path) else None

@@ -2,6 +2,7 @@
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_checkpoint_config
+from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import get_family
 
@@ -15,6 +16,22 @@ def model_config(manifest: Manifest) -> DecoderConfig:
     """
     raw = read_checkpoint_config(manifest)
     return get_family(manifest.family).read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns)
+
+
+def check_positions(manifest: Manifest, tokens: int, sequence: str, hint: str) -> None:
+    """Checks that the model of a checkpoint has positions for a sequence. No weights are read.
+
+    Args:
+        manifest: of the checkpoint.
+        tokens: length of the sequence.
+        sequence, hint: what the error calls it, and what it says to do.
+
+    Raises:
+        UsageError: it has not: its positions are learned, and they are fewer.
+    """
+    limit = model_config(manifest).position_limit
+    if limit is not None and tokens > limit:
+        raise UsageError(f"{sequence} needs {tokens} positions, and the model has {limit}", hint=hint)
 
 
 def check_cache_dtype(manifest: Manifest, dtype: str | None) -> None:

@@ -59,6 +59,14 @@ class Workload:
     prompt_length: int
     new_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        """The length of a sequence at its end."""
+        return self.prompt_length + self.new_tokens
+
+    def __str__(self) -> str:
+        return f"a batch of {self.batch} with {self.prompt_length} tokens each and {self.new_tokens} new ones"
+
 
 @dataclass(frozen=True)
 class Timing:
