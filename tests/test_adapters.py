@@ -10,7 +10,7 @@ import torch
 
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.conversions import same_bits
-from helpers.families import CASES, Case
+from helpers.families import CASES, FIRST, Case
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
@@ -57,10 +57,7 @@ def saved(model, folder: Path) -> dict[str, np.ndarray]:
     return read_tensors(folder)
 
 
-FIRST = [next(case for case in CASES if case.family == family) for family in DENSE]
-
-
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize("case", [FIRST[family] for family in DENSE], ids=str)
 def test_a_merged_adapter_is_that_of_peft(case: Case, hf, tmp_path: Path) -> None:
     model = adapted(hf(case), tmp_path / "lora")
     merged = saved(model, tmp_path / "merged")
@@ -94,7 +91,7 @@ def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
 
 def test_a_matrix_with_its_inputs_first_is_not_changed(hf, tmp_path: Path) -> None:
     """GPT-2's, of which one is square: nothing but its row in the table tells."""
-    source = hf(next(case for case in CASES if case.family == "gpt2"))
+    source = hf(FIRST["gpt2"])
     adapted(source, tmp_path / "lora", target_modules=["c_proj"], fan_in_fan_out=True)
     config = tmp_path / "lora" / "adapter_config.json"
     with pytest.raises(UnsupportedConfig, match="fan_in_fan_out"):
@@ -115,7 +112,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ids=["qwen3_moe", "mixtral", "gpt_oss", "one of the two"],
 )
 def test_parameters_of_all_experts(family: str, targets: list[str], dtype: str, hf, tmp_path: Path) -> None:
-    source = hf(next(case for case in CASES if case.family == family), dtype)
+    source = hf(FIRST[family], dtype)
     model = adapted(source, tmp_path / "lora", target_modules=["q_proj"], target_parameters=targets)
     merged, before = saved(model, tmp_path / "merged"), read_tensors(source)
     ours = exported(source, tmp_path, str(tmp_path / "lora"))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import tpuconv
-from helpers.families import CASES, OWN_CACHE, PROMPTS, Case, one_fast_of_each
+from helpers.families import CASES, FIRST, OWN_CACHE, PROMPTS, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UsageError
@@ -193,7 +193,7 @@ def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_the_bytes_of_an_int8_cache(family: str, orbax: Any) -> None:
-    model = tpuconv.load(orbax(next(case for case in CASES if case.family == family)), "bfloat16")
+    model = tpuconv.load(orbax(FIRST[family]), "bfloat16")
     wide, narrow = (jax.tree.leaves(model.init_cache(2, 5, dtype).layers[0]) for dtype in (None, "int8"))
     vectors = [x.size // x.shape[-1] for x in wide]
     assert sum(x.nbytes for x in narrow) == sum(x.nbytes for x in wide) // 2 + 4 * sum(vectors)
@@ -203,7 +203,7 @@ def test_the_bytes_of_an_int8_cache(family: str, orbax: Any) -> None:
 @pytest.mark.slow
 def test_a_cache_in_fp8_is_read_as_it_was_written(orbax: Any) -> None:
     """Token by token as at once; it changes the logits, and less than by a tenth of a nat."""
-    model = tpuconv.load(orbax(next(case for case in CASES if case.family == "llama")))
+    model = tpuconv.load(orbax(FIRST["llama"]))
     ids_BT = np.array([PROMPTS[0]])
     mask_BT = np.ones(ids_BT.shape, bool)
     want, got, one_by_one = (

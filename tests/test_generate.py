@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpuconv
-from helpers.families import CASES, PROMPTS, Case, one_fast_of_each
+from helpers.families import CASES, FIRST, PROMPTS, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.errors import UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, prefill_chunk
@@ -150,7 +150,7 @@ def test_tokens_are_drawn_as_often_as_their_chance_is() -> None:
 
 
 def test_a_model_of_learned_positions_takes_no_more_tokens(orbax: Any, tmp_path: Path) -> None:
-    gpt2 = next(case for case in CASES if case.family == "gpt2")
+    gpt2 = FIRST["gpt2"]
     out, limit = orbax(gpt2), gpt2.hf_config().max_position_embeddings
     rules = tmp_path / "gptq.yaml"
     rules.write_text("calibration: {method: gptq}\nqwix: {rules: [{module_path: layers/.*, weight_qtype: int4}]}\n")

@@ -13,7 +13,7 @@ import tpuconv
 from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
-from helpers.families import CASES, LABELS, VISION, Case, hf_model, save
+from helpers.families import CASES, FIRST, LABELS, VISION, Case, hf_model, save
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -30,7 +30,6 @@ WITHOUT = {
     *((HIDDEN, name) for name in ("llama4", "kimi_k25", "bailing_hybrid", "step3p5", "qwen3_omni_moe")),
     *((HIDDEN, name) for name in ("mistral_large4", "minimax_m3_vl")),
 }
-FIRST = {case.family: case for case in reversed(CASES)}
 EVERY = [
     pytest.param(
         case, returns, id=f"{case}-{returns.partition(' ')[0]}", marks=() if case == PLAIN else pytest.mark.slow

@@ -13,7 +13,7 @@ from helpers.attacks.made import folder_in_memory
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same
 from helpers.encoded import fp8, same_bits, write_encoded
-from helpers.families import CASES, one_fast_of_each, save
+from helpers.families import FIRST, one_fast_of_each, save
 from helpers.quantizing import ONE_OF_EACH
 from tpuconv import api
 from tpuconv.convert.export import files as export_files
@@ -27,7 +27,7 @@ from tpuconv.storage.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-SMALL = next(case for case in CASES if case.family == "qwen3_moe")
+SMALL = FIRST["qwen3_moe"]
 
 
 def one_pass(source: Path, out: Path, **options) -> dict[str, np.ndarray]:

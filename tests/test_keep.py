@@ -40,7 +40,7 @@ from helpers.encoded import (
     quantized,
     write_encoded,
 )
-from helpers.families import CASES, CORE, Case
+from helpers.families import CASES, CORE, FIRST, Case
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
 from tpuconv.checkpoint.manifest import read_manifest
@@ -234,7 +234,6 @@ FULL_SIZE = {
 STACKED = ("gpt_oss", "llama4", "llama4_text")
 """Families whose plain experts are tensors of a layer, which no release has in FP8."""
 
-FIRST = {case.family: case for case in reversed(CASES)}
 DESCRIBED = [
     *(pytest.param(FIRST[name], fp8, id=f"{name}-fp8") for name in FIRST if name not in STACKED),
     pytest.param(FIRST["llama4"], fp8_channel, id="llama4-fp8_channel"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import write_checkpoint
-from helpers.families import CASES
+from helpers.families import FIRST
 from tpuconv import api
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
@@ -23,7 +23,7 @@ LAYERS = "model.layers.{0,1}."
 
 def described(name: str, **changes: Any) -> Source:
     """The headers of a family's first case."""
-    family, case = get_family(name), next(case for case in CASES if case.family == name)
+    family, case = get_family(name), FIRST[name]
     raw = {**json.loads(case.hf_config().to_json_string()), **changes}
     raw["architectures"] = list(family.architectures)
     return source_from_config(name, raw, family.table, family.read_config(raw))

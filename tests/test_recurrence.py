@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 
 import tpuconv
-from helpers.families import CASES, Case, hf_model
+from helpers.families import FIRST, Case, hf_model
 from tpuconv.models.common.kda import KDA_CHUNK, kimi_delta_rule
 from tpuconv.models.common.mamba2 import state_space
 from tpuconv.models.common.recurrence import CHUNK
@@ -120,7 +120,7 @@ def as_ours(state: np.ndarray, like: Any) -> np.ndarray:
 def test_a_state_after_10000_tokens_is_that_of_transformers(family: str, orbax: Callable[..., Any]) -> None:
     from transformers import DynamicCache
 
-    first = next(case for case in CASES if case.family == family)
+    first = FIRST[family]
     case = Case(f"{family}-long", family, first.model_type, {**first.config, **LONG[family]})
     tokens, piece = 10_000, 500
     ids = np.random.default_rng(0).integers(3, 101, (1, tokens))

@@ -7,7 +7,7 @@ from flax import nnx
 
 import tpuconv
 from helpers.conversions import assert_same, convert, restore
-from helpers.families import CASES, Case, one_fast_of_each
+from helpers.families import CASES, FIRST, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -82,7 +82,7 @@ def test_arrays_of_mtp_layers_come_from_the_checkpoint(with_mtp, tmp_path):
 
 
 def test_another_model_is_refused(orbax, tmp_path):
-    other = next(case for case in CASES if case.family == "olmo2")
+    other = FIRST["olmo2"]
     with pytest.raises(UsageError, match="does not match") as error:
         tpuconv.save(tpuconv.load(orbax(other)), tmp_path / "out", like=orbax(CASES[0]))
     assert error.value.details

@@ -10,7 +10,7 @@ import pytest
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
-from helpers.families import CASES, Case
+from helpers.families import CASES, FIRST, Case
 from helpers.hub_server import HubServer
 from helpers.trainers import adam_state, changed_leaf, save_pytree, save_standard, save_step, trained_tree
 from tpuconv import api
@@ -269,7 +269,7 @@ def test_another_model_is_refused(changes, message, maxtext, tmp_path):
 
 def test_one_tensor_of_two_dtypes_is_refused(hf, orbax, tmp_path):
     """DeepSeek V3 has one tensor for keys and values, which are two parameters."""
-    case = next(case for case in CASES if case.family == "deepseek_v3")
+    case = FIRST["deepseek_v3"]
     tree = trained_tree(orbax(case))
     kernel = tree["layers"]["0"]["attn"]["k_b"]["kernel"]
     tree = changed_leaf(tree, "layers.0.attn.k_b.kernel", np.asarray(kernel, np.float16))

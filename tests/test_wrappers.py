@@ -12,7 +12,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, restore
 from helpers.encoded import assert_came_back, same_bits
-from helpers.families import CASES, VISION, Case, is_inseparable
+from helpers.families import CASES, FIRST, VISION, Case, is_inseparable
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
@@ -24,7 +24,7 @@ from tpuconv.verify.reference import reference
 
 WRAPPERS = [family for family in all_families() if family.name in VISION]
 OWN_HEAD = next(case for case in CASES if case.id == "gemma3-own-head")
-FIRST = [next(case for case in CASES if case.family == name) for name in VISION]
+WRAPPED = [FIRST[name] for name in VISION]
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31]]
 
 
@@ -46,7 +46,7 @@ def released_prefix(name: str) -> str:
 
 @pytest.mark.parametrize("family", WRAPPERS, ids=lambda family: family.name)
 def test_the_names_choose_the_table(family: Any) -> None:
-    case = next(case for case in FIRST if case.family == family.name)
+    case = FIRST[family.name]
     config = family.config.from_hf(json.loads(case.hf_config().to_json_string()))
     for table in (family.table, *family.variants):
         names = [name for binding in table.bind(config) for name in binding.src_shapes()]
@@ -83,7 +83,7 @@ def test_names_of_every_release_convert_and_come_back(prefix: str, hf: Any, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize("case", WRAPPED, ids=str)
 def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, orbax: Any) -> None:
     theirs, ours = reference(hf(case), IDS, "float32").logits, model_logits(orbax(case), IDS, "float32")
     for want, have in zip(theirs, ours, strict=True):

@@ -2210,7 +2210,9 @@ CASES: list[Case] = [
 ]
 
 
-FAMILIES = {case.family for case in CASES}
+FIRST = {case.family: case for case in reversed(CASES)}
+"""The first case of each family."""
+FAMILIES = set(FIRST)
 CORE = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2"),
     *("llama4", "llama4_text"),
@@ -2233,8 +2235,7 @@ def is_slow(test: str, parameters: Mapping[str, Any]) -> bool:
     case = next((value for value in parameters.values() if isinstance(value, Case)), None)
     if case is None or (case.family in CORE and test not in ONCE):
         return False
-    first = next(other for other in CASES if other.family == case.family)
-    return test not in FAST or case != first or parameters.get("scan", False)
+    return test not in FAST or case != FIRST[case.family] or parameters.get("scan", False)
 
 
 COMPUTED_BY = {
