@@ -98,7 +98,6 @@ class Decoder(nnx.Module):
         norm_type: class of the last norm; by default `RMSNorm`.
         cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
         mtp_type: creates the module for multi-token prediction from (config, dtype=, keys=); None without one.
-        input_modules: the modules that `scaled`, `positioned` and `layer_inputs` use, by their attributes' names.
 
     Args:
         config: the family's config.
@@ -116,7 +115,6 @@ class Decoder(nnx.Module):
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
     cached: ClassVar[Callable[..., Any]] = KV.empty
     mtp_type: ClassVar[Callable[..., Any] | None] = None
-    input_modules: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -152,6 +150,11 @@ class Decoder(nnx.Module):
         self.lm_head = head() if config.has_lm_head else None
         is_classifier = config.head.kind == SCORES
         self.score = Einsum("BD,DO->BO", config.axes, dtype=dtype, keys=keys) if is_classifier else None
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        """The modules that `scaled`, `positioned` and `layer_inputs` use, by their attributes' names."""
+        return ()
 
     @property
     def _stacks(self) -> LayerStacks:

@@ -1,7 +1,5 @@
 """Learned positions, which are added to the embeddings of tokens."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,8 +26,6 @@ class Positions(nnx.Module):
 class PositionedDecoder(Decoder):
     """A decoder with learned positions; see `Decoder`."""
 
-    input_modules: ClassVar[tuple[str, ...]] = ("positions",)
-
     def __init__(
         self,
         config: PositionedConfig,
@@ -41,6 +37,10 @@ class PositionedDecoder(Decoder):
         rngs = rngs or nnx.Rngs(0)
         super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
         self.positions = Positions(config, dtype=dtype, keys=Keys(rngs.params()))
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        return ("positions",)
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         return x_BTD + self.positions(pos_BT).astype(x_BTD.dtype)

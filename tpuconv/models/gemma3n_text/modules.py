@@ -140,7 +140,6 @@ class Model(gemma4_text.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
-    input_modules: ClassVar[tuple[str, ...]] = ("altup", "per_layer")
     config: Config
 
     def __init__(
@@ -150,6 +149,10 @@ class Model(gemma4_text.Model):
         keys = Keys((rngs or nnx.Rngs(2)).params())
         self.altup = Einsum("BTA,eAD->BTeD", config.axes, dtype=dtype, keys=keys)
         self.norm = MeanNorm(config, dtype=dtype, keys=keys)
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        return ("altup", *super().input_modules)
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the streams [B, T, (r D)] of the first layer: the embeddings times sqrt(D), and projections of them

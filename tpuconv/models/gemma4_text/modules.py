@@ -159,7 +159,6 @@ class Model(Decoder):
 
     block: ClassVar[Any] = Block
     norm_type = ScaledRMSNorm
-    input_modules: ClassVar[tuple[str, ...]] = ("per_layer",)
     config: SharedKeysConfig
 
     def __init__(
@@ -169,6 +168,10 @@ class Model(Decoder):
         if config.has_layer_inputs:
             keys = Keys((rngs or nnx.Rngs(1)).params())
             self.per_layer = LayerInputs(config, dtype=dtype, keys=keys)
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        return ("per_layer",) if self.config.has_layer_inputs else ()
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
         """As `Decoder.init_cache`. Layers that use the keys and values of an earlier one have no cache."""

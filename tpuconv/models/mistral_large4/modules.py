@@ -193,7 +193,6 @@ class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
-    input_modules = ("rotary",)
     config: Config
 
     def __init__(
@@ -201,6 +200,10 @@ class Model(Decoder):
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.rotary = LearnedFrequencies(config)
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        return ("rotary",)
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty caches of a layer, of latent vectors and of the indexer's keys, None for one that it does

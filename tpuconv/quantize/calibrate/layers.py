@@ -173,7 +173,7 @@ class LayerRunner:
 
     def embedded(self, ids_ST: np.ndarray) -> Any:
         """Yields the states [T, W] of each sample before the first layer."""
-        names = ["embed", *(name for name in self.model.input_modules if hasattr(self.model, name))]
+        names = ["embed", *self.model.input_modules]
         whole = {name: _filled(getattr(self.model, name), name, self._read_input(name)) for name in names}
         abstract = {name: getattr(self.model, name) for name in names[1:]}
         for ids_T in ids_ST:
