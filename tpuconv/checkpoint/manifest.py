@@ -323,7 +323,8 @@ def read_manifest(folder: Location) -> Manifest:
         raise UsageError(f"{folder} was made by a newer tpuconv (format {raw['format']})", hint="update tpuconv")
     if raw.get("kind", CHECKPOINT) != CHECKPOINT:
         raise UsageError(
-            f"{folder} holds safetensors that `tpuconv export` wrote", hint="give the checkpoint that it was made from"
+            f"{folder} is a checkpoint for huggingface: it holds safetensors",
+            hint="convert it with `tpuconv convert`, or give the checkpoint that it was made from",
         )
     check(raw, CHECKPOINT_SCHEMA, str(path), CorruptOutput)
     arrays = stored_arrays(raw)
