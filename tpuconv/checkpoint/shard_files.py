@@ -4,29 +4,17 @@ On a disk they are read around the page cache if the file system can, as they we
 already. From a bucket, a shard of which much is needed comes by one request.
 """
 
-import errno
-import fcntl
-import mmap
 import os
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from io import FileIO
 from typing import Protocol
 
 import numpy as np
 
 from tpuconv import buckets
-from tpuconv.checkpoint.shards import CHUNK_BYTES
 from tpuconv.jsonfile import MIB
 from tpuconv.location import BucketPath, Location
-from tpuconv.storage.disk import DIRECT_BYTES, page_buffer
 from tpuconv.storage.hashes import open_regular
-
-READ_BYTES = 4 * MIB
-"""Read from a disk at once, or one chunk more."""
-
-_own = threading.local()
+from tpuconv.storage.local_file import READ_BYTES, LocalFile
 
 
 class ShardFile(Protocol):
@@ -66,7 +54,7 @@ def open_shard(path: Location, size: int) -> ShardFile:
     Raises:
         OSError: it is missing, not a regular file, or cannot be read.
     """
-    return BucketShard(path, size) if isinstance(path, BucketPath) else LocalShard(open_regular(path))
+    return BucketShard(path, size) if isinstance(path, BucketPath) else LocalShard(LocalFile(open_regular(path)))
 
 
 class BucketShard:
@@ -113,60 +101,29 @@ class LocalShard:
 
     read_bytes = READ_BYTES
 
-    def __init__(self, file: FileIO):
-        self.file, self.name = file, os.path.basename(file.name)
-        self.size = os.fstat(file.fileno()).st_size
+    def __init__(self, file: LocalFile):
+        self._file, self.name, self.size = file, file.name, file.size
         self._was_cached = True
 
     def __enter__(self) -> "LocalShard":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        self._file.close()
 
     def expect(self, nbytes: int) -> None:
-        if self.size >= DIRECT_BYTES and hasattr(os, "O_DIRECT") and not self._is_cached():
-            self._set_flags(os.O_DIRECT)
+        self._file.avoid_cache()
 
     def begin_samples(self) -> None:
-        self._was_cached = self._is_cached()
-        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        self._was_cached = self._file.is_cached(0, self.size)
+        os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def samples(self, starts: Sequence[int], length: int) -> list[bytes | memoryview]:
-        return [os.pread(self.file.fileno(), length, start) for start in starts]
+        return [os.pread(self._file.fd, length, start) for start in starts]
 
     def end_samples(self) -> None:
         if not self._was_cached:  # else who reads it next takes the few pages that are there for all
-            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _is_cached(self) -> bool:
-        """Whether the end of the file is in the page cache, and so most likely all of it."""
-        try:
-            return bool(os.preadv(self.file.fileno(), [bytearray(1)], self.size - 1, os.RWF_NOWAIT))
-        except OSError:  # it is not, or this file system does not say
-            return False
+            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Bytes are read in complete pages, as O_DIRECT needs it, into memory that the thread's next read reuses."""
-        first = start - start % mmap.PAGESIZE
-        memory: np.ndarray | None = getattr(_own, "memory", None)
-        if memory is None or memory.nbytes < stop - first:
-            memory = _own.memory = page_buffer(max(stop - first, READ_BYTES + CHUNK_BYTES + mmap.PAGESIZE))
-        position = first
-        while position < stop:
-            rest = memory[position - first : -(-(stop - first) // mmap.PAGESIZE) * mmap.PAGESIZE]
-            try:
-                n = os.preadv(self.file.fileno(), [rest.data], position)
-            except OSError as e:
-                if e.errno != errno.EINVAL:
-                    raise
-                self._set_flags(0)  # the file system has no O_DIRECT, or none from here
-                n = os.preadv(self.file.fileno(), [rest.data], position)
-            if n == 0:
-                raise ValueError(f"{self.name} became shorter while it was read")
-            position += n
-        return memory[start - first : stop - first]
-
-    def _set_flags(self, flags: int) -> None:
-        with suppress(OSError):  # without O_DIRECT all is read by way of the page cache
-            fcntl.fcntl(self.file, fcntl.F_SETFL, flags)
+        return self._file.read(start, stop)

@@ -20,7 +20,8 @@ from tpuconv.location import BucketPath, Location
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import ReadStep
 from tpuconv.sources.shard import SourceShard, hash_stamp, object_stamp
-from tpuconv.storage.hashes import HASHES
+from tpuconv.storage.hashes import HASHES, open_regular
+from tpuconv.storage.local_file import READ_BYTES, LocalFile
 
 
 class Reader(Protocol):
@@ -32,6 +33,16 @@ class Reader(Protocol):
         Raises:
             SourceError: they cannot be read, or the source changed.
         """
+
+    def view(self, info: TensorInfo, start: int, out: np.ndarray) -> np.ndarray:
+        """The bytes of a tensor from byte `start` on, as many as `out` has: in `out`, or where they were read, which
+        saves a copy. They are valid until the thread's next read.
+
+        Raises:
+            SourceError: see `read`.
+        """
+        self.read(info, start, out.data)
+        return out
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out`, in the dtype of the tensor, with a box of it: one slice per axis.
@@ -102,14 +113,11 @@ def box_runs(shape: Shape, box: Sequence[slice], out: np.ndarray) -> Iterator[tu
         done += nbytes
 
 
-HASH_BLOCK = 4 << 20
-
-
 @dataclass
 class _OpenShard:
-    """An open shard. Its first `hashed` bytes are in `digest`. `fd` is -1 in a bucket."""
+    """An open shard. Its first `hashed` bytes are in `digest`. `file` is None in a bucket."""
 
-    fd: int
+    file: LocalFile | None
     size: int
     digest: Any
     hashed: int = 0
@@ -143,7 +151,8 @@ class SafetensorsReader(Reader):
         self.hashes = set() if isinstance(folder, BucketPath) else named
         self._check_cancelled = check_cancelled
         self._shards = {shard.name: shard for shard in shards}
-        self._files: dict[str, _OpenShard] = {}
+        self._opened: dict[str, _OpenShard] = {}
+        self._files: list[LocalFile] = []
         self._lock = threading.Lock()
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
@@ -152,20 +161,37 @@ class SafetensorsReader(Reader):
         Raises:
             SourceError: they cannot be read, or the file changed.
         """
-        file, offset = self._open(info.shard), info.offset + start
-        with file.lock:
-            is_next = info.shard in self.hashes and file.hashed <= offset
-            if is_next:
-                self._hash_to(file, info.shard, offset)
-                self._fill(file, info.shard, offset, out)
-                file.digest.update(out)
-                file.hashed = offset + len(out)
-        if not is_next:
-            self._fill(file, info.shard, offset, out)
         if isinstance(self.folder, BucketPath):
+            self._fetch(info.shard, info.offset + start, out)
             return
-        # The bytes are not needed again: new pages in the cache cost more than the read itself.
-        os.posix_fadvise(file.fd, offset, len(out), os.POSIX_FADV_DONTNEED)
+        target = np.frombuffer(out, np.uint8)
+        for first, data in self._pieces(info, start, target.size, READ_BYTES):
+            target[first : first + data.size] = data
+
+    def view(self, info: TensorInfo, start: int, out: np.ndarray) -> np.ndarray:
+        """See `Reader`. On a disk, `out` is not used."""
+        if isinstance(self.folder, BucketPath) or not out.size:
+            return super().view(info, start, out)
+        ((_, data),) = self._pieces(info, start, out.size, out.size)
+        return data
+
+    def _pieces(self, info: TensorInfo, start: int, nbytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields bytes of a tensor from byte `start` on, in pieces of `step`, each valid until the next, with their
+        places. If they follow what is hashed, they are hashed too, and no other thread reads the shard meanwhile: two
+        that read one after the other are served sooner than side by side."""
+        shard, offset = self._open(info.shard), info.offset + start
+        places = [(first, min(nbytes, first + step)) for first in range(0, nbytes, step)]
+        with shard.lock:
+            if info.shard in self.hashes and shard.hashed <= offset:
+                self._hash_to(shard, info.shard, offset)
+                for first, stop in places:
+                    data = self._bytes(shard, info.shard, offset + first, offset + stop)
+                    shard.digest.update(data)
+                    shard.hashed = offset + stop
+                    yield first, data
+                return
+        for first, stop in places:
+            yield first, self._bytes(shard, info.shard, offset + first, offset + stop)
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out`, contiguous and in the dtype of the tensor, with a box of it: a slice for each axis."""
@@ -177,10 +203,10 @@ class SafetensorsReader(Reader):
         an object tells whether it was replaced."""
         if isinstance(self.folder, BucketPath):
             return None
-        file = self._open(shard)
-        with file.lock:
-            self._hash_to(file, shard, file.size)
-            return str(file.digest.hexdigest())
+        opened = self._open(shard)
+        with opened.lock:
+            self._hash_to(opened, shard, opened.size)
+            return str(opened.digest.hexdigest())
 
     def check_unchanged(self, shards: Collection[str] | None = None) -> None:
         """Checks that the shards, or all if None, are still the files that the plan was made from.
@@ -213,33 +239,31 @@ class SafetensorsReader(Reader):
         if stamp != shard.stamp:
             raise SourceError(f"{self.folder / shard.name} changed while it was converted", hint=WAIT)
 
-    def _hash_to(self, file: _OpenShard, shard: str, end: int) -> None:
-        buffer = memoryview(bytearray(min(HASH_BLOCK, end - file.hashed)))
-        while file.hashed < end:
+    def _hash_to(self, shard: _OpenShard, name: str, end: int) -> None:
+        """Hashes the bytes up to `end`. The lock is held."""
+        while shard.hashed < end:
             self._check_cancelled()
-            block = buffer[: end - file.hashed]
-            self._fill(file, shard, file.hashed, block)
-            file.digest.update(block)
-            file.hashed += len(block)
+            block = self._bytes(shard, name, shard.hashed, min(end, shard.hashed + READ_BYTES))
+            shard.digest.update(block)
+            shard.hashed += block.nbytes
 
-    def _fill(self, file: _OpenShard, shard: str, offset: int, out: memoryview) -> None:
-        if isinstance(self.folder, BucketPath):
-            self._fetch(self.folder / shard, offset, out)
-            return
-        while out:
-            try:
-                n = os.preadv(file.fd, [out], offset)
-            except OSError as e:
-                raise SourceError(
-                    f"{self.folder / shard} cannot be read at byte {offset}: {e.strerror}",
-                    hint="check the disk, then run again to resume",
-                ) from None
-            if n == 0:
-                raise SourceError(f"{self.folder / shard} became shorter while it was read", hint=WAIT)
-            out, offset = out[n:], offset + n
+    def _bytes(self, shard: _OpenShard, name: str, start: int, stop: int) -> np.ndarray:
+        """The bytes [start, stop) of a shard on a disk, valid until the thread's next read."""
+        assert shard.file is not None
+        try:
+            return shard.file.read(start, stop)
+        except OSError as e:
+            raise SourceError(
+                f"{self.folder / name} cannot be read at byte {start}: {e.strerror}",
+                hint="check the disk, then run again to resume",
+            ) from None
+        except ValueError:
+            raise SourceError(f"{self.folder / name} became shorter while it was read", hint=WAIT) from None
 
-    def _fetch(self, path: BucketPath, offset: int, out: memoryview) -> None:
+    def _fetch(self, name: str, offset: int, out: memoryview) -> None:
         """Fills `out` from a bucket."""
+        path = self.folder / name
+        assert isinstance(path, BucketPath)
         self._check_cancelled()
         if not out:
             return
@@ -251,25 +275,27 @@ class SafetensorsReader(Reader):
             raise SourceError(f"{path} became shorter while it was read", hint=WAIT)
         out[:] = data
 
-    def _open(self, shard: str) -> _OpenShard:
+    def _open(self, name: str) -> _OpenShard:
         with self._lock:
-            if shard not in self._files:
-                path = self.folder / shard
-                if isinstance(path, BucketPath):
-                    self._files[shard] = _OpenShard(-1, self._check_object(self._shards[shard], path), None)
-                    return self._files[shard]
-                try:
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as e:
-                    raise SourceError(f"{path} cannot be read: {e.strerror}", hint=WAIT) from None
-                status = os.fstat(fd)
-                self._files[shard] = _OpenShard(fd, status.st_size, HASHES[self._shards[shard].hash_name]())
-                self._check_stamp(self._shards[shard], hash_stamp(status))
-            return self._files[shard]
+            if name not in self._opened:
+                self._opened[name] = self._opened_now(self._shards[name], self.folder / name)
+            return self._opened[name]
+
+    def _opened_now(self, shard: SourceShard, path: Location) -> _OpenShard:
+        if isinstance(path, BucketPath):
+            return _OpenShard(None, self._check_object(shard, path), None)
+        try:
+            file = LocalFile(open_regular(path))
+        except OSError as e:
+            raise SourceError(f"{path} cannot be read: {e.strerror}", hint=WAIT) from None
+        opened = _OpenShard(file, file.size, HASHES[shard.hash_name]())
+        self._files.append(file)
+        self._check_stamp(shard, hash_stamp(os.fstat(file.fd)))
+        file.avoid_cache()
+        return opened
 
     def close(self) -> None:
         """Closes the files."""
-        for file in self._files.values():
-            if file.fd >= 0:
-                os.close(file.fd)
+        for file in self._files:
+            file.close()
         self._files.clear()

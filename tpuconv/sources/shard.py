@@ -79,6 +79,7 @@ def read_digest(path: Location) -> tuple[str, str]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             size = status.st_size
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
             start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
             digest = xxhash.xxh3_128(os.pread(file.fileno(), min(start, 8 + MAX_HEADER_BYTES), 0))
             for i in range(SAMPLES):

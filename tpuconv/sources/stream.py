@@ -17,13 +17,13 @@ from tpuconv.location import Location
 from tpuconv.sources.damaged import DamagedDownload
 from tpuconv.sources.download import Stopped, end_threads
 from tpuconv.sources.headers import TensorInfo
-from tpuconv.sources.reader import HASH_BLOCK, Reader, box_runs
+from tpuconv.sources.reader import Reader, box_runs
 from tpuconv.sources.remote import RemoteFile
 from tpuconv.sources.schedule import CONNECTIONS, FetchSchedule, ReadStep, Segment
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.workspace import PART, WIDE, Workspace, ranges_text
 from tpuconv.storage import disk
-from tpuconv.storage.hashes import HASHES
+from tpuconv.storage.hashes import BLOCK, HASHES
 
 WAIT_SECONDS = 0.2
 """Between two looks at whether the work was cancelled."""
@@ -287,7 +287,7 @@ class StreamReader(Reader):
 
     def _hash_segment(self, proof: _Proof, segment: Segment) -> None:
         assert self._workspace is not None
-        buffer = memoryview(bytearray(HASH_BLOCK))
+        buffer = memoryview(bytearray(BLOCK))
         with open(self._workspace.path(self._numbers[segment.file], segment), "rb", buffering=0) as file:
             while n := file.readinto(buffer):
                 if self._stopped.is_set():

@@ -43,16 +43,17 @@ class Sink(Protocol):
         """Creates folders."""
 
     def write(self, name: str, data: bytes | np.ndarray) -> None:
-        """Writes a file. `sync` makes its name durable."""
+        """Writes a file. `sync` makes it durable."""
 
     def write_all(self, files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-        """Writes small files. Returns size and hash of each, as a manifest has them."""
+        """Writes small files and makes them durable, without their names. Returns size and hash of each, as a manifest
+        has them."""
 
     def writer(self, name: str) -> AbstractContextManager[FileWriter]:
         """Writes a large file, which is there when the `with` ends without an error."""
 
-    def sync(self, folders: Iterable[str]) -> None:
-        """Makes the names in folders durable."""
+    def sync(self, names: Iterable[str]) -> None:
+        """Makes files durable, and the names in folders."""
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
         """Each file that is missing or has the wrong size, and what is wrong with it."""
@@ -80,18 +81,19 @@ class FolderSink:
             disk.sync(folder)
 
     def write(self, name: str, data: bytes | np.ndarray) -> None:
-        disk.write_file(self.folder / name, data)
+        disk.write_file(self.folder / name, data, flush=False)
 
     def write_all(self, files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
         for name, content in files.items():
             self.write(name, content)
+        self.sync(files)
         return {name: hash_bytes(content) for name, content in files.items()}
 
     def writer(self, name: str) -> disk.Writer:
         return disk.Writer(self.folder / name)
 
-    def sync(self, folders: Iterable[str]) -> None:
-        for name in folders:
+    def sync(self, names: Iterable[str]) -> None:
+        for name in names:
             disk.sync(self.folder / name)
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
@@ -132,7 +134,7 @@ class BucketSink:
         with buckets.upload(self.folder / name) as append:
             yield _Upload(append)
 
-    def sync(self, folders: Iterable[str]) -> None:
+    def sync(self, names: Iterable[str]) -> None:
         """Objects are durable when they are written."""
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:

@@ -76,12 +76,6 @@ class Disk:
             self.log.append(("write", self._paths[fd], at, bytes(data[:n])))
             return n
 
-    def ftruncate(self, fd: int, size: int) -> None:
-        with self._lock:
-            self._before("ftruncate", self._paths[fd])
-            os.ftruncate(fd, size)
-            self.log.append(("truncate", self._paths[fd], size))
-
     def fsync(self, fd: int) -> None:
         with self._lock:
             self._before("fsync", self._paths[fd])  # and no more: what a flush brings is told by the log

@@ -284,12 +284,14 @@ class Plan:
         tensor = self.tensors[slab.binding.src[0].names[0]]
         return tensor.is_stored_as(slab.dtype)
 
+    def is_plain(self, slab: Slab) -> bool:
+        """Whether the stored bytes are already the values, in no encoding."""
+        return self.tensors[slab.binding.src[0].names[0]].scheme is None and self.is_stored_as_wanted(slab)
+
     def is_box(self, slab: Slab) -> bool:
         """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
         layout, stack = slab.binding.layout, slab.binding.src[0]
-        tensor = self.tensors[stack.names[0]]
-        is_plain = tensor.scheme is None and tensor.is_stored_as(slab.dtype)
-        return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and is_plain
+        return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and self.is_plain(slab)
 
     def stored_bytes(self, slab: Slab) -> int:
         """The bytes that are read for the values of a slab, without scales."""

@@ -215,7 +215,7 @@ def _work(
     values = calibrated.values if calibrated is not None else None
     for done in Workers(plan, journal, store, jobs, share, values).run(todo):
         yield RunProgress(resumed + done, share.nbytes, resumed, "convert")
-    if not journal.gather(entries_of(plan, journal.sink)):
+    if not journal.gather(entries_of(plan)):
         return RunProgress(share.nbytes, share.nbytes, resumed, "published" if journal.is_published() else PART_DONE)
     yield RunProgress(share.nbytes, share.nbytes, resumed, "merge")
     result = _result(plan, journal)
@@ -233,10 +233,10 @@ def _check_disk(plan: Plan, sink: Sink, todo: Sequence[WorkUnit]) -> None:
 def _result(plan: Plan, journal: RunJournal) -> UnitResult:
     """What all units found together."""
     result = UnitResult()
-    for unit in plan.units:
-        result.add_entry(journal.done(unit.uid, UNIT_ENTRY) or UnitResult().to_json())
-    if _calibration(plan) is not None:
-        result.add_entry(journal.done(FOUND_STEP, UNIT_ENTRY) or UnitResult().to_json())
+    steps = [*(unit.uid for unit in plan.units), *([FOUND_STEP] if _calibration(plan) is not None else [])]
+    for step in steps:
+        if (entry := journal.done(step, UNIT_ENTRY)) is not None:
+            result.add(UnitResult.from_json(entry))
     compressed = {name: set(array.shard_names()) for name, array in plan.arrays.items() if array.compressed}
     if (
         result.checksums.keys() != plan.arrays.keys()

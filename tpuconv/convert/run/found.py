@@ -18,7 +18,7 @@ FOUND_STEP = f"{CALIBRATED}-arrays"
 
 def write_found(plan: Plan, journal: RunJournal, store: Store, values: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays with these values, by name, and records them as done."""
-    result = UnitResult()
+    result, paths = UnitResult(), []
     for name, found in values.items():
         spec = plan.arrays[name]
         first = (0,) * len(spec.shape)
@@ -29,6 +29,6 @@ def write_found(plan: Plan, journal: RunJournal, store: Store, values: Mapping[s
             add_sums(result.checksums, name, (chunk_checksum(spec.shape, spec.chunks, start, chunk), 0))
             shard.close_chunk(slot)
         add_sums(result.checksums, name, (0, crc_checksum(spec.grid, first, shard.crcs())))
-        store.write(name, shard)
-    store.sync(values)
+        paths.append(store.write(name, shard))
+    store.sync(paths)
     journal.record(FOUND_STEP, result.to_json())

@@ -8,10 +8,6 @@ from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.location import BucketPath
 from tpuconv.sources.shard import SourceShard
-from tpuconv.storage.sinks import Sink
-
-ZARR_FILES = "metadata"
-"""The journal's entry for the zarr.json of all arrays, where nobody sees them before the output is published."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +18,11 @@ class Share:
         units: neighbours in the source.
         shards: files of the source to be hashed.
         others: names of the steps, besides units, that other processes do.
-        describes: whether the zarr.json of all arrays are written too.
     """
 
     units: tuple[WorkUnit, ...]
     shards: tuple[SourceShard, ...]
     others: frozenset[str]
-    describes: bool
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +41,7 @@ def share_of(plan: Plan, part: ProcessPart | None) -> Share:
     of it."""
     shards = plan.source.shards if plan.hashes_shards else ()
     if part is None:
-        return Share(plan.units, shards, frozenset(), describes=True)
+        return Share(plan.units, shards, frozenset())
     runs = divided(plan.units, [unit.nbytes for unit in plan.units], part.count)
     read: dict[str, list[int]] = {shard.name: [0] * part.count for shard in shards}
     for process, units in enumerate(runs):
@@ -63,7 +57,6 @@ def share_of(plan: Plan, part: ProcessPart | None) -> Share:
         tuple(runs[part.index]),
         tuple(shard for shard in shards if owner[shard.name] == part.index),
         frozenset(others if is_first else others | {COMPARE_STEP}),
-        describes=is_first,
     )
 
 
@@ -77,11 +70,10 @@ def hashed_shards(plan: Plan) -> Iterator[tuple[int, SourceShard]]:
             yield number, shard
 
 
-def entries_of(plan: Plan, sink: Sink) -> list[str]:
+def entries_of(plan: Plan) -> list[str]:
     """The entries of a journal in which all parts of a plan are done."""
     return [
         *(unit.uid for unit in plan.units),
         *(proof_step(number) for number, _ in hashed_shards(plan)),
         *([COMPARE_STEP] if plan.copies else []),
-        *([ZARR_FILES] if sink.is_hidden else []),
     ]

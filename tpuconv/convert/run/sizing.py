@@ -7,6 +7,7 @@ from math import prod
 
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
+from tpuconv.storage.local_file import READ_BYTES
 
 BASE_MEMORY = 212 << 20
 """Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can
@@ -37,19 +38,21 @@ class Buffers:
     Attributes:
         values: values in the dtype that is wanted.
         raw: values as they are stored, if that is another dtype.
+        read: what is read from a disk at once.
         shard: one shard. While one is built, another is written.
         encoded: what encoders make, or what values are changed in.
     """
 
     values: int
     raw: int
+    read: int
     shard: int
     encoded: int
 
     @property
     def nbytes(self) -> int:
         """Their sum."""
-        return self.values + self.raw + 2 * self.shard + self.encoded
+        return self.values + self.raw + self.read + 2 * self.shard + self.encoded
 
 
 def buffers(plan: Plan) -> Buffers:
@@ -58,6 +61,7 @@ def buffers(plan: Plan) -> Buffers:
     return Buffers(
         values=max((slab.nbytes for slab in slabs), default=0),
         raw=max((plan.stored_bytes(slab) for slab in slabs if not plan.is_stored_as_wanted(slab)), default=0),
+        read=READ_BYTES,
         shard=max((array.shard_bytes for array in plan.arrays.values()), default=0),
         encoded=max(
             2 * max((slab.elements for slab in slabs if plan.is_encoded(slab)), default=0),

@@ -5,8 +5,9 @@ no merging and any process may do them.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from tpuconv.checkpoint.manifest import ORBAX_FILES, path_in
@@ -14,7 +15,6 @@ from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
 from tpuconv.private import INTERFACES
-from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.sinks import Sink
 
 LIST_PLACE, DICT_KEY = 1, 2
@@ -49,21 +49,19 @@ class Store:
         """Creates a folder for every array."""
         self.sink.make_folders([self._path(name) for name in self.arrays])
 
-    def write_metadata(self) -> None:
-        """Writes the zarr.json of every array."""
-        self.sink.write_all(self._array_files())
-        self.sync(self.arrays)
+    def write(self, name: str, shard: ShardBuilder) -> str:
+        """Writes a finished shard of an array. Returns its path in the output, for `sync`."""
+        path = self._path(f"{name}/{shard_name(shard.index)}")
+        self.sink.write(path, shard.close())
+        return path
 
-    def write(self, name: str, shard: ShardBuilder) -> None:
-        """Writes a finished shard of an array. `sync` makes its name durable."""
-        self.sink.write(self._path(f"{name}/{shard_name(shard.index)}"), shard.close())
-
-    def sync(self, names: Iterable[str]) -> None:
-        """Makes the shards of some arrays durable, with their names."""
-        self.sink.sync(self._path(name) for name in names)
+    def sync(self, paths: Collection[str]) -> None:
+        """Makes shards durable, with their names."""
+        self.sink.sync(paths)
+        self.sink.sync(dict.fromkeys(str(PurePosixPath(path).parent) for path in paths))
 
     def finish(self, shard_bytes: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Any]]:
-        """Checks that every file of every array exists, and makes the folder an Orbax checkpoint. May be called again.
+        """Checks that every shard exists, and makes the folder an Orbax checkpoint. May be called again.
 
         Args:
             shard_bytes: the sizes of the files of compressed arrays, by name.
@@ -74,8 +72,7 @@ class Store:
         Raises:
             OutputError: a file is missing, by a bug or because another process removed it.
         """
-        array_files = self._array_files()
-        sizes = {name: len(content) for name, content in array_files.items()} if self.sink.is_hidden else {}
+        sizes: dict[str, int] = {}
         for array in self.arrays.values():
             shards = shard_bytes[array.name] if array.compressed else array.shard_sizes()
             sizes |= {self._path(f"{array.name}/{name}"): n for name, n in shards.items()}
@@ -86,15 +83,12 @@ class Store:
                 if self.sink.is_hidden
                 else f"delete {self.sink.folder} and {self.sink.folder}.tpuconv, and convert again",
             )
-        if not self.sink.is_hidden:  # without it nobody reads an array as zeros that has no shards yet
-            self.write_metadata()
-        orbax_files = {self._path(name): data for name, data in _orbax_files(self.arrays, self.tree).items()}
-        files = self.sink.write_all(orbax_files)
-        self.sink.sync([self.inside])
-        return files | {name: hash_bytes(content) for name, content in array_files.items()}
-
-    def _array_files(self) -> dict[str, bytes]:
-        return {self._path(f"{a.name}/zarr.json"): json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
+        # Without its zarr.json nobody takes an array that lacks shards for one of zeros.
+        files = {self._path(f"{a.name}/zarr.json"): json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
+        files |= {self._path(name): data for name, data in _orbax_files(self.arrays, self.tree).items()}
+        facts = self.sink.write_all(files)
+        self.sink.sync([*(self._path(name) for name in self.arrays), self.inside])
+        return facts
 
 
 def step_files(item: str) -> dict[str, bytes]:

@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,9 +23,9 @@ from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab, WorkUnit
 from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
-from tpuconv.convert.run.share import ZARR_FILES, Share
+from tpuconv.convert.run.share import Share
 from tpuconv.convert.run.sizing import buffers
-from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, view_slab
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
 from tpuconv.convert.run.strided import copy_strided
@@ -78,22 +79,60 @@ class UnitResult:
             **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
         }
 
-    def add_entry(self, entry: Mapping[str, Any]) -> None:
-        """Adds what the journal's entry of another unit says."""
-        for name, sums in entry["checksums"].items():
-            add_sums(self.checksums, name, (sums["values"], sums["crcs"]))
-        for name, found in entry["figures"].items():
+    def add(self, other: "UnitResult") -> None:
+        """Adds what another part of the work found."""
+        for name, sums in other.checksums.items():
+            add_sums(self.checksums, name, sums)
+        for name, found in other.statistics.items():
             manifest.add_statistics(self.statistics.setdefault(name, {}), found)
-        for name, files in entry.get("shard_bytes", {}).items():
+        for name, files in other.shard_bytes.items():
             self.shard_bytes.setdefault(name, {}).update(files)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """What the journal's entry of a unit says."""
+        checksums = {name: (sums["values"], sums["crcs"]) for name, sums in entry["checksums"].items()}
+        return cls(checksums, entry["figures"], entry.get("shard_bytes", {}))
 
 
 class _Cancelled(Exception):
     """Another worker failed, or the user interrupted."""
 
 
+class _OpenUnit:
+    """A unit of work whose slabs are done side by side, by any worker."""
+
+    def __init__(self, unit: WorkUnit):
+        self.unit = unit
+        self._found: dict[int, UnitResult] = {}
+        self._writes: list[Future[str]] = []
+        self._lock = threading.Lock()
+
+    def add(self, number: int, found: UnitResult, writes: Sequence[Future[str]]) -> bool:
+        """Adds what a slab found, and the writes of its shards. Returns whether it was the last slab."""
+        with self._lock:
+            self._found[number] = found
+            self._writes += writes
+            return len(self._found) == len(self.unit.slabs)
+
+    def written(self) -> list[str]:
+        """The files of all shards. Waits until they are written, and raises what went wrong."""
+        return [write.result() for write in self._writes]
+
+    def result(self) -> UnitResult:
+        """What all slabs found, in their order."""
+        result = UnitResult()
+        for number in range(len(self.unit.slabs)):
+            result.add(self._found[number])
+        return result
+
+
+Task = Callable[["_Memory"], None]
+
+
 class Workers:
-    """The threads of a run and what they have in common.
+    """The threads of a run and what they have in common. Each takes the next task when it has done one, so that the
+    source is read from start to end.
 
     Args:
         plan: what is converted.
@@ -118,8 +157,9 @@ class Workers:
         self.stop = threading.Event()
         self.reader = plan.source.open(self._check_cancelled, hashes=share.hashes(plan))
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.memories: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
         self.writers = ThreadPoolExecutor(jobs)
+        self.finisher = ThreadPoolExecutor(1)
+        self.ends: deque[Future[None]] = deque()
         self.made: list[tuple[WorkUnit, UnitResult]] = []
         self.recording = threading.Lock()
 
@@ -128,14 +168,16 @@ class Workers:
         total = 0
         pool = ThreadPoolExecutor(self.jobs)
         try:  # of all that starts threads: one that an interrupt leaves without work would be waited for at exit
-            tasks = self._tasks(units)
-            for _ in range(min(self.jobs, len(units))):
-                self.memories.put(_Memory(self.plan, self.writers))
-            futures: set[Future[None]] = {pool.submit(task) for task in tasks}
-            while futures:
-                finished, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()
+            tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+            for task in self._tasks(units):
+                tasks.put(task)
+            jobs: set[Future[None]] = {pool.submit(self._work, tasks) for _ in range(min(self.jobs, tasks.qsize()))}
+            while jobs or self.ends:
+                finished, jobs = wait(jobs or {self.ends[-1]}, timeout=0.1, return_when=FIRST_COMPLETED)
+                for job in finished:
+                    job.result()
+                while self.ends and self.ends[0].done():
+                    self.ends.popleft().result()
                 while not self.done.empty():
                     total += self.done.get()
                 yield total
@@ -144,9 +186,19 @@ class Workers:
             self.stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             self.writers.shutdown(wait=True)
+            self.finisher.shutdown(wait=True)  # units that are complete count, whatever ended the work
             self.reader.close()
 
-    def _tasks(self, units: Sequence[WorkUnit]) -> list[Callable[[], None]]:
+    def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
+        """Does one task after the other until none is left."""
+        memory = _Memory(self.plan, self.writers)
+        with suppress(queue.Empty):
+            while True:
+                task = tasks.get_nowait()
+                self._check_cancelled()
+                task(memory)
+
+    def _tasks(self, units: Sequence[WorkUnit]) -> Iterator[Task]:
         """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
         plan = self.plan
         names = [COMPARE_STEP, *(proof_step(i) for i in range(len(plan.source.shards)))]
@@ -158,18 +210,13 @@ class Workers:
             self.journal.forget(sorted(again))
             known -= again
             steps = work_steps(plan, units, known)
-        tasks: dict[str, Callable[[], None]] = {COMPARE_STEP: self._compare}
-        tasks |= {unit.uid: partial(self._unit, unit) for unit in units}
-        tasks |= {proof_step(i): partial(self._check_hash, shard) for i, shard in enumerate(plan.source.shards)}
-        first = [self._describe] if self.share.describes else []
-        return [*first, *(tasks[step.name] for step in steps)]
+        tasks: dict[str, list[Task]] = {COMPARE_STEP: [self._compare]}
+        tasks |= {unit.uid: self._unit(unit) for unit in units}
+        tasks |= {proof_step(i): [partial(self._check_hash, shard)] for i, shard in enumerate(plan.source.shards)}
+        for step in steps:
+            yield from tasks[step.name]
 
-    def _describe(self) -> None:
-        if self.store.sink.is_hidden and self.journal.done(ZARR_FILES) is None:
-            self.store.write_metadata()
-            self.journal.record(ZARR_FILES, {})
-
-    def _check_hash(self, shard: SourceShard) -> None:
+    def _check_hash(self, shard: SourceShard, _: "_Memory | None" = None) -> None:
         entry = proof_step(self.plan.source.shards.index(shard))
         # What another process found does not prove what was fetched here.
         if self.journal.done(entry, HASH_ENTRY) is None or self.reader.unproved({shard.name}):
@@ -188,7 +235,7 @@ class Workers:
             if shard.name in shards and shard.sha256 is not None:
                 self._check_hash(shard)
 
-    def _compare(self) -> None:
+    def _compare(self, _: "_Memory") -> None:
         for copy, original in self.plan.copies.items():
             try:
                 check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
@@ -198,26 +245,32 @@ class Workers:
         self.journal.record(COMPARE_STEP, {})
         self.reader.finish(COMPARE_STEP)
 
-    def _unit(self, unit: WorkUnit) -> None:
-        result = UnitResult()
-        memory = self.memories.get()
+    def _unit(self, unit: WorkUnit) -> list[Task]:
+        """A task for each slab of a unit."""
+        made = _OpenUnit(unit)
+        return [partial(self._unit_slab, made, number) for number in range(len(unit.slabs))]
+
+    def _unit_slab(self, made: _OpenUnit, number: int, memory: "_Memory") -> None:
+        """Does a slab of a unit."""
+        slab, found = made.unit.slabs[number], UnitResult()
         try:
-            for slab in unit.slabs:
-                self._check_cancelled()
-                self._slab(slab, memory, result)
-                self.done.put(self.plan.stored_bytes(slab))
-            memory.wait_until_written()
+            writes = self._slab(slab, memory, found)
         except SourceError:
-            self._check_promises(self.plan.shards_of(unit))
+            self._check_promises(self.plan.shards_of(made.unit))
             raise
-        finally:
-            self.memories.put(memory)
+        self.done.put(self.plan.stored_bytes(slab))
+        if made.add(number, found, writes):
+            self.ends.append(self.finisher.submit(self._finish, made))
+
+    def _finish(self, made: _OpenUnit) -> None:
+        """Flushes what was made of a unit, and records it. In a thread of its own: it waits for the disk."""
+        written, result = made.written(), made.result()
         for name in result.statistics:
             self.plan.encoders[name].check()
-        self.store.sync(result.checksums)
-        self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
+        self.store.sync(written)
+        self.reader.check_unchanged(self.plan.shards_of(made.unit))  # what is done was made of the files of the plan
         with self.recording:
-            self.made.append((unit, result))
+            self.made.append((made.unit, result))
         self._record_proved()
 
     def _record_proved(self) -> None:
@@ -229,7 +282,9 @@ class Workers:
             self.journal.record(unit.uid, result.to_json())
             self.reader.finish(unit.uid)
 
-    def _slab(self, slab: Slab, memory: "_Memory", result: UnitResult) -> None:
+    def _slab(self, slab: Slab, memory: "_Memory", result: UnitResult) -> list[Future[str]]:
+        """Converts a slab, and begins to write its shards."""
+        writes = []
         bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
         sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
         targets, changes = slab.binding.layout(sources, slab.sizes), slab.binding.arithmetic
@@ -243,20 +298,21 @@ class Workers:
                     target = change.apply(rearranged.view(slab.dtype), slab.binding.sizes).view(bits)
             try:
                 if encoder is None:
-                    self._write(self.plan.arrays[name], box, target, memory, result)
+                    writes.append(self._write(self.plan.arrays[name], box, target, memory, result))
                     continue
                 parts, found = encoder(
                     target.view(slab.dtype), self._calibrated(name, QVALUES, box, np.dtype(np.uint8))
                 )
             except FloatingPointError:
-                raise self._not_finite(name, slab, memory) from None
+                raise self._not_finite(name, slab, sources) from None
             manifest.add_statistics(result.statistics.setdefault(name, {}), found)
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
                 own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
                 own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
-                self._write(array, own_box, own_values, memory, result)
+                writes.append(self._write(array, own_box, own_values, memory, result))
+        return writes
 
     def _calibrated(self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
         """What a calibration found for a box of a parameter, if there was one."""
@@ -264,9 +320,9 @@ class Workers:
             return None
         return self.calibrated.read(name, kind, self.plan.arrays[self.plan.stored_names(name)[0]].shape, box, dtype)
 
-    def _not_finite(self, name: str, slab: Slab, memory: "_Memory") -> SourceError:
+    def _not_finite(self, name: str, slab: Slab, sources: Sequence[np.ndarray]) -> SourceError:
         """The error for values of a parameter that are not finite. It names the first one in the source."""
-        values = memory.values[: slab.nbytes].view(slab.dtype)
+        values = np.concatenate([source.reshape(-1) for source in sources]).view(slab.dtype)
         found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         details = []
         if found.size:
@@ -281,7 +337,7 @@ class Workers:
 
     def _write(
         self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", result: UnitResult
-    ) -> None:
+    ) -> Future[str]:
         """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it.
 
         Raises:
@@ -311,7 +367,7 @@ class Workers:
         add_sums(result.checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
         if array.compressed:
             result.shard_bytes.setdefault(array.name, {})[shard_name(index)] = shard.nbytes
-        memory.write(partial(self.store.write, array.name, shard))
+        return memory.write(partial(self.store.write, array.name, shard))
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
@@ -325,7 +381,7 @@ class _Memory:
         need = buffers(plan)
         self.values, self.raw, *shards = map(page_buffer, (need.values, need.raw, need.shard, need.shard))
         self.shards, self.writers = deque(shards), writers
-        self.writes: deque[Future[None]] = deque()
+        self.writes: deque[Future[str]] = deque()
 
     def room_for_shard(self) -> np.ndarray:
         """Memory for a shard. Waits until the shard that was in it is written, and raises what went wrong."""
@@ -333,19 +389,15 @@ class _Memory:
             self.writes.popleft().result()
         return self.shards[0]
 
-    def write(self, write: Callable[[], None]) -> None:
+    def write(self, write: Callable[[], str]) -> "Future[str]":
         """Begins to write the shard in the room. The next shard gets another room."""
         self.writes.append(self.writers.submit(write))
         self.shards.rotate(-1)
-
-    def wait_until_written(self) -> None:
-        """Waits until all shards are written, and raises what went wrong."""
-        while self.writes:
-            self.writes.popleft().result()
+        return self.writes[-1]
 
     def read(self, reader: Reader, plan: Plan, slab: Slab) -> list[np.ndarray]:
-        """The slab's source tensors; see `read_slab`."""
-        return read_slab(reader, plan, slab, self.values, self.raw)
+        """The slab's source tensors; see `view_slab`."""
+        return view_slab(reader, plan, slab, self.values, self.raw)
 
 
 def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
