@@ -19,6 +19,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from tpuconv.models.registry import all_families
+from tpuconv.models.wrappers import WRAPPERS
 from tpuconv.verify.reference import READ_AS
 
 TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
@@ -82,10 +83,11 @@ def table() -> tuple[list[str], dict[str, dict[str, str]], dict[str, list[str]]]
     for kind in read:
         for name in (*sorted(types[kind]), kind):
             aliases.setdefault(kind, {}).update(aliases_of(READ_AS.get(name, name)))
+    read |= {kind: keys_of(kind) for kind in WRAPPERS}  # of whose text models others tell
     return (
         sorted(filter(is_data, shared)),
         {kind: dict(sorted(names.items())) for kind, names in aliases.items() if names},
-        {kind: sorted(filter(is_data, names - shared)) for kind, names in read.items()},
+        {kind: sorted(filter(is_data, names - shared)) for kind, names in sorted(read.items())},
     )
 
 

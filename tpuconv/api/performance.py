@@ -237,7 +237,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     from tpuconv.api.conversion import find_rules, is_checkpoint
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
-    from tpuconv.models.common.config import without_keys
+    from tpuconv.models.common.config_keys import without_keys
     from tpuconv.models.registry import find_family
     from tpuconv.sources.hub import fetch_config
     from tpuconv.verify.topology.request import source_passthrough

@@ -121,8 +121,9 @@ def _make_plan(
     released = family.table_for(source.tensors, returns)
 
     def for_target(target: Any) -> Any:
-        names, forms = (family.name, source.config["model_type"]), (options.scan_layers, options.include_mtp)
-        return target_table(target, *names, released, own_config, scan_layers=forms[0], include_mtp=forms[1])
+        name, kind = family.in_targets(source.config["model_type"])
+        scan, mtp = options.scan_layers, options.include_mtp
+        return target_table(target, name, kind, released, own_config, scan_layers=scan, include_mtp=mtp)
 
     table, config = (table, own_config) if table is not None else for_target(target)
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)

@@ -40,6 +40,7 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
     With --new read the config.json and the headers of SRC, a Hub id or a folder with safetensors, and no weights.
     """
     from tpuconv.models.registry import family_names, get_family
+    from tpuconv.models.wrappers import WRAPPERS
 
     if new is not None:
         if name or as_table or target:
@@ -59,8 +60,10 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
         _show_target(target, name, as_json)
         return
     chosen = [get_family(each) for each in ([name] if name else family_names())]
+    wrappers = [] if name else list(WRAPPERS.values())
     if as_json:
-        print_json({"families": [_to_json(family) for family in chosen]})
+        listed = {"wrappers": [wrapper.to_json() for wrapper in wrappers]} if wrappers else {}
+        print_json({"families": [_to_json(family) for family in chosen], **listed})
     elif as_table:
         for family in chosen:
             _show_table(family)
@@ -69,6 +72,13 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
         for family in chosen:
             table.add_row(family.name, lines(family.architectures), family.summary)
         console().print(table)
+        if wrappers:
+            columns = ("model_type", "architecture", "models", "text models")
+            table = Table("text models inside multimodal models", columns, optional=("architecture",))
+            for wrapper in wrappers:
+                row = (wrapper.model_type, wrapper.architecture, wrapper.models)
+                table.add_row(*row, lines(f"{wrapper.model_type}.{text}" for text in wrapper.texts))
+            console().print(table)
 
 
 def _to_json(family: "Family") -> dict[str, Any]:

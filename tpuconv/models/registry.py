@@ -13,7 +13,8 @@ from typing import Any
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.config import ConfigReport, DecoderConfig, given_keys, report_ignored, without_keys
+from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
+from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 
 FAMILIES: Mapping[str, str] = {
@@ -144,6 +145,9 @@ FAMILIES: Mapping[str, str] = {
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
+WRAPPED = "tpuconv.models.wrappers:wrapped_family"
+"""Finds the family of a text model inside one of many multimodal models."""
+
 GROUP = "tpuconv.families"
 """The group of entry points for families."""
 
@@ -162,6 +166,8 @@ class Family:
             a head for logits are read too (`tpuconv.models.common.heads`).
         variants: further tables, for releases in which tensors have other names.
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
+        text: of a multimodal model the family of its text model, if that has the same names of parameters and stands
+            for it in the tables of targets.
     """
 
     name: str
@@ -172,6 +178,7 @@ class Family:
     architectures: Mapping[str, str]
     variants: tuple[MappingTable, ...] = ()
     text_types: tuple[str, ...] = ()
+    text: str = ""
 
     def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
         """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
@@ -200,6 +207,10 @@ class Family:
         raise UsageError(
             f"{self.name} has no variant {short(variant)}", hint="the checkpoint was made by another version of tpuconv"
         )
+
+    def in_targets(self, model_type: str) -> tuple[str, str]:
+        """Returns the family and the model type by which tables of targets have the models of a model type."""
+        return (self.text, self.text_types[0]) if self.text else (self.name, model_type)
 
     @property
     def model_class(self) -> Any:
@@ -271,6 +282,9 @@ def get_family(name: str) -> Family:
     if name in FAMILIES:
         family: Family = _resolve(FAMILIES[name])
         return family
+    wrapper, _, text_type = name.partition(".")
+    if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:
+        return found
     if name not in _plugins():
         raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
     point = _plugins()[name]
@@ -283,9 +297,21 @@ def get_family(name: str) -> Family:
     return plugin
 
 
+@cache
+def family_of_type(model_type: str) -> Family | None:
+    """Returns the family that reads a model type; None if there is none."""
+    return next((family for family in all_families() if model_type in family.architectures.values()), None)
+
+
 def all_families() -> list[Family]:
     """Returns all families. Imports them."""
     return [get_family(name) for name in family_names()]
+
+
+def _wrapped(hf_config: Mapping[str, Any]) -> Family | None:
+    """The family of the text model in one of `tpuconv.models.wrappers`; None of another config.json."""
+    family: Family | None = _resolve(WRAPPED)(hf_config)
+    return family
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:
@@ -302,7 +328,9 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
         )
     known: set[str] = set()
-    for family in map(get_family, family_names()):  # ours first, so that plugins are imported only if needed
+    inside = _wrapped(hf_config)
+    # Ours first, so that plugins are imported only if needed.
+    for family in map(get_family, family_names()) if inside is None else [inside]:
         known.update(family.architectures.values())
         if model_type in family.architectures.values() and _reads_text(family, hf_config):
             causal = [name for name, kind in family.architectures.items() if kind == model_type]
@@ -315,9 +343,9 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
                 hint=_suggestion(other[0], list(family.architectures)),
             )
     text = hf_config.get("text_config")
-    inside = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
+    around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
     raise UnsupportedConfig(
-        f"no family reads model_type {short(model_type)}{inside} (architectures {short(architectures)})",
+        f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})",
         hint=_suggestion(model_type, sorted(known)),
     )
 

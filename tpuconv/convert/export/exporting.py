@@ -60,8 +60,7 @@ def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: C
         raw = _encoded(raw, scheme)
     table, config = target_table(
         get_target(manifest.target),
-        family.name,
-        raw["model_type"],
+        *family.in_targets(raw["model_type"]),
         family.table_of(manifest.variant, manifest.returns),
         _read(manifest, family, raw),
         scan_layers=manifest.scan_layers,

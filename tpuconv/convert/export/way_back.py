@@ -176,7 +176,8 @@ def _forms(
     for scan in (False, True) if target.layer_axis is not None else (False,):
         for mtp in (False, True) if has_mtp else (False,):
             try:
-                own = target_table(target, family.name, model_type, table, config, scan_layers=scan, include_mtp=mtp)
+                name, kind = family.in_targets(model_type)
+                own = target_table(target, name, kind, table, config, scan_layers=scan, include_mtp=mtp)
             except UnsupportedConfig as error:
                 refused = error
                 continue

@@ -17,13 +17,15 @@ from tpuconv.models.common.config_keys import (
     MOST_HINTS,
     SUPPORTED_VALUES,
     aliases_of_reference,
+    given_keys,
     ignored_keys,
     near_key,
+    without_keys,
 )
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
-from tpuconv.sources.config import INSIDE_KEYS, changed, parts_of
+from tpuconv.sources.config import INSIDE_KEYS
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "qkv_bias": ("q_proj.bias", "q.bias"),
@@ -94,6 +96,11 @@ class DecoderConfig:
     head: Head = LANGUAGE_MODEL
 
     @classmethod
+    def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
+        """Returns the class for a model type of the family, of which some have other defaults."""
+        return cls
+
+    @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """Returns the config that a parsed config.json describes.
 
@@ -101,6 +108,9 @@ class DecoderConfig:
             UnsupportedConfig: a key or a value is not implemented.
             ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
         """
+        kind = cls.of_type(raw.get("model_type"))
+        if kind is not cls:
+            return kind.from_hf(raw)  # type: ignore[return-value]  # a subclass
         read = cls.in_our_keys(raw)
         hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._unread(read)
@@ -354,27 +364,6 @@ class ConfigReport:
 
     config: DecoderConfig
     ignored: tuple[IgnoredKey, ...]
-
-
-def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
-    return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})
-
-
-def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:
-    """Returns the keys and values of a parsed config.json and of its `text_config`.
-
-    Raises:
-        UsageError: a key of `allow` is not among them.
-    """
-    given = {key: value for part in reversed(parts_of(raw)) for key, value in part.items()}
-    for key in allow:
-        if key not in given:
-            raise UsageError(
-                f"config.json has no key {short(key)}{near_key(key, given)}",
-                hint="leave --allow-config out for this key",
-            )
-    return given
 
 
 def report_ignored(

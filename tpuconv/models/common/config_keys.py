@@ -7,9 +7,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig, shorten
+from tpuconv.errors import UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import ROPE_KEYS
+from tpuconv.sources.config import changed, parts_of
 
 NO_EFFECT = frozenset(
     {
@@ -126,3 +127,24 @@ def near_key(key: str, *known: Collection[str]) -> str:
     """Returns the key of these that is most like `key`, as the end of a message; empty if none is."""
     near = get_close_matches(key[:100], [*(name for names in known for name in names), *ROPE_KEYS], n=1)
     return f" (near: {near[0]})" if near else ""
+
+
+def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
+    return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})
+
+
+def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:
+    """Returns the keys and values of a parsed config.json and of its `text_config`.
+
+    Raises:
+        UsageError: a key of `allow` is not among them.
+    """
+    given = {key: value for part in reversed(parts_of(raw)) for key, value in part.items()}
+    for key in allow:
+        if key not in given:
+            raise UsageError(
+                f"config.json has no key {short(key)}{near_key(key, given)}",
+                hint="leave --allow-config out for this key",
+            )
+    return given

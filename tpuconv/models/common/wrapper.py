@@ -44,6 +44,7 @@ def tables(
     released: str,
     outside: Mapping[str, str],
     *,
+    tensors: Mapping[str, str] = {},
     name: str = "",
     prefixes: Mapping[str, str] = PREFIXES,
 ) -> tuple[MappingTable, ...]:
@@ -53,10 +54,12 @@ def tables(
         text: the table of the text model, with the prefix `model.`.
         released: the prefix that releases have: that of the first table.
         outside: names of the modules outside the text model, and why they are skipped. They may stand below `model.`.
+        tensors: the same of single tensors.
         name: the beginning of the tables' `variant`, of a family with several text tables.
         prefixes: the prefixes of the text model, and that of the head for each.
     """
-    skipped = {f"{front}{name}.*": why for name, why in outside.items() for front in ("", "model.")}
+    patterns = {f"{name}.*": why for name, why in outside.items()} | dict(tensors)
+    skipped = {f"{front}{pattern}": why for pattern, why in patterns.items() for front in ("", "model.")}
     return tuple(
         MappingTable(
             [replace(row, hf=tuple(_inside(name, prefix, head) for name in row.hf_names)) for row in text],
@@ -84,9 +87,13 @@ class WrapperConfig:
         flat: whether the keys of `text_config` may stand at the root instead.
         tied: `tie_word_embeddings` where no key says it. It stands at the root in newer files, in `text_config` in
             older ones.
+        wrapper_type: the model type of the wrapper, if `model_type` is that of the text model.
+        outside_keys: keys beside `text_config` without effect on the text model, besides those of all wrappers.
     """
 
     model_type: ClassVar[str]
+    wrapper_type: ClassVar[str] = ""
+    outside_keys: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[bool] = False
     tied: ClassVar[bool] = False
 
@@ -142,9 +149,9 @@ class WrapperConfig:
         """The keys beside `text_config` that neither this family nor the reference reads."""
         if cls._is_flat(raw):
             return {}
-        known = ("text_config", "tie_word_embeddings")
+        known = {"text_config", "tie_word_embeddings", *cls.outside_keys}
         beside = {key: value for key, value in raw.items() if not _has_no_effect(key) and key not in known}
-        return ignored_keys(beside, (), {}, cls.model_type)
+        return ignored_keys(beside, (), {}, cls.wrapper_type or cls.model_type)
 
 
 def _has_no_effect(key: str) -> bool:

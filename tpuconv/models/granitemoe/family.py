@@ -1,10 +1,10 @@
 """Granite 3, mixture of experts: config and mapping table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.granite import family as granite
@@ -23,10 +23,8 @@ class Config(ChosenExperts, granite.Config):
     num_experts_per_tok: int = 2
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        if cls is Config and raw.get("model_type") == "granitemoeshared":
-            return SharedConfig.from_hf(raw)  # type: ignore[return-value]  # a subclass of Config
-        return super().from_hf(raw)
+    def of_type(cls, model_type: str | None) -> type[DecoderConfig]:
+        return SharedConfig if cls is Config and model_type == "granitemoeshared" else cls
 
     @property
     def has_shared_expert(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
@@ -43,10 +43,8 @@ class Config(DecoderConfig):
     mlp_bias: bool = False
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        if cls is Config and raw.get("model_type") == "mistral":
-            return MistralConfig.from_hf(raw)  # type: ignore[return-value]  # a subclass of Config
-        return super().from_hf(raw)
+    def of_type(cls, model_type: str | None) -> type[DecoderConfig]:
+        return MistralConfig if cls is Config and model_type == "mistral" else cls
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,212 @@
+"""The table of wrappers: text models of families inside multimodal models, against transformers' class of the whole.
+
+What sees or hears has no weights here: transformers makes it on the device `meta`, and puts the text model of a tiny
+case inside.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpuconv
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.conversions import convert
+from helpers.encoded import same_bits
+from helpers.families import CASES, SIZES, Case
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models.common.wrapper import PREFIXES
+from tpuconv.models.registry import FAMILIES, family_of_type, find_family, get_family
+from tpuconv.models.wrappers import WRAPPERS, Wrapper
+from tpuconv.verify.logits import model_logits
+
+IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31]]
+ON_CPU = {"idefics3"}
+"""Text is moved to the device of what sees."""
+WITH_TIMM = {"perception_lm", "fast_vlm"}
+"""What sees needs the package timm in transformers: the names are those of the rows, and the text model is alone."""
+PAIRS = [(wrapper, text) for wrapper in WRAPPERS.values() for text in wrapper.texts]
+FAST = [(WRAPPERS[name], text) for name, text in (("llava", "mistral"), ("internvl", "qwen3"), ("smolvlm", "llama"))]
+
+
+def name_of(value: Any) -> str:
+    return value.model_type if isinstance(value, Wrapper) else str(value)
+
+
+def text_case(text_type: str) -> Case:
+    return next(case for case in CASES if case.model_type == text_type and case.family in FAMILIES)
+
+
+def text_config(text_type: str, **changes: Any) -> dict[str, Any]:
+    return {**SIZES, **text_case(text_type).config, "model_type": text_type, **changes}
+
+
+def whole_config(wrapper: Wrapper, text: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    tied = AutoConfig.for_model(**text).tie_word_embeddings
+    beside = {}
+    if wrapper.model_type == "fun_asr_nano":
+        width = text["hidden_size"]
+        beside = {"adaptor_config": {"hidden_size": width, "intermediate_size": width // 4}}
+    if wrapper.model_type in ON_CPU:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        beside = {"vision_config": sizes}
+    return AutoConfig.for_model(wrapper.model_type, text_config=dict(text), tie_word_embeddings=tied, **beside)
+
+
+def whole_model(wrapper: Wrapper, config: Any) -> Any:
+    """Transformers' model, of which the text model alone has weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    causal = transformers.AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager").eval()
+    if wrapper.model_type in WITH_TIMM:
+        return causal
+    with torch.device("meta"):
+        whole = getattr(transformers, wrapper.architecture)(config).eval()
+    if wrapper.model_type in ON_CPU:
+        whole = whole.to_empty(device="cpu")
+    base = causal.base_model
+    name = next(name for name, module in whole.named_modules() if type(module) is type(base))
+    whole.set_submodule(name, base)
+    head = next(name for name, module in whole.named_modules() if name.endswith("lm_head"))
+    whole.set_submodule(head, causal.lm_head)
+    return whole
+
+
+def saved(wrapper: Wrapper, whole: Any) -> dict[str, np.ndarray]:
+    """The tensors of the text model under the names that `save_pretrained` gives them, and one of each other module."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = revert_weight_conversion(whole, dict(whole.state_dict()))
+    if whole.config.tie_word_embeddings:
+        state = {name: x for name, x in state.items() if "lm_head" not in name}
+    out, seen = {}, set()
+    for name, x in state.items():
+        if not x.is_meta and not any(module in name.split(".") for module in wrapper.outside):
+            if wrapper.model_type in WITH_TIMM:
+                name = (wrapper.prefix + name.removeprefix("model.")) if name.startswith("model.") else name
+            # transformers 5.23 writes layers of Qianfan-OCR's text model with a name of those that see.
+            out[name.replace("language_model.model.encoder.", "language_model.model.")] = x.float().numpy()
+            continue
+        module = name.removeprefix("model.").partition(".")[0]
+        if module not in seen:
+            seen.add(module)
+            out[name] = np.zeros(2, np.float32)
+    return out
+
+
+def checkpoint(wrapper: Wrapper, text_type: str, folder: Path, **changes: Any) -> tuple[Path, Any]:
+    config = whole_config(wrapper, text_config(text_type, **changes))
+    whole = whole_model(wrapper, config)
+    raw = json.loads(config.to_json_string()) | {"architectures": [wrapper.architecture]}
+    return write_checkpoint(folder, raw, saved(wrapper, whole)), whole
+
+
+def logits_of(whole: Any) -> list[np.ndarray]:
+    import torch
+
+    with torch.no_grad():
+        return [whole(input_ids=torch.tensor([ids])).logits[0].float().numpy() for ids in IDS]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text_type"),
+    [
+        pytest.param(
+            *pair, marks=() if pair[0].model_type in FAST and pair[1] == pair[0].texts[0] else pytest.mark.slow
+        )
+        for pair in PAIRS
+    ],
+    ids=name_of,
+)
+def test_the_text_has_the_logits_of_the_whole_and_comes_back(wrapper: Wrapper, text_type: str, tmp_path: Path) -> None:
+    folder, whole = checkpoint(wrapper, text_type, tmp_path / "hf")
+    plan = convert(folder, tmp_path / "out")
+    assert plan.family == f"{wrapper.model_type}.{text_type}"
+    assert read_manifest(tmp_path / "out").variant == ""  # the names that transformers writes are those of releases
+    assert {skip.reason for skip in plan.skipped} <= set(wrapper.outside.values())
+    for want, have in zip(logits_of(whole), model_logits(tmp_path / "out", IDS, "float32"), strict=True):
+        assert np.abs(want - have).max() <= 2e-5 * np.abs(want).max()
+    api.export(tmp_path / "out", tmp_path / "back")
+    source, back = read_tensors(folder), read_tensors(tmp_path / "back")
+    assert len(source) - len(back) == sum(skip.count for skip in plan.skipped)
+    assert all(same_bits(x, source[name]) for name, x in back.items())
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_names_of_every_release_are_known(prefix: str, tmp_path: Path) -> None:
+    wrapper = WRAPPERS["llava"]
+    folder, _ = checkpoint(wrapper, "llama", tmp_path / "hf")
+    raw = json.loads((folder / "config.json").read_text())
+    head = PREFIXES[wrapper.prefix]
+    tensors = {
+        PREFIXES[prefix] + name.removeprefix(head)
+        if name.startswith(head)
+        else prefix + name.removeprefix(wrapper.prefix)
+        if name.startswith(wrapper.prefix)
+        else name: x
+        for name, x in read_tensors(folder).items()
+    }
+    convert(write_checkpoint(tmp_path / "other", raw, tensors), tmp_path / "out")
+    assert read_manifest(tmp_path / "out").variant == ("" if prefix == wrapper.prefix else prefix)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=name_of)
+def test_every_row_reads_the_config_of_transformers(wrapper: Wrapper) -> None:
+    """With no key left over: what transformers reads beside the text is named."""
+    for text_type in wrapper.texts:
+        raw = json.loads(whole_config(wrapper, text_config(text_type)).to_json_string())
+        raw["architectures"] = [wrapper.architecture]
+        family = find_family(raw)
+        assert family is get_family(f"{wrapper.model_type}.{text_type}")
+        report = family.check_config(raw)
+        assert not report.ignored
+        own = family_of_type(text_type)
+        assert own is not None
+        assert report.config.axes == own.check_config({**raw["text_config"], "architectures": []}).config.axes
+        with pytest.raises(UnsupportedConfig, match="is_causal=False is not implemented"):
+            family.check_config(raw | {"text_config": raw["text_config"] | {"is_causal": False}})
+    del raw["text_config"]["model_type"]
+    assert find_family(raw).name == f"{wrapper.model_type}.{wrapper.texts[0]}"
+
+
+def test_a_text_model_of_no_family_is_refused() -> None:
+    raw = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "x"},
+    }
+    with pytest.raises(UnsupportedConfig, match="no family reads a text model of the type 'x' in llava"):
+        find_family(raw)
+    with pytest.raises(UnsupportedConfig, match=r"llava\.llama reads model_type 'llava', but not its architecture"):
+        find_family(raw | {"architectures": ["Other"], "text_config": {}})
+    with pytest.raises(UsageError, match=r"there is no family 'llama\.llava'"):
+        get_family("llama.llava")
+
+
+def test_targets_have_the_text_model(tmp_path: Path) -> None:
+    """By the table of its own family."""
+    folder, _ = checkpoint(WRAPPERS["llava"], "mistral", tmp_path / "hf")
+    api.convert(folder, tmp_path / "out", target="maxtext", scan_layers=True)
+    api.export(tmp_path / "out", tmp_path / "back")
+    source = read_tensors(folder)
+    back = read_tensors(tmp_path / "back")
+    assert all(np.allclose(x, source[name], rtol=1e-6) for name, x in back.items())
+    assert set(back) == {name for name in source if name.startswith("language_model.")}
+
+
+def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
+    folder, _ = checkpoint(WRAPPERS["internvl"], "qwen3", tmp_path / "hf")
+    convert(folder, tmp_path / "out")
+    tpuconv.save(tpuconv.load(tmp_path / "out"), tmp_path / "saved", like=tmp_path / "out")
+    api.export(tmp_path / "saved", tmp_path / "back")
+    source = read_tensors(folder)
+    assert all(same_bits(x, source[name]) for name, x in read_tensors(tmp_path / "back").items())

@@ -1,0 +1,431 @@
+"""Multimodal models around the text model of a family, which alone is converted: the table of these wrappers. The
+family of a text model of the type `qwen2` in the wrapper `llava` is named `llava.qwen2`.
+
+A text model that exists in one multimodal model alone, or is changed by it, has a folder of its own (`models/gemma3/`).
+In all rows here text meets the text model alone, each token sees those before it, and the logits of the whole are those
+of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
+from typing import Any
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.wrapper import BRINGS, HEARS, PREFIXES, SEES, WrapperConfig, tables
+from tpuconv.models.registry import Family, family_of_type
+
+IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language_model.", "model.text_model."
+"""Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
+that of Idefics and SmolVLM."""
+
+IDEFICS_PREFIXES = {**PREFIXES, IN_IDEFICS: "lm_head."}
+MAMBA_PREFIXES = {"language_model.": "language_model.lm_head."}
+"""Of Nemotron-H, whose names begin with `backbone.`."""
+
+LLAVA = {"vision_tower": SEES, "multi_modal_projector": BRINGS}
+IDEFICS = {"vision_model": SEES, "connector": BRINGS}
+DEEPSEEK_VL = {"vision_model": SEES, "aligner": BRINGS}
+MINICPM_V = {"vision_tower": SEES, "merger": BRINGS}
+INTERNVL_HUB = {"vision_model": SEES, "mlp1": BRINGS}
+SPEECH = {"audio_tower": HEARS, "multi_modal_projector": BRINGS}
+"""What lies outside of the text model, of several wrappers."""
+
+MINICPM_V_KEYS = (
+    *("patch_size", "insert_layer_id", "drop_vision_last_layer", "downsample_mode", "merge_kernel_size"),
+    "merger_times",
+)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal model.
+
+    Attributes:
+        model_type: of config.json.
+        architecture: of config.json.
+        models: the models that were released.
+        texts: the types of the text models that they have. The first one is that of a config.json that does not say it.
+        outside: names of the modules outside of the text model, and why they are skipped. They may stand below
+            `model.`.
+        tensors: the same of single tensors.
+        prefix: that of the text model in releases.
+        prefixes: all prefixes of the text model, and that of the head for each.
+        keys: keys beside `text_config` that transformers reads for what is outside alone.
+        tied: `tie_word_embeddings` where neither a key nor the tensors say it.
+    """
+
+    model_type: str
+    architecture: str
+    models: str
+    texts: tuple[str, ...]
+    outside: Mapping[str, str]
+    _: KW_ONLY
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = IN_MODEL
+    prefixes: Mapping[str, str] | None = None
+    keys: tuple[str, ...] = ()
+    tied: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        names = [f"{self.model_type}.{text}" for text in self.texts]
+        return {"model_type": self.model_type, "architecture": self.architecture, "families": names}
+
+
+WRAPPER_ROWS = (
+    # what sees
+    Wrapper(
+        "llava",
+        "LlavaForConditionalGeneration",
+        "LLaVA 1.5, Pixtral 12B, BakLLaVA",
+        ("llama", "mistral", "qwen2"),
+        LLAVA,
+        prefix=IN_CAUSAL_MODEL,
+    ),
+    Wrapper(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        "LLaVA 1.6",
+        ("llama", "mistral", "qwen2"),
+        LLAVA,
+        tensors={"image_newline": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+    ),
+    Wrapper(
+        "llava_next_video",
+        "LlavaNextVideoForConditionalGeneration",
+        "LLaVA-NeXT-Video",
+        ("llama", "mistral", "qwen2"),
+        LLAVA,
+        tensors={"image_newline": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+        keys=("spatial_pool_mode", "spatial_pool_stride"),
+    ),
+    Wrapper(
+        "llava_onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        "LLaVA-OneVision",
+        ("qwen2", "qwen3"),
+        LLAVA,
+        tensors={"image_newline": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+    ),
+    Wrapper(
+        "video_llava",
+        "VideoLlavaForConditionalGeneration",
+        "Video-LLaVA",
+        ("llama",),
+        {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+    ),
+    Wrapper("vipllava", "VipLlavaForConditionalGeneration", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL),
+    Wrapper(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        "InternVL 2.5 to 3.5, in the form of transformers",
+        ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"),
+        LLAVA,
+        prefix=IN_CAUSAL_MODEL,
+        keys=("downsample_ratio",),
+        tied=True,
+    ),
+    Wrapper(
+        "qianfan_ocr",
+        "QianfanOCRForConditionalGeneration",
+        "Qianfan-OCR",
+        ("qwen3",),
+        INTERNVL_HUB,
+        prefix=IN_CAUSAL_MODEL,
+        keys=("downsample_ratio",),
+    ),
+    Wrapper(
+        "got_ocr2",
+        "GotOcr2ForConditionalGeneration",
+        "GOT-OCR 2.0",
+        ("qwen2",),
+        LLAVA,
+        prefix=IN_CAUSAL_MODEL,
+        tied=True,
+    ),
+    Wrapper(
+        "lfm2_vl",
+        "Lfm2VlForConditionalGeneration",
+        "LFM2-VL",
+        ("lfm2", "lfm2_moe"),
+        LLAVA,
+        keys=("downsample_factor",),
+        tied=True,
+    ),
+    Wrapper("lfm3_vl", "Lfm3VlForConditionalGeneration", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
+    Wrapper(
+        "perception_lm",
+        "PerceptionLMForConditionalGeneration",
+        "Perception LM",
+        ("llama",),
+        LLAVA,
+        keys=("projector_pooling_ratio", "vision_use_cls_token"),
+    ),
+    Wrapper("fast_vlm", "FastVlmForConditionalGeneration", "FastVLM", ("qwen2",), LLAVA),
+    Wrapper(
+        "ovis2",
+        "Ovis2ForConditionalGeneration",
+        "Ovis 2",
+        ("qwen2",),
+        {"vision_tower": SEES, "visual_embeddings_table": BRINGS},
+        keys=("visual_indicator_token_ids", "vocab_size", "hidden_size"),
+        tied=True,
+    ),
+    Wrapper(
+        "idefics2",
+        "Idefics2ForConditionalGeneration",
+        "Idefics 2",
+        ("mistral",),
+        IDEFICS,
+        prefix=IN_IDEFICS,
+        prefixes=IDEFICS_PREFIXES,
+        keys=("perceiver_config",),
+    ),
+    Wrapper(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        "Idefics 3, SmolVLM",
+        ("llama",),
+        IDEFICS,
+        prefix=IN_IDEFICS,
+        prefixes=IDEFICS_PREFIXES,
+        keys=("scale_factor",),
+    ),
+    Wrapper(
+        "smolvlm",
+        "SmolVLMForConditionalGeneration",
+        "SmolVLM 2",
+        ("llama",),
+        IDEFICS,
+        prefix=IN_IDEFICS,
+        prefixes=IDEFICS_PREFIXES,
+        keys=("scale_factor",),
+    ),
+    Wrapper("deepseek_vl", "DeepseekVLForConditionalGeneration", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
+    Wrapper(
+        "deepseek_vl_hybrid",
+        "DeepseekVLHybridForConditionalGeneration",
+        "DeepSeek-VL 7B",
+        ("llama",),
+        {
+            **DEEPSEEK_VL,
+            "high_res_vision_model": SEES,
+            "high_res_vision_neck": SEES,
+            "high_res_vision_proj": SEES,
+        },
+        tensors={"high_res_vision_alpha": SEES},
+        keys=("high_res_vision_config",),
+        tied=True,
+    ),
+    Wrapper(
+        "janus",
+        "JanusForConditionalGeneration",
+        "Janus Pro",
+        ("llama",),
+        {
+            **DEEPSEEK_VL,
+            "vqmodel": "draws images",
+            "generation_embeddings": "draws images",
+            "generation_aligner": "draws images",
+            "generation_head": "draws images",
+        },
+        keys=("vq_config",),
+        tied=True,
+    ),
+    Wrapper(
+        "exaone4_5",
+        "Exaone4_5_ForConditionalGeneration",
+        "EXAONE 4.5",
+        ("exaone4",),
+        {"visual": SEES, "mtp": "predicts further tokens"},
+    ),
+    Wrapper(
+        "lighton_ocr",
+        "LightOnOcrForConditionalGeneration",
+        "LightOnOCR",
+        ("qwen3",),
+        {"vision_encoder": SEES, "vision_projection": BRINGS},
+        tied=True,
+    ),
+    Wrapper(
+        "video_llama_3",
+        "VideoLlama3ForConditionalGeneration",
+        "VideoLLaMA 3",
+        ("qwen2",),
+        {"vision_model": SEES, "projector": BRINGS},
+    ),
+    Wrapper(
+        "minicpm_ocr",
+        "MiniCPMOcrForConditionalGeneration",
+        "MiniCPM-OCR",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+        tied=True,
+    ),
+    Wrapper(
+        "minicpmv4_6",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPM-V 4.6",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+    ),
+    Wrapper(
+        "minicpmv4_7",
+        "MiniCPMV4_7ForConditionalGeneration",
+        "MiniCPM-V 4.7",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=(*MINICPM_V_KEYS, "slice_start_id", "slice_end_id", "newline_id"),
+    ),
+    Wrapper(
+        "nemotron_h_omni",
+        "NemotronH_Omni_Reasoning_V3",
+        "Nemotron 3 Nano Omni",
+        ("nemotron_h",),
+        {**INTERNVL_HUB, "sound_encoder": HEARS, "sound_projection": BRINGS},
+        prefix="language_model.",
+        prefixes=MAMBA_PREFIXES,
+        keys=("force_image_size", "downsample_ratio"),
+    ),
+    # what hears
+    Wrapper(
+        "qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen2-Audio", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL
+    ),
+    Wrapper(
+        "voxtral",
+        "VoxtralForConditionalGeneration",
+        "Voxtral",
+        ("llama",),
+        SPEECH,
+        prefix=IN_CAUSAL_MODEL,
+        keys=("hidden_size",),
+    ),
+    Wrapper(
+        "glmasr", "GlmAsrForConditionalGeneration", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True
+    ),
+    Wrapper(
+        "audioflamingo3",
+        "AudioFlamingo3ForConditionalGeneration",
+        "Audio Flamingo 3",
+        ("qwen2",),
+        SPEECH,
+        prefix=IN_CAUSAL_MODEL,
+    ),
+    Wrapper(
+        "musicflamingo",
+        "MusicFlamingoForConditionalGeneration",
+        "Music Flamingo",
+        ("qwen2",),
+        SPEECH,
+        prefix=IN_CAUSAL_MODEL,
+        keys=("rope_parameters", "head_dim", "max_position_embeddings"),
+    ),
+    Wrapper(
+        "vibevoice_asr",
+        "VibeVoiceAsrForConditionalGeneration",
+        "VibeVoice-ASR",
+        ("qwen2",),
+        {"acoustic_tokenizer_encoder": HEARS, "semantic_tokenizer_encoder": HEARS, "multi_modal_projector": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+        keys=(
+            "acoustic_tokenizer_encoder_config",
+            "semantic_tokenizer_encoder_config",
+            "acoustic_tokenizer_chunk_size",
+        ),
+    ),
+    Wrapper(
+        "fun_asr_nano",
+        "FunAsrNanoForConditionalGeneration",
+        "Fun-ASR-Nano",
+        ("qwen3",),
+        SPEECH,
+        keys=("adaptor_config",),
+        tied=True,
+    ),
+    Wrapper(
+        "moss_transcribe_diarize",
+        "MossTranscribeDiarizeForConditionalGeneration",
+        "MOSS-Transcribe-Diarize",
+        ("qwen3",),
+        SPEECH,
+        tied=True,
+    ),
+    Wrapper(
+        "qwen3_asr",
+        "Qwen3ASRForConditionalGeneration",
+        "Qwen3-ASR",
+        ("qwen3",),
+        SPEECH,
+        keys=("token_classification_bias",),
+        tied=True,
+    ),
+)
+WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
+"""By model type."""
+
+
+def wrapped_family(hf_config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of the text model that a parsed config.json of a wrapper has; None if it is of no wrapper.
+
+    Raises:
+        UnsupportedConfig: no family reads the text model.
+    """
+    wrapper = WRAPPERS.get(str(hf_config.get("model_type")))
+    if wrapper is None:
+        return None
+    text = hf_config.get("text_config")
+    found = text.get("model_type") if isinstance(text, Mapping) else None
+    text_type = wrapper.texts[0] if found is None else found
+    if text_type not in wrapper.texts:
+        raise UnsupportedConfig(
+            f"no family reads a text model of the type {short(text_type)} in {wrapper.model_type}",
+            hint=f"known are {', '.join(wrapper.texts)}",
+        )
+    return wrapped(wrapper.model_type, text_type)
+
+
+@cache
+def wrapped(model_type: str, text_type: str) -> Family:
+    """Returns the family of the text models of one type in a wrapper."""
+    wrapper, text = WRAPPERS[model_type], family_of_type(text_type)
+    assert text is not None
+    table, *variants = (
+        each
+        for own in (text.table, *text.variants)
+        for each in tables(
+            own,
+            wrapper.prefix,
+            wrapper.outside,
+            tensors=wrapper.tensors,
+            name=own.variant,
+            prefixes=wrapper.prefixes or PREFIXES,
+        )
+    )
+    return Family(
+        name=f"{model_type}.{text_type}",
+        summary=f"{wrapper.models}: the text model, as {text.name}",
+        config=_config_class(wrapper, text.config.of_type(text_type)),
+        table=table,
+        variants=tuple(variants),
+        model=text.model,
+        architectures={wrapper.architecture: model_type},
+        text_types=(text_type,),
+        text=text.name,
+    )
+
+
+def _config_class(wrapper: Wrapper, text: type[DecoderConfig]) -> type[DecoderConfig]:
+    """The config of a text model, read from the `text_config` of the wrapper's."""
+    facts = {"wrapper_type": wrapper.model_type, "outside_keys": frozenset(wrapper.keys), "tied": wrapper.tied}
+    return type(
+        "Config", (WrapperConfig, text), {**facts, "__module__": __name__, "__doc__": "The keys of `text_config`."}
+    )
