@@ -1,6 +1,7 @@
 """Searches for the smallest slice of each kind of TPU that a model fits. Prints the table of docs/topology.md.
 
     python benchmarks/topology.py > docs/topology.md
+    python benchmarks/topology.py qwen3.5-9b gemma4-31b    # the rows of these models alone
 
 Weights and cache are those of the complete model. Temporaries and code are the compiler's numbers for the model's first
 layers, which include each kind of layer: temporaries do not grow with depth, code grows linearly. This takes a minute
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpuconv.quantize.config import find_config
@@ -18,11 +20,21 @@ from tpuconv.verify.topology.chips import CHIPS, GIB
 from tpuconv.verify.topology.request import ENVIRONMENT, CompileRequest, Slice
 
 CONFIGS = Path(__file__).parent / "configs"
-MODELS = ("olmo2-32b", "gpt-oss-120b", "llama-4-scout", "qwen3-235b-a22b", "llama-4-maverick", "kimi-k2")
+MODELS = (
+    "olmo2-32b",
+    "gpt-oss-120b",
+    "llama-4-scout",
+    "qwen3-235b-a22b",
+    "llama-4-maverick",
+    "kimi-k2",
+    "qwen3.5-9b",
+    "gemma4-31b",
+)
 KINDS = ("v5e", "v6e", "v5p", "tpu7x")
 BATCH, CONTEXT, QUANTIZATION = 8, 4096, "int8_weight_only"
 DEPTH = 5
-"""The number of layers that are compiled: the three dense ones of DeepSeek models, and two with experts."""
+"""The number of layers that are compiled, more if a kind of layer comes later: the three dense ones of DeepSeek models,
+and two with experts."""
 
 
 def cut(config: dict, layers: int) -> dict:
@@ -33,6 +45,12 @@ def cut(config: dict, layers: int) -> dict:
     if text.get("layer_types"):
         text["layer_types"] = text["layer_types"][:layers]
     return config
+
+
+def depth_of(config: dict) -> int:
+    """The number of layers that are compiled."""
+    kinds = config.get("text_config", config).get("layer_types") or [""]
+    return max(DEPTH, *(kinds.index(kind) + 1 for kind in kinds))
 
 
 def question(config: dict) -> CompileRequest:
@@ -56,7 +74,7 @@ def cell(name: str, kind: str) -> dict:
     from tpuconv.verify.topology.compile import compile_for
 
     config = json.loads((CONFIGS / f"{name}.json").read_text())
-    layers = config.get("text_config", config)["num_hidden_layers"]
+    layers, depth = config.get("text_config", config)["num_hidden_layers"], depth_of(config)
     for shape in CHIPS[kind].slices:
         one = Slice(f"{kind}:{shape}")
         try:
@@ -65,17 +83,17 @@ def cell(name: str, kind: str) -> dict:
             return {"error": f"{one.name}: {str(e)[:200]}"}
         if weights + cache > one.chip.hbm:
             continue
-        shallow = compile_for(question(cut(config, DEPTH)), one)
+        shallow = compile_for(question(cut(config, depth)), one)
         if shallow["why"]:
             continue
         memory = shallow["memory"]
-        peak = weights + cache + memory["temporaries"] + memory["code"] * layers // DEPTH
+        peak = weights + cache + memory["temporaries"] + memory["code"] * layers // depth
         if peak <= one.chip.hbm:
             return {"slice": one.name, "peak": peak, "weights": weights, "cache": cache, "mesh": shallow["mesh"]}
     return {}
 
 
-def main() -> None:
+def print_head() -> None:
     print("# The smallest TPU slice that fits\n")
     print(
         f"Batch {BATCH}, context {CONTEXT}, `{QUANTIZATION}`. Each cell: the slice, and the GiB in use on each device,"
@@ -84,10 +102,13 @@ def main() -> None:
     print("[benchmarks/topology.py](../benchmarks/topology.py).\n")
     print("| model | " + " | ".join(f"{kind}, {CHIPS[kind].hbm / GIB:.2f} GiB" for kind in KINDS) + " |")
     print("|---|" + "---|" * len(KINDS))
-    for name in MODELS:
+
+
+def print_rows(names: Sequence[str]) -> None:
+    for name in names:
         row = []
         for kind in KINDS:
-            command = [sys.executable, __file__, name, kind]
+            command = [sys.executable, __file__, "--cell", name, kind]
             done = subprocess.run(
                 command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
             )
@@ -99,7 +120,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(cell(*sys.argv[1:])))
+    if sys.argv[1:2] == ["--cell"]:
+        print(json.dumps(cell(*sys.argv[2:])))
+    elif sys.argv[1:]:
+        print_rows(sys.argv[1:])
     else:
-        main()
+        print_head()
+        print_rows(MODELS)

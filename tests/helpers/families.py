@@ -73,7 +73,7 @@ class Case:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
             beside = BESIDE_TEXT.get(self.family, {})
-            if self.family == "qwen3_omni_moe":
+            if self.family in OMNI:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
                 thinker = parts | {"tie_word_embeddings": tied}
                 return AutoConfig.for_model(self.model_type, thinker_config=thinker, enable_audio_output=False)
@@ -203,6 +203,11 @@ QWEN_VISION = {
     "out_hidden_size": 48,
     "patch_size": 4,
 }
+OMNI = {
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+}
+"""Models whose thinker returns logits, and transformers' class of the whole."""
 OMNI_AUDIO = {
     "d_model": 8,
     "encoder_layers": 1,
@@ -281,6 +286,7 @@ VISION: dict[str, dict[str, Any]] = {
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen2_5_omni": QWEN_VISION | {"fullatt_block_indexes": [0]},
     "minimax_m3_vl": SIGLIP_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
     "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
@@ -1818,6 +1824,16 @@ CASES: list[Case] = [
         rope_parameters=MROPE | {"mrope_section": [2, 1, 1]},
         tie_word_embeddings=True,
     ),
+    _case("qwen2_5_omni-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "qwen2_5_omni-tied",
+        rope_parameters=MROPE | {"mrope_section": [1, 1, 2]},
+        num_key_value_heads=3,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
     _case("glm46v-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
     _case(
         "glm46v-tied",
@@ -2248,6 +2264,7 @@ COMPUTED_BY = {
     "glm4v_moe": "glm4_moe",
     "glm46v": "glm4",
     "qwen3_omni_moe": "qwen3_moe",
+    "qwen2_5_omni": "qwen2",
     "step3p7": "step3p5",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "cwm": "llama",
@@ -2318,7 +2335,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
     language_model = AutoModelForImageTextToText if is_inside else AutoModelForCausalLM
     headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
     auto = headless.get(returns, language_model).from_config
-    if case.family == "qwen3_omni_moe":  # of which the thinker returns logits
+    if case.family in OMNI:
         config = case.hf_config().thinker_config
     else:
         config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
@@ -2410,10 +2427,10 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
     import torch
 
     model = hf_model(case, seed, returns)
-    if case.family == "qwen3_omni_moe":
-        from transformers import Qwen3OmniMoeForConditionalGeneration
+    if case.family in OMNI:
+        import transformers
 
-        whole = Qwen3OmniMoeForConditionalGeneration(case.hf_config())
+        whole = getattr(transformers, OMNI[case.family])(case.hf_config())
         whole.thinker = model
         model = whole
     with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex

@@ -126,6 +126,7 @@ FAMILIES: Mapping[str, str] = {
     "flint": "tpuconv.models.flint.family:FAMILY",
     "granite_swa": "tpuconv.models.granite_swa.family:FAMILY",
     "granitemoe_swa": "tpuconv.models.granitemoe_swa.family:FAMILY",
+    "qwen2_5_omni": "tpuconv.models.qwen2_5_omni.family:FAMILY",
     "qwen3_omni_moe": "tpuconv.models.qwen3_omni_moe.family:FAMILY",
     "lfm3": "tpuconv.models.lfm3.family:FAMILY",
     "beam": "tpuconv.models.beam.family:FAMILY",

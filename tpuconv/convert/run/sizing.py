@@ -90,7 +90,7 @@ def jobs(plan: Plan, limits: Limits) -> int:
             hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
             "a smaller --length need less",
         )
-    return max(1, min(limits.jobs, fitting, len(plan.units)))
+    return max(1, min(limits.jobs, fitting, sum(len(unit.slabs) for unit in plan.units)))
 
 
 def jobs_for_tensors(plan: Plan, limits: Limits, slabs: Mapping[str, int]) -> int:

@@ -192,11 +192,9 @@ class Workers:
     def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
         """Does one task after the other until none is left."""
         memory = _Memory(self.plan, self.writers)
-        with suppress(queue.Empty):
-            while True:
-                task = tasks.get_nowait()
-                self._check_cancelled()
-                task(memory)
+        while (task := _next_of(tasks)) is not None:
+            self._check_cancelled()
+            task(memory)
 
     def _tasks(self, units: Sequence[WorkUnit]) -> Iterator[Task]:
         """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
@@ -372,6 +370,12 @@ class Workers:
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
             raise _Cancelled
+
+
+def _next_of(tasks: "queue.SimpleQueue[Task]") -> Task | None:
+    with suppress(queue.Empty):
+        return tasks.get_nowait()
+    return None
 
 
 class _Memory:

@@ -1,0 +1,1 @@
+"""Qwen2.5-Omni, of which the text model of the thinker is converted."""
