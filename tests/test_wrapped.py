@@ -81,33 +81,27 @@ def whole_model(wrapper: Wrapper, config: Any) -> Any:
     return whole
 
 
-def saved(wrapper: Wrapper, whole: Any) -> dict[str, np.ndarray]:
+def saved(wrapper: Wrapper, whole: Any, folder: Path) -> dict[str, np.ndarray]:
     """The tensors of the text model under the names that `save_pretrained` gives them, and one of each other module."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = revert_weight_conversion(whole, dict(whole.state_dict()))
+    outside = {name: x for name, x in whole.state_dict().items() if set(name.split(".")) & {*wrapper.outside}}
+    text = {name: x.clone() for name, x in whole.state_dict().items() if name not in outside and not x.is_meta}
     if whole.config.tie_word_embeddings:
-        state = {name: x for name, x in state.items() if "lm_head" not in name}
-    out, seen = {}, set()
-    for name, x in state.items():
-        if not x.is_meta and not any(module in name.split(".") for module in wrapper.outside):
-            if wrapper.model_type in WITH_TIMM:
-                name = (wrapper.prefix + name.removeprefix("model.")) if name.startswith("model.") else name
-            # transformers 5.23 writes layers of Qianfan-OCR's text model with a name of those that see.
-            out[name.replace("language_model.model.encoder.", "language_model.model.")] = x.float().numpy()
-            continue
-        module = name.removeprefix("model.").partition(".")[0]
-        if module not in seen:
-            seen.add(module)
-            out[name] = np.zeros(2, np.float32)
-    return out
+        text = {name: x for name, x in text.items() if "lm_head" not in name}
+    whole.save_pretrained(folder, state_dict=text)
+    out = read_tensors(folder)
+    if wrapper.model_type in WITH_TIMM:
+        out = {wrapper.prefix + n.removeprefix("model.") if n.startswith("model.") else n: x for n, x in out.items()}
+    # transformers 5.23 writes layers of Qianfan-OCR's text model with a name of those that see.
+    out = {name.replace("language_model.model.encoder.", "language_model.model."): x for name, x in out.items()}
+    front = "model." if wrapper.prefix.startswith("model.") else ""
+    return out | {f"{front}{module}.weight": np.zeros(2, np.float32) for module in wrapper.outside}
 
 
 def checkpoint(wrapper: Wrapper, text_type: str, folder: Path, **changes: Any) -> tuple[Path, Any]:
     config = whole_config(wrapper, text_config(text_type, **changes))
     whole = whole_model(wrapper, config)
     raw = json.loads(config.to_json_string()) | {"architectures": [wrapper.architecture]}
-    return write_checkpoint(folder, raw, saved(wrapper, whole)), whole
+    return write_checkpoint(folder, raw, saved(wrapper, whole, folder.with_name("written"))), whole
 
 
 def logits_of(whole: Any) -> list[np.ndarray]:
