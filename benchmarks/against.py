@@ -21,6 +21,7 @@ from convert import Run, empty_page_cache, make_checkpoint, measure, spread
 READ = """
 import mmap, os, sys
 buffer = mmap.mmap(-1, 4 << 20)
+buffer.madvise(mmap.MADV_HUGEPAGE)
 for root, _, names in os.walk(sys.argv[1]):
     for name in names:
         fd = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECT)
