@@ -27,6 +27,11 @@ from tpuconv.storage.local_file import READ_BYTES, LocalFile
 class Reader(Protocol):
     """Reads the tensors of a source, from any number of threads."""
 
+    @property
+    def has_views(self) -> bool:
+        """Whether it has `view`, which returns the memory that was read into, and so saves a copy."""
+        return False
+
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from byte `start` on.
 
@@ -34,13 +39,13 @@ class Reader(Protocol):
             SourceError: they cannot be read, or the source changed.
         """
 
-    def view(self, info: TensorInfo, start: int, out: np.ndarray) -> np.ndarray:
-        """The bytes of a tensor from byte `start` on, as many as `out` has: in `out`, or where they were read, which
-        saves a copy. They are valid until the thread's next read.
+    def view(self, info: TensorInfo, start: int, nbytes: int) -> np.ndarray:
+        """`nbytes` bytes of a tensor from byte `start` on, valid until the thread's next read.
 
         Raises:
             SourceError: see `read`.
         """
+        out = np.empty(nbytes, np.uint8)
         self.read(info, start, out.data)
         return out
 
@@ -168,19 +173,22 @@ class SafetensorsReader(Reader):
         for first, data in self._pieces(info, start, target.size, READ_BYTES):
             target[first : first + data.size] = data
 
-    def view(self, info: TensorInfo, start: int, out: np.ndarray) -> np.ndarray:
-        """See `Reader`. On a disk, `out` is not used."""
-        if isinstance(self.folder, BucketPath) or not out.size:
-            return super().view(info, start, out)
-        ((_, data),) = self._pieces(info, start, out.size, out.size)
-        return data
+    @property
+    def has_views(self) -> bool:
+        """See `Reader`."""
+        return not isinstance(self.folder, BucketPath)
+
+    def view(self, info: TensorInfo, start: int, nbytes: int) -> np.ndarray:
+        """See `Reader`: of files on a disk."""
+        pieces = [data for _, data in self._pieces(info, start, nbytes, nbytes)]
+        return pieces[0] if pieces else np.empty(0, np.uint8)
 
     def _pieces(self, info: TensorInfo, start: int, nbytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields bytes of a tensor from byte `start` on, in pieces of `step`, each valid until the next, with their
         places. If they follow what is hashed, they are hashed too, and no other thread reads the shard meanwhile: two
         that read one after the other are served sooner than side by side."""
         shard, offset = self._open(info.shard), info.offset + start
-        places = [(first, min(nbytes, first + step)) for first in range(0, nbytes, step)]
+        places = [(first, min(nbytes, first + step)) for first in range(0, nbytes, step or 1)]
         with shard.lock:
             if info.shard in self.hashes and shard.hashed <= offset:
                 self._hash_to(shard, info.shard, offset)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tpuconv.storage.disk import DIRECT_BYTES, page_buffer
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 """Read at once, to be checked and copied while it is in a processor's cache."""
 
 _own = threading.local()

@@ -47,14 +47,14 @@ def view_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
     """As `read_slab`; but a single run of plain values may stay where it was read. It is valid until the thread's next
     read."""
     runs = [run for parts in slab.reads() for run in parts]
-    if len(runs) > 1 or plan.is_box(slab) or not plan.is_plain(slab):
+    if not reader.has_views or len(runs) > 1 or not plan.is_plain(slab):
         return read_slab(reader, plan, slab, values, raw)
     ((name, start, _),) = runs
-    out = values[: slab.nbytes]
-    found = reader.view(plan.tensors[name].values, start * slab.dtype.itemsize, out)
+    found = reader.view(plan.tensors[name].values, start * slab.dtype.itemsize, slab.nbytes)
     if found.ctypes.data % slab.dtype.itemsize:  # an odd place in the file, which compiled loops do not take
-        out[:] = found
-        found = out
+        aligned = values[: slab.nbytes]
+        aligned[:] = found
+        found = aligned
     (shape,) = slab.binding.layout.src_shapes(slab.sizes)
     return [found.view(slab.dtype).reshape(shape)]
 
