@@ -176,6 +176,57 @@ def test_every_row_reads_the_config_of_transformers(wrapper: Wrapper) -> None:
     assert find_family(raw).name == f"{wrapper.model_type}.{wrapper.texts[0]}"
 
 
+RELEASED: dict[str, dict[str, Any]] = {
+    "llava": {
+        **{"ignore_index": -100, "image_token_index": 32000, "pad_token_id": 32001, "vocab_size": 32064},
+        **{"projector_hidden_act": "gelu", "vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
+        "text_config": {"_name_or_path": "x", "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064},
+    },
+    "llava_next": {
+        **{"ignore_index": -100, "image_grid_pinpoints": [[336, 672]], "image_token_index": 32000, "vocab_size": 32064},
+        "text_config": {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None, "vocab_size": 32064},
+    },
+    "qwen2_audio": {
+        **{"audio_config": {}, "audio_token_index": 151646, "ignore_index": -100, "vocab_size": 156032},
+        "text_config": {"model_type": "qwen2", "rope_theta": 10000, "use_mrope": False, "vocab_size": 156032},
+    },
+    "smolvlm": {
+        **{"image_token_id": 49190, "pad_token_id": 128002, "scale_factor": 4, "tie_word_embeddings": False},
+        **{"vision_config": {}, "vocab_size": 49280, "use_cache": False},
+        "text_config": {
+            **{"model_type": "llama", "head_dim": 64, "hidden_size": 2048, "rope_interleaved": False},
+            **{"rope_theta": 273768.0, "is_llama_config": True, "vocab_size": 49280},
+        },
+    },
+    "internvl": {
+        **{"downsample_ratio": 0.5, "image_seq_length": 256, "image_token_id": 151667},
+        "text_config": {
+            **{"model_type": "qwen2", "max_window_layers": 70, "sliding_window": None, "vocab_size": 151674},
+            "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+        },
+    },
+    "lfm2_vl": {
+        **{"do_image_splitting": True, "downsample_factor": 2, "encoder_patch_size": 16, "max_tiles": 10},
+        **{"projector_bias": True, "tile_size": 512, "use_thumbnail": True, "max_pixels_tolerance": 2.0},
+        "text_config": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    },
+    "voxtral": {
+        **{"audio_config": {}, "audio_token_id": 24, "hidden_size": 3072, "vocab_size": 131072},
+        "text_config": {"model_type": "llama", "head_dim": 128, "rope_theta": 1e8, "vocab_size": 131072},
+    },
+}
+"""What config.json of releases says beside the text, and some of what it says about it."""
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs_are_read(name: str) -> None:
+    raw = {"model_type": name, "architectures": [WRAPPERS[name].architecture], **RELEASED[name]}
+    report = find_family(raw).check_config(raw)
+    assert not {key.key for key in report.ignored} & raw.keys()
+    if (vocabulary := raw["text_config"].get("vocab_size")) is not None:
+        assert report.config.axes["V"] == vocabulary
+
+
 def test_a_text_model_of_no_family_is_refused() -> None:
     raw = {
         "model_type": "llava",

@@ -33,6 +33,13 @@ INTERNVL_HUB = {"vision_model": SEES, "mlp1": BRINGS}
 SPEECH = {"audio_tower": HEARS, "multi_modal_projector": BRINGS}
 """What lies outside of the text model, of several wrappers."""
 
+REPEATED_KEYS = ("vocab_size", "hidden_size", "ignore_index")
+"""Keys that releases have beside `text_config` too, where they are of no use to the text model."""
+LFM2_VL_KEYS = (
+    *("downsample_factor", "do_image_splitting", "encoder_patch_size", "max_image_tokens", "min_image_tokens"),
+    *("max_num_patches", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size", "use_image_special_tokens"),
+    "use_thumbnail",
+)
 MINICPM_V_KEYS = (
     *("patch_size", "insert_layer_id", "drop_vision_last_layer", "downsample_mode", "merge_kernel_size"),
     "merger_times",
@@ -53,7 +60,7 @@ class Wrapper:
         tensors: the same of single tensors.
         prefix: that of the text model in releases.
         prefixes: all prefixes of the text model, and that of the head for each.
-        keys: keys beside `text_config` that transformers reads for what is outside alone.
+        keys: keys beside `text_config` that are for what is outside alone.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
     """
 
@@ -156,7 +163,7 @@ WRAPPER_ROWS = (
         "LFM2-VL",
         ("lfm2", "lfm2_moe"),
         LLAVA,
-        keys=("downsample_factor",),
+        keys=LFM2_VL_KEYS,
         tied=True,
     ),
     Wrapper("lfm3_vl", "Lfm3VlForConditionalGeneration", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
@@ -175,7 +182,7 @@ WRAPPER_ROWS = (
         "Ovis 2",
         ("qwen2",),
         {"vision_tower": SEES, "visual_embeddings_table": BRINGS},
-        keys=("visual_indicator_token_ids", "vocab_size", "hidden_size"),
+        keys=("visual_indicator_token_ids",),
         tied=True,
     ),
     Wrapper(
@@ -307,7 +314,6 @@ WRAPPER_ROWS = (
         ("llama",),
         SPEECH,
         prefix=IN_CAUSAL_MODEL,
-        keys=("hidden_size",),
     ),
     Wrapper(
         "glmasr", "GlmAsrForConditionalGeneration", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True
@@ -425,7 +431,11 @@ def wrapped(model_type: str, text_type: str) -> Family:
 
 def _config_class(wrapper: Wrapper, text: type[DecoderConfig]) -> type[DecoderConfig]:
     """The config of a text model, read from the `text_config` of the wrapper's."""
-    facts = {"wrapper_type": wrapper.model_type, "outside_keys": frozenset(wrapper.keys), "tied": wrapper.tied}
+    facts = {
+        "wrapper_type": wrapper.model_type,
+        "outside_keys": frozenset((*wrapper.keys, *REPEATED_KEYS)),
+        "tied": wrapper.tied,
+    }
     return type(
         "Config", (WrapperConfig, text), {**facts, "__module__": __name__, "__doc__": "The keys of `text_config`."}
     )
