@@ -488,11 +488,11 @@ def test_row_14_a_file_that_is_truncated_while_it_is_read(middle, tmp_path):
     cut = f"""
 import os
 from tpuconv.sources.reader import SafetensorsReader
-real = SafetensorsReader.read
-def read(*args):
+real = SafetensorsReader._bytes
+def cut(*args):
     os.truncate({str(tmp_path / "hf" / FIRST)!r}, 100_000)
     return real(*args)
-SafetensorsReader.read = read"""
+SafetensorsReader._bytes = cut"""
     err = tpuconv("convert", tmp_path / "hf", tmp_path / "out", patch=(cut), code=4).stderr
     assert re.search(rf"{FIRST} (became shorter while it was read|changed while it was converted)", err)
     assert not (tmp_path / "out").exists()
