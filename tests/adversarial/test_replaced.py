@@ -93,7 +93,8 @@ def watched(folder: Path, at: int | None, act: Callable[[], None]) -> Iterator[M
             it.before(path)
             got = real[name](path, *args, **kwargs)
             if name == "open":
-                names[got] = str(path)
+                # A file is opened once more, by its descriptor, to be read around the page cache.
+                names[got] = os.readlink(path) if str(path).startswith("/proc/self/fd/") else str(path)
             return got
 
         return call
