@@ -77,7 +77,7 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
             table = Table("text models inside multimodal models", columns, optional=("architecture",))
             for wrapper in wrappers:
                 row = (wrapper.model_type, wrapper.architecture, wrapper.models)
-                table.add_row(*row, lines(f"{wrapper.model_type}.{text}" for text in wrapper.texts))
+                table.add_row(*row, lines(wrapper.families))
             console().print(table)
 
 

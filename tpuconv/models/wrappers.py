@@ -76,10 +76,14 @@ class Wrapper:
     keys: tuple[str, ...] = ()
     tied: bool = False
 
+    @property
+    def families(self) -> list[str]:
+        """The names of the families of its text models."""
+        return [f"{self.model_type}.{text}" for text in self.texts]
+
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
-        names = [f"{self.model_type}.{text}" for text in self.texts]
-        return {"model_type": self.model_type, "architecture": self.architecture, "families": names}
+        return {"model_type": self.model_type, "architecture": self.architecture, "families": self.families}
 
 
 WRAPPER_ROWS = (

@@ -19,6 +19,7 @@ from tpuconv.storage.disk import DIRECT_BYTES, page_buffer
 READ_BYTES = 4 << 20
 """Read at once, to be checked and copied while it is in a processor's cache."""
 
+_libc = ctypes.CDLL(None)
 _own = threading.local()
 
 
@@ -57,7 +58,7 @@ class LocalFile:
             mmap.mmap(self.fd, stop - start, prot=mmap.PROT_READ, offset=start) as memory,
         ):
             address = np.frombuffer(memory, np.uint8).ctypes.data  # nothing is read there
-            ctypes.CDLL(None).mincore(
+            _libc.mincore(
                 ctypes.c_void_p(address), ctypes.c_size_t(stop - start), ctypes.c_void_p(resident.ctypes.data)
             )
         return bool(2 * np.count_nonzero(resident & 1) > resident.size)
