@@ -1,6 +1,7 @@
 """LoRA adapters that peft writes, merged while converting, beside peft's own merge."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_safetensors
 from helpers.conversions import same_bits
 from helpers.families import CASES, FIRST, Case
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.encodings import adapted as adapted_tensors
 from tpuconv.errors import ConfigError, MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
 
 DENSE = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "deepseek_v3")
@@ -130,6 +132,40 @@ def test_dora_of_rows_that_are_read_in_parts(tmp_path: Path, small_cuts: None) -
     assert not [name for name in ours if not same_bits(ours[name], merged[name])]
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_that_an_adapter_leaves_alone(scan: bool, tmp_path: Path, small_cuts: None) -> None:
+    """Of a stack it changes one tensor, which is not the first."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    merged = adapted(tmp_path / "hf", tmp_path / "lora", target_modules=["up_proj"], layers_to_transform=[1])
+    have = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"), scan_layers=scan)
+    want, plain = saved(merged, tmp_path / "merged"), read_tensors(tmp_path / "hf")
+    assert {name for name in have if not np.array_equal(have[name], plain[name])} == {
+        "model.layers.1.mlp.up_proj.weight"
+    }
+    for name in want:
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-6, atol=1e-6)
+
+
+def test_one_expert_of_many(hf, tmp_path: Path, small_cuts: None) -> None:
+    """As peft wrote it while each expert had modules of its own."""
+    base = hf(FIRST["mixtral"])
+    plain = read_tensors(base)
+    name = "model.layers.0.block_sparse_moe.experts.2.w1"
+    rows, columns = plain[f"{name}.weight"].shape
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((4, columns), (rows, 4)))
+    (tmp_path / "lora").mkdir()
+    write_safetensors(
+        tmp_path / "lora" / "adapter_model.safetensors",
+        {f"base_model.model.{name}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))},
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    have = exported(base, tmp_path, str(tmp_path / "lora"))
+    assert [each for each in have if not np.array_equal(have[each], plain[each])] == [f"{name}.weight"]
+    np.testing.assert_allclose(have[f"{name}.weight"], plain[f"{name}.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5)
+
+
 def test_several_adapters_with_weights_and_a_target(tmp_path: Path, small_cuts: None) -> None:
     """A weight multiplies a change; slabs that begin within a row are changed as complete rows are."""
     source = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config(), "float32"))
@@ -241,6 +277,21 @@ def test_matrices_that_change_while_they_are_read_are_an_error(tmp_path: Path) -
     with pytest.raises(SourceError, match="was changed while it was read"):
         api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")], progress=change)
     assert not (tmp_path / "out").exists()
+
+
+def test_matrices_that_are_cut_off_while_they_are_read_are_an_error(tmp_path: Path, monkeypatch) -> None:
+    """And do not end the process, as reading a map would."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora", target_modules=["up_proj"])
+    product = adapted_tensors._product
+
+    def cut(*args):
+        os.truncate(tmp_path / "lora" / "adapter_model.safetensors", 100)
+        return product(*args)
+
+    monkeypatch.setattr(adapted_tensors, "_product", cut)
+    with pytest.raises(SourceError, match="was changed while it was read"):
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
 
 
 def test_what_is_no_adapter(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """Shard files: read as TensorStore reads them, and every damaged bit is detected."""
 
-import fcntl
 import json
-import os
 import tempfile
 from dataclasses import dataclass, replace
-from io import FileIO
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -25,7 +22,7 @@ from tpuconv.convert.plan.types import OutputArray
 from tpuconv.convert.run.store import Store
 from tpuconv.errors import CorruptOutput
 from tpuconv.storage import local_file as local_files
-from tpuconv.storage.disk import page_buffer, write_file
+from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.local_file import LocalFile
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import FolderSink
@@ -162,49 +159,6 @@ def test_what_is_missing_is_named(tmp_path):
     (folder / "zarr.json").unlink()
     with pytest.raises(CorruptOutput, match=r"w cannot be read: zarr\.json is missing"):
         read_box(manifest, "w", ALL, out)
-
-
-def local_file(path: Path) -> LocalFile:
-    file = LocalFile(FileIO(path))
-    file.avoid_cache()
-    return file
-
-
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system always reads by way of the page cache")
-def test_what_is_in_the_page_cache_is_read_from_there(tmp_path, monkeypatch):
-    """Any part of a file that is in the cache, and all else around it: nothing is brought there."""
-    data = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
-    write_file(tmp_path / "file", data)
-    file, directly, pread = local_file(tmp_path / "file"), [], os.preadv
-
-    def preadv(fd, buffers, offset):
-        directly.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
-        return pread(fd, buffers, offset)
-
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more comes to the cache than is read
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    monkeypatch.setattr(os, "preadv", preadv)
-    for start, stop in [(5, 70_000), (2 << 20, 3 << 20), ((3 << 20) - 1, 3 << 20)]:
-        assert file.read(start, stop).tobytes() == data[start:stop].tobytes()
-        assert not file.is_cached(start, stop)
-    assert all(directly)
-    pread(file.fd, [bytearray(1 << 20)], 1 << 20)
-    assert file.read((1 << 20) + 7, 2 << 20).tobytes() == data[(1 << 20) + 7 : 2 << 20].tobytes()
-    assert not directly[-1]
-    file.read(0, 1 << 20)
-    assert directly[-1]
-    file.close()
-
-
-def test_a_file_that_ends_early_is_an_error(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(2 << 20))
-    file = local_file(tmp_path / "file")
-    with pytest.raises(ValueError, match="file is too short"):
-        file.read(5, (2 << 20) + 1)
-    os.truncate(tmp_path / "file", 1 << 20)
-    with pytest.raises(ValueError, match="file became shorter while it was read"):
-        file.read(5, 2 << 20)
-    file.close()
 
 
 def test_codes_of_four_bits_take_less_than_four(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import same_bits
-from helpers.families import Case, one_fast_of_each
+from helpers.families import CASES, FIRST, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
@@ -23,6 +23,8 @@ from tpuconv.targets import registry
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import LayerPlaces, Place, Target, Tree
+
+BY_ID = {case.id: case for case in CASES}
 
 HELPERS = Path(__file__).parent / "helpers"
 LISTINGS = json.loads((HELPERS / "listings.json").read_text())
@@ -289,10 +291,37 @@ def test_jax_llm_examples_has_no_scales_of_blocks(tmp_path):
         api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", encoding="keep")
 
 
+@pytest.mark.parametrize(
+    ("family", "modules", "message"),
+    [
+        ("qwen3", ".*", "does not read lm_head.kernel quantized"),
+        ("qwen3", r"layers/\d+/attn/[qkv]", "quantize only some of what jax-llm-examples reads quantized"),
+        ("qwen3", "layers/0/mlp/.*", "quantize only some of what jax-llm-examples reads quantized"),
+        ("llama", r"layers/\d+/mlp/.*", "does not read layers.{0,1}.mlp.down.kernel"),
+        ("deepseek_v3", r"layers/\d+/attn/o", "does not read layers.{0...3}.attn.o.kernel quantized"),
+        ("deepseek_v3", r"layers/\d+/moe/(gate|up|down)", "quantize only some of what jax-llm-examples reads"),
+    ],
+)
+def test_jax_llm_examples_is_told_what_is_quantized_by_switches(family, modules, message, hf, tmp_path):
+    """Of attention, MLPs and experts; never of a head."""
+    (tmp_path / "mine.yaml").write_text(f"qwix:\n  rules: [{{module_path: '{modules}', weight_qtype: int8}}]\n")
+    case = FIRST[family] if family != "qwen3" else BY_ID["qwen3-layer-types"]
+    with pytest.raises(UnsupportedConfig, match=re.escape(message)) as error:
+        api.plan(hf(case), target="jax-llm-examples", quantize=str(tmp_path / "mine.yaml"))
+    assert "rules" in str(error.value.hint)
+
+
+def test_jax_llm_examples_has_tied_embeddings_in_one_program_alone(hf):
+    assert api.plan(hf(BY_ID["qwen3-tied"]), target="jax-llm-examples")
+    with pytest.raises(UnsupportedConfig, match=r"has no table for llama with this config\.json"):
+        api.plan(hf(BY_ID["llama-tied-llama3"]), target="jax-llm-examples")
+
+
 def test_an_axis_that_no_product_sums_stays_in_the_scales(tmp_path):
     """One head of keys is an axis of size 1 too."""
     random_checkpoint(tmp_path / "hf", qwen3_config(num_key_value_heads=1))
-    api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", quantize="int8_weight_only")
+    (tmp_path / "mine.yaml").write_text("qwix:\n  rules: [{module_path: 'layers/.*attn/.*', weight_qtype: int8}]\n")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="jax-llm-examples", quantize=str(tmp_path / "mine.yaml"))
     arrays = read_manifest(tmp_path / "out").arrays
     assert arrays["layers.0.attn.k.scale"].axes == "K H"
     assert arrays["layers.0.attn.o.scale"].axes == "D"

@@ -4,8 +4,9 @@ Python 3.12, and compiles a model twice for each case."""
 import numpy as np
 import pytest
 
-from helpers.families import CASES, LLAMA3, Case, hf_model, save
+from helpers.families import CASES, Case, hf_model, save
 from helpers.oracles import ask
+from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
 pytestmark = pytest.mark.slow
@@ -132,16 +133,6 @@ def settings(case: Case, config) -> dict[str, object]:
     return out
 
 
-LLAMA31 = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
-GPT_OSS_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
-DEEPSEEK_ROPE = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
-LATENT = dict(BY_ID["deepseek_v3-groups"].config) | {
-    "max_position_embeddings": 163840,
-    "rope_parameters": DEEPSEEK_ROPE
-    | {"rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
-}
-KIMI_ROPE = LATENT["rope_parameters"] | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0}
-KIMI = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 4}
 DELTA = dict(BY_ID["qwen3_next-plain"].config) | {
     "num_hidden_layers": 8,

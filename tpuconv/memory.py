@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +24,37 @@ def peak_memory() -> int:
 
 
 def available_memory() -> tuple[int, int]:
-    """How much memory new processes may use, and how much there is, in bytes."""
+    """How much memory new processes may use, and how much there is, in bytes: of this machine, or of the container that
+    this process is in."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
     total, available = sizes["MemTotal"], sizes["MemAvailable"]
-    with suppress(OSError, ValueError):  # a container may have less: cgroups, version 2
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        total = min(total, limit)
-        available = min(available, limit - int((group / "memory.current").read_text()))
+    for limit, used in _limits_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        total, available = min(total, limit), min(available, max(0, limit - used))
     return available, total
+
+
+def _limits_of_groups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """Yields the limits in bytes of the control groups that this process is in, of either version, with what is used of
+    each without the page cache. `own` is the kernel's list of them, `root` where they are mounted."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "memory" if controllers else root
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            )
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(top):
+                    break
+                with suppress(OSError, ValueError):  # it has no limit, or is not seen from within
+                    limit, used = (int((folder / name).read_text()) for name in names)
+                    figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    cache = figures.get("total_inactive_file", figures.get("inactive_file", "0"))
+                    yield limit, used - int(cache)
 
 
 def check_address_space() -> None:

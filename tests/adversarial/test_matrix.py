@@ -489,9 +489,9 @@ def test_row_14_a_file_that_is_truncated_while_it_is_read(middle, tmp_path):
 import os
 from tpuconv.sources.reader import SafetensorsReader
 real = SafetensorsReader._bytes
-def cut(*args):
+def cut(*args, **kwargs):
     os.truncate({str(tmp_path / "hf" / FIRST)!r}, 100_000)
-    return real(*args)
+    return real(*args, **kwargs)
 SafetensorsReader._bytes = cut"""
     err = tpuconv("convert", tmp_path / "hf", tmp_path / "out", patch=(cut), code=4).stderr
     assert re.search(rf"{FIRST} (became shorter while it was read|changed while it was converted)", err)

@@ -36,7 +36,15 @@ REQUIREMENTS = {
             *("transformers", "wrapt", "tensorboardX", "pillow", "perfetto", "pandas", "einops"),
         ),
     ),
+    "jax-llm-examples": (
+        "3.11",
+        ("jax==0.10.2", "orbax-checkpoint", "flatbuffers", "etils[epath]", "tqdm", "transformers"),
+    ),
 }
+REPOSITORIES = {
+    "jax-llm-examples": ("https://github.com/jax-ml/jax-llm-examples", "8b4b24602e0652100e9835ec6d91fed58bbea472"),
+}
+"""Programs that are no packages, with the commit that is tested."""
 
 
 def oracle(name: str) -> Path:
@@ -55,6 +63,21 @@ def oracle(name: str) -> Path:
             pytest.skip(f"the environment of {name} cannot be made: {done}")
         (folder / "installed").touch()
     return folder / "bin" / "python"
+
+
+def repository(name: str) -> Path:
+    """The files of a program that is no package; skips the test if they cannot be fetched. They may be put there by
+    hand where there is no network."""
+    folder = FOLDER / f"{name}.repository"
+    if not folder.exists():
+        url, commit = REPOSITORIES[name]
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        done = run(["git", "clone", "--quiet", url, partial]) or run(["git", "-C", partial, "checkout", commit])
+        if done:
+            pytest.skip(f"{url} cannot be fetched: {done}")
+        partial.rename(folder)
+    return folder
 
 
 def find_python(version: str) -> str | None:

@@ -93,7 +93,7 @@ def _make_plan(
 ) -> "Plan":
     """The plan for a table, or for the family's and the target's if it is None."""
     from tpuconv.convert.plan.coverage import make_plan
-    from tpuconv.targets.compose import same_parameters, target_table
+    from tpuconv.targets.compose import check_quantized, find_tree, same_parameters, target_table
     from tpuconv.targets.registry import get_target
     from tpuconv.targets.target import OWN
 
@@ -119,9 +119,9 @@ def _make_plan(
     own_config, ignored = report.config, report.ignored
 
     released = family.table_for(source.tensors, returns)
+    name, kind = family.in_targets(source.config["model_type"])
 
     def for_target(target: Any) -> Any:
-        name, kind = family.in_targets(source.config["model_type"])
         scan, mtp = options.scan_layers, options.include_mtp
         return target_table(target, name, kind, released, own_config, scan_layers=scan, include_mtp=mtp)
 
@@ -140,5 +140,9 @@ def _make_plan(
         own_table, _ = for_target(OWN)
         own_plan = make_plan(source, family.name, own_table, own_config, replace(options, target=OWN.name))
         names = same_parameters(own_table, own_config, table, config, options.include_mtp)
-        how = quantization(own_plan, family, own_config, rules).renamed(names, target.name)
+        how = quantization(own_plan, family, own_config, rules)
+        if target.trees is not None:
+            tree = find_tree(target, name, kind, own_config)
+            check_quantized(target, tree, own_plan.arrays, (*how.encoders, *how.passthrough))
+        how = how.renamed(names, target.name)
     return make_plan(source, family.name, table, config, options, how, ignored)

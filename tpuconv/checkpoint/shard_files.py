@@ -123,7 +123,7 @@ class LocalShard:
 
     def end_samples(self) -> None:
         if not self._was_cached:  # else who reads it next takes the few pages that are there for all
-            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._file.forget()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._file.read(start, stop)

@@ -3,11 +3,12 @@
 import errno
 import gc
 import os
+import resource
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import IO, Any, NoReturn, TextIO, cast
@@ -34,6 +35,9 @@ def run(command: Callable[[], Any]) -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a release may have hundreds of shards, and all stay open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = cast(TextIO, Stream(sys.stdout, "stdout")), cast(TextIO, Stream(sys.stderr, None))
     gc.set_threshold(GC_THRESHOLD)

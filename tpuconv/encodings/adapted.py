@@ -10,7 +10,7 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import shorten
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
-from tpuconv.sources.adapter_changes import Change, LowRank, Replacement
+from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
 from tpuconv.sources.adapter_experts import ExpertChange
 from tpuconv.sources.reader import Reader
 
@@ -25,6 +25,11 @@ class Adapted(Tensor):
     def is_stored_as(self, dtype: np.dtype[np.generic]) -> bool:
         """Never: the stored bytes are changed."""
         return False
+
+    def work_bytes(self, count: int) -> int:
+        """See `Tensor.work_bytes`. Complete rows are multiplied, in float32: with a magnitude beside the rows in two
+        forms, else beside two copies in the dtype of the weight if they are rounded."""
+        return 12 * (count + 2 * self.shape[-1])
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """Reads the tensor's values and changes them; see `Tensor.read`. Each product is added in float32, and the sum
@@ -50,15 +55,16 @@ class Adapted(Tensor):
                 self._add(change, first, inside, out)
 
     def _add(self, change: LowRank, first: int, inside: slice, out: np.ndarray) -> None:
-        last = first - (-inside.stop // self.shape[-1])
-        dtype = self.dtype if change.rounded else np.dtype(np.float32)
-        part = _product(change, first, last).astype(dtype).astype(np.float32).reshape(-1)[inside]
-        np.copyto(out, part + out, casting="unsafe")
+        part = _product(change, first, first - (-inside.stop // self.shape[-1]))
+        if change.rounded:
+            part = part.astype(self.dtype).astype(np.float32)
+        part = part.reshape(-1)[inside]
+        part += out
+        np.copyto(out, part, casting="unsafe")
 
     def _replace(self, change: Replacement, start: int, out: np.ndarray) -> None:
-        values = change.values.reshape(-1)[start : start + out.size]
+        values = change.file.values(change.values.reshape(-1)[start : start + out.size])
         np.copyto(out, values.astype(self.dtype), casting="unsafe")  # peft keeps them in the dtype of the model
-        change.file.check_unchanged()
 
 
 def _product(change: LowRank, first: int, last: int) -> np.ndarray:
@@ -71,8 +77,8 @@ def _product(change: LowRank, first: int, last: int) -> np.ndarray:
     for i in range(first // rows, -(-last // rows)):
         begin, end = max(first, i * rows), min(last, (i + 1) * rows)
         left, right = (x[i] if x.ndim == 3 else x for x in (change.left, change.right))
-        multiply(_float32(left[begin - i * rows : end - i * rows]), _float32(right), out[begin - first : end - first])
-    change.file.check_unchanged()
+        left, right = (_float32(change.file, x) for x in (left[begin - i * rows : end - i * rows], right))
+        multiply(left, right, out[begin - first : end - first])
     out *= np.float32(change.scaling)
     return out
 
@@ -82,16 +88,17 @@ def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
     from tpuconv.encodings.low_rank import row_norms
 
     assert change.magnitude is not None
-    moved = rows.astype(np.float32) + _product(change, first, first + len(rows))
+    moved = _product(change, first, first + len(rows))
+    moved += rows
     norms = np.empty(len(rows), np.float32)
     row_norms(moved, norms)
-    factors = change.magnitude[first : first + len(rows)].astype(np.float32) / norms
-    scaled: np.ndarray = (factors[:, None] * moved).reshape(-1)
-    return scaled
+    moved *= (_float32(change.file, change.magnitude[first : first + len(rows)]) / norms)[:, None]
+    return moved.reshape(-1)
 
 
-def _float32(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, np.float32)
+def _float32(file: AdapterFile, part: np.ndarray) -> np.ndarray:
+    """The values of a part of an adapter's matrix."""
+    return np.ascontiguousarray(file.values(part), np.float32)
 
 
 def adapt(

@@ -83,6 +83,10 @@ class Tensor:
         """The number of bytes in which `count` values are stored, without scales."""
         return count * self.values.nbytes // max(1, self.size)
 
+    def work_bytes(self, count: int) -> int:
+        """The memory that reading `count` values takes beside the arguments of `read`, if it grows with them."""
+        return 0
+
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
         """Whether its stored bytes are values of that dtype."""
         return self.scheme is None and self.dtype == dtype
@@ -97,8 +101,7 @@ class Tensor:
             out: flat, of any float dtype, filled with values.
 
         Raises:
-            SourceError: a scale is zero, negative or not finite, unless `any_scales`; a tensor that holds constants has
-                others; or the source cannot be read.
+            SourceError: a scale, unless `any_scales`, or a constant is wrong; or the source cannot be read.
         """
         if start == 0 and self.scheme is not None and self.scheme.constants:
             self._check_constants(reader, self.scheme)

@@ -5,7 +5,6 @@ updated in place.
 """
 
 import functools
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from tpuconv.errors import ResourceError, UsageError
+from tpuconv.memory import available_memory
 from tpuconv.models.common.cache import Cache, cache_shardings
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE
@@ -225,7 +225,7 @@ class Generator:
         """Raises ResourceError if the cache needs more than `CACHE_SHARE` of a CPU machine's memory. Other devices
         refuse such an allocation. A CPU grants it, and the process is killed when it writes to the memory."""
         need = sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _, memory = available_memory()
         if self.platform == "cpu" and need > CACHE_SHARE * memory:
             raise ResourceError(
                 f"the cache of keys and values needs {need / 1e9:.3g} GB, the limit is {CACHE_SHARE:.0%} of this "

@@ -14,16 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
 from tpuconv.sources.adapter_experts import NESTED, ExpertChange, parameters_by_wrapper
-from tpuconv.sources.headers import DTYPES, TensorInfo, read_header
-from tpuconv.storage.hashes import blocks, hash_bytes, hash_file, stamp
+from tpuconv.sources.headers import TensorInfo, read_header
+from tpuconv.storage.hashes import blocks, hash_bytes, hash_file
 from tpuconv.storage.places import is_there
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -93,7 +91,7 @@ def read_adapter(given: str) -> Adapter:
     _check_config(config, path)
     check(config, _CONFIG, str(path), ConfigError)
     weights = folder / ADAPTER_WEIGHTS
-    file = AdapterFile(weights, stamp(weights.stat()))
+    file = AdapterFile(weights)
     _, _, infos = read_header(weights)
     pairs: dict[str, dict[str, TensorInfo]] = {}
     embeddings: set[str] = set()
@@ -126,10 +124,10 @@ def read_adapter(given: str) -> Adapter:
     patterns = {pattern: rf"(.*\.)?({pattern})$" for pattern in config.get("alpha_pattern") or {}}
     named = [(f"{path}, alpha_pattern", pattern) for pattern in patterns.values()]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
-    changes: dict[str, Change] = {name: Replacement(_mapped(weights, info), file) for name, info in whole.items()}
+    changes: dict[str, Change] = {name: Replacement(file.matrix(info), file) for name, info in whole.items()}
     of_experts = []
     for module, pair in pairs.items():
-        a, b = (_mapped(weights, pair[part]) for part in "AB")
+        a, b = (file.matrix(pair[part]) for part in "AB")
         if a.shape[0] != b.shape[1] or not a.shape[0]:
             raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
         # As PEFT chooses: the first pattern that the end of the module's name matches.
@@ -141,7 +139,7 @@ def read_adapter(given: str) -> Adapter:
             continue
         left, right = (a.T, b.T) if module in embeddings else (b, a)
         scaling = alpha / (sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
-        magnitude = _mapped(weights, pair[MAGNITUDE]) if MAGNITUDE in pair else None
+        magnitude = file.matrix(pair[MAGNITUDE]) if MAGNITUDE in pair else None
         if magnitude is not None and weight != 1:
             raise UnsupportedConfig(
                 f"{place} scales rows to their magnitudes (DoRA), which have no weight", hint="leave out the weight"
@@ -207,7 +205,3 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedConfig(
             f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"
         )
-
-
-def _mapped(path: Path, info: TensorInfo) -> np.ndarray:
-    return np.memmap(path, DTYPES[info.dtype], "r", info.offset, info.shape)

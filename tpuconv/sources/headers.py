@@ -122,6 +122,7 @@ def _random_access(path: Location) -> Iterator[tuple[int, int, Callable[[int, in
         yield file_bytes, modified, lambda n, start: bytes(buckets.read(path, start, min(start + n, file_bytes)))
         return
     with opened(path, SourceError) as (fd, status):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # else the system would read on where the header ends
         yield status.st_size, status.st_mtime_ns, lambda n, start: os.pread(fd, n, start)
 
 

@@ -4,6 +4,7 @@ Weights are never memory-mapped: a file that shrinks under a map kills the proce
 """
 
 import os
+import resource
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,6 @@ from tpuconv.storage.local_file import READ_BYTES, LocalFile
 class Reader(Protocol):
     """Reads the tensors of a source, from any number of threads."""
 
-    @property
-    def has_views(self) -> bool:
-        """Whether it has `view`, which returns the memory that was read into, and so saves a copy."""
-        return False
-
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from byte `start` on.
 
@@ -39,15 +35,15 @@ class Reader(Protocol):
             SourceError: they cannot be read, or the source changed.
         """
 
-    def view(self, info: TensorInfo, start: int, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of a tensor from byte `start` on, valid until the thread's next read.
+    def view(self, info: TensorInfo, start: int, nbytes: int, memory: np.ndarray) -> np.ndarray:
+        """`nbytes` bytes of a tensor from byte `start` on, wherever they are read to in `memory` [bytes], which has
+        `room_for` them. Unlike `read` it may do without a copy.
 
         Raises:
             SourceError: see `read`.
         """
-        out = np.empty(nbytes, np.uint8)
-        self.read(info, start, out.data)
-        return out
+        self.read(info, start, memory[:nbytes].data)
+        return memory[:nbytes]
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out`, in the dtype of the tensor, with a box of it: one slice per axis.
@@ -133,8 +129,8 @@ WAIT = "wait until nothing writes to the source, then run again"
 
 
 class SafetensorsReader(Reader):
-    """Reads the weights of safetensors files, and hashes the files at the same time: each byte is fetched from the disk
-    once.
+    """Reads the weights of safetensors files, and hashes the files at the same time. Each byte comes from the disk
+    once: what is hashed before it is needed stays in the page cache until then.
 
     Args:
         folder: the checkpoint.
@@ -156,6 +152,8 @@ class SafetensorsReader(Reader):
         self.hashes = set() if isinstance(folder, BucketPath) else named
         self._check_cancelled = check_cancelled
         self._shards = {shard.name: shard for shard in shards}
+        # Around the page cache a file needs a second descriptor.
+        self._avoids_cache = 4 * len(shards) < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._opened: dict[str, _OpenShard] = {}
         self._files: list[LocalFile] = []
         self._lock = threading.Lock()
@@ -173,33 +171,32 @@ class SafetensorsReader(Reader):
         for first, data in self._pieces(info, start, target.size, READ_BYTES):
             target[first : first + data.size] = data
 
-    @property
-    def has_views(self) -> bool:
+    def view(self, info: TensorInfo, start: int, nbytes: int, memory: np.ndarray) -> np.ndarray:
         """See `Reader`."""
-        return not isinstance(self.folder, BucketPath)
+        if isinstance(self.folder, BucketPath) or not nbytes:
+            return super().view(info, start, nbytes, memory)
+        ((_, data),) = self._pieces(info, start, nbytes, nbytes, memory)
+        return data
 
-    def view(self, info: TensorInfo, start: int, nbytes: int) -> np.ndarray:
-        """See `Reader`: of files on a disk."""
-        pieces = [data for _, data in self._pieces(info, start, nbytes, nbytes)]
-        return pieces[0] if pieces else np.empty(0, np.uint8)
-
-    def _pieces(self, info: TensorInfo, start: int, nbytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields bytes of a tensor from byte `start` on, in pieces of `step`, each valid until the next, with their
-        places. If they follow what is hashed, they are hashed too, and no other thread reads the shard meanwhile: two
-        that read one after the other are served sooner than side by side."""
+    def _pieces(
+        self, info: TensorInfo, start: int, nbytes: int, step: int, memory: np.ndarray | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields bytes of a tensor from byte `start` on, in pieces of `step`, each valid until the next is read to the
+        same memory, with their places. If they follow what is hashed, they are hashed too, and no other thread reads
+        the shard meanwhile: two that read one after the other are served sooner than side by side."""
         shard, offset = self._open(info.shard), info.offset + start
         places = [(first, min(nbytes, first + step)) for first in range(0, nbytes, step or 1)]
         with shard.lock:
             if info.shard in self.hashes and shard.hashed <= offset:
-                self._hash_to(shard, info.shard, offset)
+                self._hash_to(shard, info.shard, offset, again=True)
                 for first, stop in places:
-                    data = self._bytes(shard, info.shard, offset + first, offset + stop)
+                    data = self._bytes(shard, info.shard, offset + first, offset + stop, memory)
                     shard.digest.update(data)
                     shard.hashed = offset + stop
                     yield first, data
                 return
         for first, stop in places:
-            yield first, self._bytes(shard, info.shard, offset + first, offset + stop)
+            yield first, self._bytes(shard, info.shard, offset + first, offset + stop, memory)
 
     def read_box(self, info: TensorInfo, box: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out`, contiguous and in the dtype of the tensor, with a box of it: a slice for each axis."""
@@ -247,19 +244,28 @@ class SafetensorsReader(Reader):
         if stamp != shard.stamp:
             raise SourceError(f"{self.folder / shard.name} changed while it was converted", hint=WAIT)
 
-    def _hash_to(self, shard: _OpenShard, name: str, end: int) -> None:
-        """Hashes the bytes up to `end`. The lock is held."""
+    def _hash_to(self, shard: _OpenShard, name: str, end: int, *, again: bool = False) -> None:
+        """Hashes the bytes up to `end`, which are read `again` later. The lock is held."""
         while shard.hashed < end:
             self._check_cancelled()
-            block = self._bytes(shard, name, shard.hashed, min(end, shard.hashed + READ_BYTES))
+            block = self._bytes(shard, name, shard.hashed, min(end, shard.hashed + READ_BYTES), again=again)
             shard.digest.update(block)
             shard.hashed += block.nbytes
 
-    def _bytes(self, shard: _OpenShard, name: str, start: int, stop: int) -> np.ndarray:
-        """The bytes [start, stop) of a shard on a disk, valid until the thread's next read."""
+    def _bytes(
+        self,
+        shard: _OpenShard,
+        name: str,
+        start: int,
+        stop: int,
+        memory: np.ndarray | None = None,
+        *,
+        again: bool = False,
+    ) -> np.ndarray:
+        """The bytes [start, stop) of a shard on a disk; see `LocalFile.read`."""
         assert shard.file is not None
         try:
-            return shard.file.read(start, stop)
+            return shard.file.read(start, stop, memory, again=again)
         except OSError as e:
             raise SourceError(
                 f"{self.folder / name} cannot be read at byte {start}: {e.strerror}",
@@ -299,7 +305,8 @@ class SafetensorsReader(Reader):
         opened = _OpenShard(file, file.size, HASHES[shard.hash_name]())
         self._files.append(file)
         self._check_stamp(shard, hash_stamp(os.fstat(file.fd)))
-        file.avoid_cache()
+        if self._avoids_cache:
+            file.avoid_cache()
         return opened
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ def write_file(path: Path, data: bytes | np.ndarray, *, flush: bool = True) -> N
     can.
     """
     array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
-    if not isinstance(data, bytes) and array.nbytes >= DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+    if not isinstance(data, bytes) and array.nbytes >= DIRECT_BYTES:
         try:
             return _write_new(path, array, os.O_DIRECT, flush)
         except OSError as e:
@@ -156,9 +156,9 @@ class Writer:
         return self._hash.facts()
 
     def __enter__(self) -> "Writer":
+        self._pages = page_buffer(STAGED_BYTES)
         with writing(self.path):
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._pages = page_buffer(STAGED_BYTES)
         return self
 
     def write(self, data: Any) -> None:
@@ -175,7 +175,7 @@ class Writer:
     def _write_staged(self) -> None:
         data = self._pages[: self._used]
         with writing(self.path):
-            if self._written == 0 and self._used == STAGED_BYTES and not self.read_soon and hasattr(os, "O_DIRECT"):
+            if self._written == 0 and self._used == STAGED_BYTES and not self.read_soon:
                 with suppress(OSError):
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
             try:
@@ -291,7 +291,7 @@ def page_buffer(nbytes: int) -> np.ndarray:
     of one for each page, which virtual disks read up to four times as fast.
     """
     size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < HUGE_PAGE:
         return np.frombuffer(_anonymous(size), np.uint8)
     memory = _anonymous(size + HUGE_PAGE)
     with suppress(OSError):  # a system without huge pages
@@ -302,7 +302,10 @@ def page_buffer(nbytes: int) -> np.ndarray:
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:  # which a caller would take for an error of the file that it reads or writes
+        raise MemoryError(f"{format_size(nbytes)} of memory: {e.strerror}") from None
 
 
 def aligned_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

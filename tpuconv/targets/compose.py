@@ -1,7 +1,7 @@
 """From a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from tpuconv.mapping.table import (
     is_of_mtp,
     row_indices,
 )
+from tpuconv.names import collapse
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 _LAYER = re.compile(r"layers\.\{(\w)\}\.")
+_NUMBERED_LAYER = re.compile(r"layers\.\d+\.")
 
 
 def target_table(
@@ -98,6 +100,41 @@ def same_parameters(
     return out
 
 
+def check_quantized(target: Target, tree: Tree, parameters: Iterable[str], quantized: Collection[str]) -> None:
+    """Checks that a program reads parameters as the rules of a quantization leave them.
+
+    Args:
+        target: of the program.
+        tree: of the model.
+        parameters: our names of all parameters.
+        quantized: those that are quantized.
+
+    Raises:
+        UnsupportedConfig: the program reads one only as it is, or only quantized together with one that is not.
+    """
+    if tree.quantized is None:
+        return
+    known: dict[str, list[str]] = {}
+    for name in parameters:
+        known.setdefault(_NUMBERED_LAYER.sub("", name, count=1), []).append(name)
+    together = [[name for part in parts for name in known.get(part, ())] for parts in tree.quantized]
+    chosen = set(quantized)
+    read_so = {name for names in together for name in names}
+    if never := [name for name in quantized if name not in read_so]:
+        raise UnsupportedConfig(
+            f"the program of {target.name} does not read {', '.join(collapse(never))} quantized",
+            hint="leave them out of the rules",
+        )
+    for names in together:
+        left = [name for name in names if name not in chosen]
+        if 0 < len(left) < len(names):
+            raise UnsupportedConfig(
+                f"the rules quantize only some of what {target.name} reads quantized all together or not at all",
+                details=[f"not quantized: {pattern}" for pattern in collapse(left)],
+                hint="add these to the rules, or leave the others out",
+            )
+
+
 def _sources(binding: Binding) -> tuple[str, ...]:
     return tuple(name for stack in binding.src for name in stack.names)
 
@@ -114,7 +151,7 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
         if tree is not None and tree.when(config):
             return tree
     raise UnsupportedConfig(
-        f"the target {target.name} has no table for {family}",
+        f"the target {target.name} has no table for {family}" + (" with this config.json" if trees else ""),
         hint=f"it has {', '.join(target.trees)}; `tpuconv families --target {target.name}` lists them",
     )
 

@@ -1,5 +1,12 @@
 """The models of github.com/jax-ml/jax-llm-examples: `Weights` of qwen3, llama3, llama4, gpt_oss, deepseek_r1_jax and
-kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays."""
+kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays.
+
+Each program quantizes attention, MLPs and experts, each by a switch of its config. Where it multiplies what a product
+sums with the scales (those of llama3, and of attention in llama4, deepseek_r1_jax and kimi_k2), Qwix has no such
+scales, and the parameters are not quantized.
+"""
+
+from typing import Any
 
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
@@ -33,9 +40,24 @@ def _experts(name: str) -> Places:
     }
 
 
-def _tree(places: Places) -> Tree:
-    """The tree of a model."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),))
+ATTENTION_KERNELS = frozenset(f"attn.{x}.kernel" for x in "qkvo")
+MLP_KERNELS = frozenset(f"mlp.{x}.kernel" for x in ("gate", "up", "down"))
+EXPERT_KERNELS = frozenset(f"moe.{x}.kernel" for x in ("gate", "up", "down"))
+SHARED_KERNELS = frozenset(f"moe.shared.{x}.kernel" for x in ("gate", "up", "down"))
+OWN_FORMAT = (
+    "the program's load_pytree reads a format of jax: restore by Orbax's PyTreeCheckpointer, as docs/targets.md shows"
+)
+
+
+def _has_head(config: Any) -> bool:
+    """Whether the head has weights of its own."""
+    return bool(config.has_lm_head)
+
+
+def _tree(places: Places, *quantized: frozenset[str], note: str = "", tied: bool = False) -> Tree:
+    """The tree of a model, with what its program reads quantized, and whether it has models without a head."""
+    layers = LayerPlaces(places, "layers.{L}")
+    return Tree(MODEL_PLACES, (layers,), when=lambda x: tied or _has_head(x), note=note, quantized=quantized)
 
 
 LLAMA_TREE = _tree(
@@ -43,7 +65,8 @@ LLAMA_TREE = _tree(
         **{f"attn.{x}.kernel": x for x in "qkvo"},
         **_mlp(""),
         **NORM_PLACES,
-    }
+    },
+    note=OWN_FORMAT,
 )
 GPT_OSS_TREE = _tree(
     {
@@ -55,7 +78,9 @@ GPT_OSS_TREE = _tree(
         ("moe.gate.bias", "moe.up.bias"): Place("ffw.we_gate_up_bias", "E M, E M -> E (M (1 + 1))"),
         "moe.down.kernel": "ffw.we_down",
         "moe.down.bias": "ffw.we_down_bias",
-    }
+    },
+    ATTENTION_KERNELS,
+    note=OWN_FORMAT,
 )
 LATENT = Tree(
     MODEL_PLACES,
@@ -75,7 +100,8 @@ LATENT = Tree(
             "layers.{L}",
         ),
     ),
-    when=lambda config: config.has_query_latent,
+    when=lambda config: config.has_query_latent and _has_head(config),
+    quantized=(MLP_KERNELS, EXPERT_KERNELS | SHARED_KERNELS),
 )
 
 JAX_LLM_EXAMPLES = Target(
@@ -84,10 +110,16 @@ JAX_LLM_EXAMPLES = Target(
     loading="load_pytree(OUT, Weights.shardings(config))",
     trees={
         "llama": LLAMA_TREE,
-        "qwen3": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("ffw.")}),
-        "qwen3_moe": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")}),
+        "qwen3": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("ffw.")}, ATTENTION_KERNELS, MLP_KERNELS, tied=True),
+        "qwen3_moe": _tree(
+            {**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")}, ATTENTION_KERNELS, EXPERT_KERNELS, tied=True
+        ),
         "gpt_oss": GPT_OSS_TREE,
-        "llama4": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("mlp."), **_experts("mlp")}),
+        "llama4": _tree(
+            {**ATTENTION_PLACES, **NORM_PLACES, **_mlp("mlp."), **_experts("mlp")},
+            MLP_KERNELS,
+            EXPERT_KERNELS | SHARED_KERNELS,
+        ),
         "deepseek_v3": LATENT,
         "kimi_k2": LATENT,
     },

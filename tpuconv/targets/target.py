@@ -74,6 +74,8 @@ class Tree:
         period: how many layers repeat; scanned layers are stacked for each place of a period.
         when: whether the tree is that of a config. The first that is counts.
         note: what a user must know to load it.
+        quantized: sets of parameters of layers, by our names after `layers.{L}.`, of which the program reads all
+            quantized or none; others it reads as they are. None if it reads each as it finds it.
     """
 
     places: Places
@@ -81,6 +83,7 @@ class Tree:
     period: int = 1
     when: Callable[[Any], bool] = lambda config: True
     note: str = ""
+    quantized: tuple[frozenset[str], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from tpuconv.sources.config import read_json, with_dtype
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.schedule import Extent
+from tpuconv.storage.disk import page_buffer
+from tpuconv.storage.local_file import room_for
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 
@@ -111,7 +113,7 @@ class PlannedArrays:
     def _make(self, slab: Slab, made: dict[str, np.ndarray], figures: dict[str, Any]) -> None:
         plan = self.plan
         raw = 0 if plan.is_stored_as_wanted(slab) else plan.stored_bytes(slab)
-        sources = read_slab(self.reader, plan, slab, np.empty(slab.nbytes, np.uint8), np.empty(raw, np.uint8))
+        sources = read_slab(self.reader, plan, slab, page_buffer(room_for(slab.nbytes)), np.empty(raw, np.uint8))
         bits = [source.view(f"u{slab.dtype.itemsize}") for source in sources]
         names = [stack.names[0] for stack in slab.binding.dst]
         is_plain = any(name not in plan.encoders for name in names)  # an encoder looks by itself

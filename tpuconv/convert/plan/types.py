@@ -280,13 +280,12 @@ class Plan:
         return any(name in self.encoders for stack in slab.binding.dst for name in stack.names)
 
     def is_stored_as_wanted(self, slab: Slab) -> bool:
-        """Whether the stored bytes are already the values."""
-        tensor = self.tensors[slab.binding.src[0].names[0]]
-        return tensor.is_stored_as(slab.dtype)
+        """Whether the stored bytes are already the values. Of a stack an adapter may change some tensors."""
+        return all(self.tensors[name].is_stored_as(slab.dtype) for name in slab.names())
 
     def is_plain(self, slab: Slab) -> bool:
         """Whether the stored bytes are already the values, in no encoding."""
-        return self.tensors[slab.binding.src[0].names[0]].scheme is None and self.is_stored_as_wanted(slab)
+        return self.is_stored_as_wanted(slab) and all(self.tensors[name].scheme is None for name in slab.names())
 
     def is_box(self, slab: Slab) -> bool:
         """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
@@ -389,5 +388,5 @@ def _digest(facts: Any) -> str:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
-    """The bytes in which the values of a slab are stored, without scales."""
-    return tensors[slab.binding.src[0].names[0]].stored_bytes(slab.elements)
+    """The bytes in which the values of a slab are stored at most, without scales."""
+    return max(tensors[name].stored_bytes(slab.elements) for name in slab.names())

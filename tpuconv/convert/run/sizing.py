@@ -7,7 +7,8 @@ from math import prod
 
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
-from tpuconv.storage.local_file import READ_BYTES
+from tpuconv.memory import available_memory
+from tpuconv.storage.local_file import READ_BYTES, room_for
 
 BASE_MEMORY = 212 << 20
 """Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can
@@ -26,8 +27,9 @@ class Limits:
 
     @classmethod
     def of_this_machine(cls, jobs: int | None = None, max_memory: int | None = None) -> "Limits":
-        """By default one job per processor, one more that reads meanwhile, and 60% of the memory."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        """By default one job per processor, one more that reads meanwhile, and 60% of the memory of the machine or
+        container."""
+        _, memory = available_memory()
         return cls(jobs or len(os.sched_getaffinity(0)) + 1, max_memory or int(0.6 * memory))
 
 
@@ -38,7 +40,8 @@ class Buffers:
     Attributes:
         values: values in the dtype that is wanted.
         raw: values as they are stored, if that is another dtype.
-        read: what is read from a disk at once.
+        read: what is read from a disk at once to be copied.
+        changed: what the changes of an adapter are computed in.
         shard: one shard. While one is built, another is written.
         encoded: what encoders make, or what values are changed in.
     """
@@ -46,22 +49,26 @@ class Buffers:
     values: int
     raw: int
     read: int
+    changed: int
     shard: int
     encoded: int
 
     @property
     def nbytes(self) -> int:
         """Their sum."""
-        return self.values + self.raw + self.read + 2 * self.shard + self.encoded
+        return self.values + self.raw + self.read + self.changed + 2 * self.shard + self.encoded
 
 
 def buffers(plan: Plan) -> Buffers:
     """The memory that one job of a plan needs."""
     slabs = [slab for unit in plan.units for slab in unit.slabs]
     return Buffers(
-        values=max((slab.nbytes for slab in slabs), default=0),
+        values=room_for(max((slab.nbytes for slab in slabs), default=0)),
         raw=max((plan.stored_bytes(slab) for slab in slabs if not plan.is_stored_as_wanted(slab)), default=0),
-        read=READ_BYTES,
+        read=room_for(READ_BYTES),
+        changed=max(
+            (plan.tensors[name].work_bytes(slab.elements) for slab in slabs for name in slab.names()), default=0
+        ),
         shard=max((array.shard_bytes for array in plan.arrays.values()), default=0),
         encoded=max(
             2 * max((slab.elements for slab in slabs if plan.is_encoded(slab)), default=0),

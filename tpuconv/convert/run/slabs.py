@@ -17,13 +17,13 @@ CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
 
 
 def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
-    """The source tensors of a slab, in the dtype of its values, one after the other in `values`.
+    """The source tensors of a slab, in the dtype of its values.
 
     Args:
         reader: of the source.
         plan: the slab's.
         slab: what to read.
-        values: bytes for all values of the slab.
+        values: bytes for all values of the slab, with `room_for` them, from the beginning of a page on.
         raw: bytes for the values as they are stored, if that is another dtype.
     """
     if plan.is_box(slab):
@@ -31,8 +31,16 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
         out = values[: slab.nbytes].view(slab.dtype).reshape([s.stop - s.start for s in box])
         reader.read_box(plan.tensors[slab.binding.src[0].names[0]].values, box, out)
         return [out]
+    all_parts, shapes = list(slab.reads()), slab.binding.layout.src_shapes(slab.sizes)
+    if len(all_parts) == len(all_parts[0]) == 1 and plan.is_plain(slab):
+        ((name, start, _),) = all_parts[0]
+        found = reader.view(plan.tensors[name].values, start * slab.dtype.itemsize, slab.nbytes, values)
+        if found.ctypes.data % slab.dtype.itemsize:  # an odd place in the file, which compiled loops do not take
+            values.data[: found.size] = found.data  # one over the other
+            found = values[: found.size]
+        return [found.view(slab.dtype).reshape(shapes[0])]
     sources, used = [], 0
-    for parts, shape in zip(slab.reads(), slab.binding.layout.src_shapes(slab.sizes), strict=True):
+    for parts, shape in zip(all_parts, shapes, strict=True):
         first = used
         for name, start, count in parts:
             out = values[used : used + count * slab.dtype.itemsize].view(slab.dtype)
@@ -41,22 +49,6 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
             used += out.nbytes
         sources.append(values[first:used].view(slab.dtype).reshape(shape))
     return sources
-
-
-def view_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
-    """As `read_slab`; but a single run of plain values may stay where it was read. It is valid until the thread's next
-    read."""
-    runs = [run for parts in slab.reads() for run in parts]
-    if not reader.has_views or len(runs) > 1 or not plan.is_plain(slab):
-        return read_slab(reader, plan, slab, values, raw)
-    ((name, start, _),) = runs
-    found = reader.view(plan.tensors[name].values, start * slab.dtype.itemsize, slab.nbytes)
-    if found.ctypes.data % slab.dtype.itemsize:  # an odd place in the file, which compiled loops do not take
-        aligned = values[: slab.nbytes]
-        aligned[:] = found
-        found = aligned
-    (shape,) = slab.binding.layout.src_shapes(slab.sizes)
-    return [found.view(slab.dtype).reshape(shape)]
 
 
 def check_copy(

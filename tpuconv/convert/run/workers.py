@@ -8,7 +8,7 @@ the other is written.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from tpuconv.convert.plan.types import OutputArray, Plan, Slab, WorkUnit
 from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.convert.run.share import Share
 from tpuconv.convert.run.sizing import buffers
-from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, view_slab
+from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
 from tpuconv.convert.run.strided import copy_strided
@@ -155,7 +155,7 @@ class Workers:
         self.plan, self.journal, self.store, self.jobs, self.share = plan, journal, store, jobs, share
         self.calibrated = calibrated
         self.stop = threading.Event()
-        self.reader = plan.source.open(self._check_cancelled, hashes=share.hashes(plan))
+        self.reader = plan.source.open(self._check_cancelled, hashes=self._hashes())
         self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.writers = ThreadPoolExecutor(jobs)
         self.finisher = ThreadPoolExecutor(1)
@@ -184,10 +184,18 @@ class Workers:
             self.reader.check_unchanged()
         finally:
             self.stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            self.writers.shutdown(wait=True)
-            self.finisher.shutdown(wait=True)  # units that are complete count, whatever ended the work
-            self.reader.close()
+            # Units that are complete count, whatever ended the work.
+            pools = (partial(pool.shutdown, cancel_futures=True), self.writers.shutdown, self.finisher.shutdown)
+            _end((*pools, self.reader.close))
+
+    def _hashes(self) -> list[str]:
+        """The files to be hashed while they are read. Of a source that is here, those are left out whose hash is known
+        from an earlier run: a hash needs all of a file."""
+        numbers = {shard.name: i for i, shard in enumerate(self.plan.source.shards)}
+        names = self.share.hashes(self.plan)
+        if self.plan.source.remote:
+            return names
+        return [name for name in names if self.journal.done(proof_step(numbers[name]), HASH_ENTRY) is None]
 
     def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
         """Does one task after the other until none is left."""
@@ -378,6 +386,22 @@ def _next_of(tasks: "queue.SimpleQueue[Task]") -> Task | None:
     return None
 
 
+def _end(steps: Iterable[Callable[[], None]]) -> None:
+    """Does all steps, whatever signals arrive meanwhile: a thread that outlives the lock of the journal would write
+    into the work of whoever takes it next. Then raises the last signal."""
+    interruption: KeyboardInterrupt | None = None
+    for step in steps:
+        is_done = False
+        while not is_done:
+            try:
+                step()
+                is_done = True
+            except KeyboardInterrupt as e:
+                interruption = e
+    if interruption is not None:
+        raise interruption
+
+
 class _Memory:
     """The memory of one worker. It is allocated once, since new memory costs more than the copy into it."""
 
@@ -400,8 +424,8 @@ class _Memory:
         return self.writes[-1]
 
     def read(self, reader: Reader, plan: Plan, slab: Slab) -> list[np.ndarray]:
-        """The slab's source tensors; see `view_slab`."""
-        return view_slab(reader, plan, slab, self.values, self.raw)
+        """The slab's source tensors; see `read_slab`."""
+        return read_slab(reader, plan, slab, self.values, self.raw)
 
 
 def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
