@@ -166,6 +166,25 @@ def test_one_expert_of_many(hf, tmp_path: Path, small_cuts: None) -> None:
     np.testing.assert_allclose(have[f"{name}.weight"], plain[f"{name}.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5)
 
 
+def test_a_merged_model_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    merged = adapted(tmp_path / "hf", tmp_path / "lora")
+    saved(merged, tmp_path / "merged")
+    api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
+    with pytest.raises(UsageError, match="has adapters merged, and its source has not"):
+        api.compare(tmp_path / "out")
+
+
+def test_dora_without_its_magnitudes_is_an_error(tmp_path: Path) -> None:
+    """Merged as plain LoRA it would be another model."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    path = tmp_path / "lora" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    with pytest.raises(SourceError, match="none of the magnitudes that use_dora"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+
+
 def test_several_adapters_with_weights_and_a_target(tmp_path: Path, small_cuts: None) -> None:
     """A weight multiplies a change; slabs that begin within a row are changed as complete rows are."""
     source = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config(), "float32"))

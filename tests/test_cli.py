@@ -71,6 +71,15 @@ def test_the_commands_work_one_after_the_other_as_they_stand(converted):
     assert "failed" not in compared
 
 
+def test_a_checkpoint_for_another_program_is_not_taken_for_ours(converted, tmp_path):
+    """Without CKPT, by a command that runs the model."""
+    shutil.copytree(converted / "tiny-qwen3-orbax", tmp_path / "tiny-qwen3-orbax")
+    tpuconv("convert", EXAMPLE, "--target", "maxtext", cwd=tmp_path)
+    assert "tiny-qwen3-maxtext" in tpuconv("verify", cwd=tmp_path).stdout
+    said = tpuconv("generate", "--prompt", "In", "--max-new-tokens", "2", cwd=tmp_path).stdout
+    assert said.startswith("Generating with tiny-qwen3-orbax, the newest checkpoint in this folder.")
+
+
 def test_converted_quantized_and_verified_in_three_commands(tmp_path):
     tpuconv("convert", EXAMPLE, cwd=tmp_path)
     said = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout

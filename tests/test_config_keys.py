@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import tpuconv
-from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from helpers.commands import tpuconv as command
+from helpers.families import FIRST
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import keys_of_reference
@@ -82,6 +84,19 @@ def test_a_newer_name_of_a_key_is_no_ignored_one() -> None:
 )  # fmt: skip
 def test_a_null_that_is_as_good_as_absent(model_type: str, key: str) -> None:
     assert report({"model_type": model_type, key: None}) == report({"model_type": model_type})
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_what_transformers_writes_is_no_warning(family: str, hf: Any) -> None:
+    """Keys of its own are known to have no effect. (GPT-2 and its like have another name for a size of the test.)"""
+    raw = json.loads((hf(FIRST[family]) / "config.json").read_text())
+    assert {key.key for key in report(raw).ignored if key.warning} <= {"intermediate_size"}
+
+
+def test_an_encoding_that_no_tensor_has_is_listed(tmp_path: Path) -> None:
+    config = qwen3_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    ignored = api.plan(hollow_checkpoint(tmp_path, config)).plan.ignored_config
+    assert [(key.key, key.reason) for key in ignored] == [("quantization_config", "no tensor is stored as it says")]
 
 
 def test_a_user_lets_a_key_through() -> None:

@@ -470,6 +470,7 @@ def test_an_empty_cache(hub: HubServer, monkeypatch: pytest.MonkeyPatch, way: st
     with pytest.raises(HubError, match="nothing of it at revision main") as error:
         resolve(REPO)
     assert error.value.exit_code == 7
+    assert way == "offline" or f"there is no folder {REPO} here either" in error.value.details
     assert time.monotonic() - start < HANG
 
 

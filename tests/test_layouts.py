@@ -24,9 +24,13 @@ from tpuconv.storage.sealed import seal
 TURNED = DeviceLayout("bfloat16", (1, 0), ())
 
 
-@given(st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 5), min_size=1))
-def test_a_pattern_stands_for_its_names(layers, experts):
-    names = [f"layers.{i}.experts.{j}.kernel" for i in layers for j in experts]
+@given(
+    st.sampled_from(["layers.", "params.decoder.layers_"]),
+    st.sets(st.integers(0, 12), min_size=1),
+    st.sets(st.integers(0, 5), min_size=1),
+)
+def test_a_pattern_stands_for_its_names(before, layers, experts):
+    names = [f"{before}{i}.experts.{j}.wi_0.kernel" for i in layers for j in experts]
     (pattern,) = collapse(names)
     assert sorted(expand(pattern)) == sorted(names)
     assert list(expand("lm_head.kernel")) == ["lm_head.kernel"]

@@ -173,7 +173,7 @@ def test_each_byte_comes_from_the_disk_once(config, jobs, tmp_path):
     """But for pages that two tensors share; though files are hashed from start to end, and experts are needed
     projection by projection."""
     folder = release(tmp_path / "hf", config, 1)
-    assert read_from_disk(folder, tmp_path / "out", jobs) < 1.1 * stored_bytes(folder)
+    assert read_from_disk(folder, tmp_path / "out", jobs) < 1.3 * stored_bytes(folder)  # modules too
 
 
 def test_a_resumed_run_reads_what_is_left(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoints import write_checkpoint
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, write_checkpoint
 from helpers.families import FIRST
 from tpuconv import api
 from tpuconv.convert.plan.coverage import make_plan
@@ -90,6 +90,12 @@ def get_family_of(source: Source) -> dict[str, str]:
     return {name: source.config["model_type"] for name in source.config["architectures"]}
 
 
+def test_a_model_that_a_family_reads_is_told_so(tmp_path: Path) -> None:
+    proposed = api.propose(hollow_checkpoint(tmp_path, qwen3_config()))
+    assert (proposed.read_by, proposed.left) == ("qwen3", ())
+    assert proposed.to_json()["read_by"] == "qwen3"
+
+
 def test_a_model_of_another_kind(tmp_path: Path) -> None:
     """Nothing is explained, and all of it is left; what has no letters is a comment."""
     hostile = 'x"""\nimport os\n'
@@ -97,6 +103,7 @@ def test_a_model_of_another_kind(tmp_path: Path) -> None:
     tensors = {"backbone.layers.0.mixer.A_log": ("F32", (5, 3)), "backbone.wte.weight": ("BF16", (11, 7))}
     proposed = api.propose(write_checkpoint(tmp_path, raw | {"n": hostile}, tensors))
     assert not proposed.explained
+    assert proposed.read_by is None
     assert len(proposed.left) == 2
     assert '# "backbone.layers.{}.mixer.A_log"  [5, 3]: no letters have these sizes' in proposed.draft
     compile(proposed.draft, "family.py", "exec")

@@ -98,6 +98,12 @@ def test_a_mistake_gets_an_answer(chat: TextGenerator, mistake: str) -> None:
         act(chat)
 
 
+def test_a_single_text_is_no_list_of_prompts(write: TextGenerator) -> None:
+    """Else each of its characters would be a prompt."""
+    with pytest.raises(UsageError, match="a single text"):
+        write("the end", max_new_tokens=2)
+
+
 def test_without_a_template_there_is_no_chat(write: TextGenerator) -> None:
     assert not write.has_chat_template
     with pytest.raises(UsageError, match="no chat template"):

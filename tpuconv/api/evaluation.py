@@ -213,6 +213,11 @@ def compare(
     manifest.check_own()
     if layerwise:
         check_logits(manifest)
+    if manifest.raw["options"].get("adapters") and source is None:
+        raise UsageError(
+            f"{ckpt} has adapters merged, and its source has not",
+            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by --source",
+        )
     origin = manifest.raw["source"]
     devices = logits.device_mesh(mesh) if mesh else None
     layers: Sequence[LayerError] = ()

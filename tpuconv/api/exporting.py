@@ -115,10 +115,12 @@ def export(
     with ExitStack() as stack:
         if config is not None:
             arrays, what, skipped = _trained(to_location(ckpt), str(config), target, stack, progress)
-            check_outside(arrays.manifest.folder, folder)
         else:
             arrays, what = _converted(to_location(ckpt), with_skipped, scheme, stack, progress)
             skipped = ()
+        for source in (arrays.manifest.folder, config, with_skipped):
+            if source is not None:
+                check_outside(to_location(source), folder)
         progress(Progress("exporting"))
         jobs = Limits.of_this_machine().jobs
         for step in export_arrays(arrays, what, lay_out(arrays, what), folder, jobs, overwrite=overwrite, part=part):

@@ -223,6 +223,7 @@ def fit(
     progress(Progress("compiling"))
     for report in ask(request, groups):
         reports.append(report)
+        progress(Progress(""))  # ends what is shown before the report is
         on_report(report)
         progress(Progress("compiling"))
     layouts = None

@@ -56,7 +56,7 @@ def benchmark(ckpt: Location | None, markdown: bool, distributed: bool, as_json:
     CKPT defaults to the newest checkpoint in the current folder.
     """
     with all_processes(distributed):
-        chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown)
+        chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown, own=True)
         check_address_space_for_jax()
         with shown(as_json or markdown) as progress:
             found = api.benchmark(chosen, progress=progress, **sizes)

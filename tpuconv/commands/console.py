@@ -46,8 +46,9 @@ def console(err: bool = False) -> "Console":
 
 
 def show(*parts: str | tuple[str, str]) -> None:
-    """A line on stdout, in parts: a string, or a pair of a string and its style. The terminal breaks it."""
-    console().print(styled(*parts), soft_wrap=True)
+    """A line on stdout, in parts: a string, or a pair of a string and its style. For a terminal it is broken between
+    words."""
+    console().print(styled(*parts), soft_wrap=not sys.stdout.isatty())
 
 
 def styled(*parts: str | tuple[str, str]) -> "Text":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @options.as_json
 def families(name: str | None, as_table: bool, target: str | None, new: str | None, as_json: bool) -> None:
-    """List the model families that can be converted, or show one of them and its table.
+    """List the model families that can be converted, or one of them; with --table its mapping of every tensor.
 
     With --new read the config.json and the headers of SRC, a Hub id or a folder with safetensors, and no weights.
     """
@@ -93,6 +93,10 @@ def _to_json(family: "Family") -> dict[str, Any]:
 def _show_proposal(proposed: "FamilyProposal") -> None:
     """The nearest families, what the first does not explain, and the draft."""
     near = proposed.nearest
+    if proposed.read_by:
+        show((proposed.read_by, "bold"), " reads this model_type already; a draft follows all the same.")
+    elif not near.explained:
+        show("No family is near: none has a tensor of the same name and shape. The draft is little more than a frame.")
     table = Table(
         f"{proposed.source}: model_type {proposed.model_type}",
         ("family", "patterns explained", "left", "missing", "keys refused", "keys not read"),

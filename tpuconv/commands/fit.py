@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "tpuconv fit deepseek-ai/DeepSeek-R1 --topology v6e:8x8 --encoding keep",
     "tpuconv fit Qwen3-8B-orbax --topology v5e:2x2 --write-layouts",
 )
-@click.argument("src", required=False, type=Name())
+@click.argument("src", required=False, type=Name(), metavar="[SRC_OR_CKPT]")
 @click.option(
     "--topology",
     "topologies",
@@ -64,7 +64,7 @@ def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: 
     SRC_OR_CKPT is a checkpoint of ours, a Hub id, a folder or a config.json; it defaults to the newest checkpoint in
     the current folder. No weights are read and no TPU is needed. Exit code 3: the model does not fit.
     """
-    chosen = src or str(chosen_checkpoint(None, "Fitting", quiet=as_json))
+    chosen = src or str(chosen_checkpoint(None, "Fitting", quiet=as_json, own=True))
     check_address_space_for_jax()
     with shown(as_json) as progress:
         found = api.fit(

@@ -90,17 +90,17 @@ def generate(
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     texts = _all_prompts(prompts, prompt_file)
     with all_processes(distributed):
-        folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json)
+        folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json, own=True)
         check_address_space_for_jax()
         generator = api.generator(folder, speculate=speculate, **sampling)
         if generator.has_chat_template and not chat and not as_json:
             say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
         streams = not as_json and len(texts) == 1
-        if streams and not chat:
-            say(plain(texts[0], "\n\t"), nl=False)
         times = [time.monotonic()]
         outputs: Sequence[Completion] = ()
         for new, completions in generator.stream(texts, max_new_tokens, chat=chat, system=system, stop=stop, seed=seed):
+            if streams and not chat and not outputs:
+                say(plain(texts[0], "\n\t"), nl=False)
             outputs = completions
             times.append(time.monotonic())
             if streams:

@@ -7,13 +7,16 @@ from tpuconv.errors import UsageError
 from tpuconv.location import Location
 
 
-def chosen_checkpoint(ckpt: Location | None, doing: str, *, quiet: bool, quantized: bool | None = None) -> Location:
+def chosen_checkpoint(
+    ckpt: Location | None, doing: str, *, quiet: bool, own: bool = False, quantized: bool | None = None
+) -> Location:
     """The checkpoint that was given, or the newest one in the current folder, which is said unless `quiet`.
 
     Args:
         ckpt: what the user gave.
         doing: the first word of what is said, such as "Verifying".
         quiet: say nothing.
+        own: look only at checkpoints with our own names, not at those for other programs.
         quantized: look at quantized checkpoints only, or at others only.
 
     Raises:
@@ -21,19 +24,21 @@ def chosen_checkpoint(ckpt: Location | None, doing: str, *, quiet: bool, quantiz
     """
     if ckpt is not None:
         return ckpt
-    newest = _newest_checkpoint(quantized)
+    newest = _newest_checkpoint(own, quantized)
     if not quiet:
         show(f"{doing} ", (str(newest), "bold"), ", the newest checkpoint in this folder.")
     return newest
 
 
-def _newest_checkpoint(quantized: bool | None) -> Path:
-    from tpuconv.checkpoint.manifest import read_manifest
+def _newest_checkpoint(own: bool, quantized: bool | None) -> Path:
+    from tpuconv.checkpoint.manifest import OWN_TARGET, read_manifest
     from tpuconv.names import MANIFEST
     from tpuconv.storage.sealed import CHECKPOINT, kind_of
 
     found = [path for path in Path().glob(f"*/{MANIFEST}") if kind_of(path.parent) in (CHECKPOINT, None)]
     found.sort(key=lambda path: path.stat().st_mtime_ns)
+    if own:
+        found = [path for path in found if read_manifest(path.parent).target == OWN_TARGET]
     if quantized is not None:
         found = [path for path in found if (read_manifest(path.parent).quantization is not None) == quantized]
     if not found:

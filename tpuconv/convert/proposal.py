@@ -4,6 +4,7 @@ config.json, and a draft of its `family.py`."""
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from tpuconv.models.common.config_keys import NO_EFFECT, SUPPORTED_VALUES
 from tpuconv.models.common.heads import CAUSAL_ENDS
 from tpuconv.models.common.rope import ROPE_KEYS
 from tpuconv.models.common.wrapper import WrapperConfig
-from tpuconv.models.registry import Family, all_families
+from tpuconv.models.registry import Family, all_families, find_family
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
 
@@ -82,6 +83,7 @@ class FamilyProposal:
         unread: keys of config.json that the nearest family refuses or does not read, with their values.
         absent: keys that it reads and config.json does not have, with the family's defaults.
         draft: the text of a `family.py`.
+        read_by: the family that reads the checkpoint's model_type, if there is one all the same.
     """
 
     source: str
@@ -93,6 +95,7 @@ class FamilyProposal:
     unread: Mapping[str, Any]
     absent: Mapping[str, Any]
     draft: str
+    read_by: str | None
 
     @property
     def nearest(self) -> Candidate:
@@ -119,6 +122,7 @@ class FamilyProposal:
                 for each in self.candidates
             ],
             "draft": self.draft,
+            "read_by": self.read_by,
         }
 
 
@@ -158,6 +162,9 @@ def propose_family(source: Source) -> FamilyProposal:
         )
 
     architectures = source.config.get("architectures") or []
+    read_by = None
+    with suppress(TpuconvError):
+        read_by = find_family(source.config).name
     return FamilyProposal(
         source=source.name,
         model_type=str(source.config.get("model_type")),
@@ -168,6 +175,7 @@ def propose_family(source: Source) -> FamilyProposal:
         unread=nearest.unread,
         absent=nearest.defaults,
         draft="\n".join(_draft(nearest, source.config, {pattern: shapes[pattern] for pattern in nearest.left})) + "\n",
+        read_by=read_by,
     )
 
 

@@ -347,7 +347,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
     raise UnsupportedConfig(
         f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})",
-        hint=_suggestion(model_type, sorted(known)),
+        hint=f"{_suggestion(model_type, sorted(known))}; `tpuconv families --new SRC` compares the model with them",
     )
 
 
@@ -360,4 +360,4 @@ def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:
 
 def _suggestion(name: str, known: list[str]) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.8)  # similar enough to be a typing error
-    return f"known are {', '.join(known)}" + (f"; the nearest is {near[0]}" if near else "")
+    return (f"the nearest is {near[0]}; " if near else "") + f"known are {', '.join(sorted(known))}"

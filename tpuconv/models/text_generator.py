@@ -85,13 +85,16 @@ class TextGenerator:
         """Returns the token ids of each prompt.
 
         Args:
-            prompts: texts.
+            prompts: a list of texts.
             chat: format each prompt as the user's message of a conversation, with the tokenizer's chat template.
             system: with `chat`, the system message of each conversation.
 
         Raises:
-            UsageError: the tokenizer has no chat template, the template fails, or `system` is given without `chat`.
+            UsageError: the tokenizer has no chat template, the template fails, or `system` is given without `chat`; or
+                `prompts` is a single text, whose characters would each be a prompt.
         """
+        if isinstance(prompts, str):
+            raise UsageError("the prompts are a single text", hint="give a list: [prompt]")
         if not chat:
             if system is not None:
                 raise UsageError("a system prompt needs a chat template", hint="add --chat")

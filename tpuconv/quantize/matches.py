@@ -35,11 +35,11 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
         matched = [path for path in modules if re.fullmatch(rule.module_path, path)]
         if i in unmatched and matched:
             earlier_line = config.rules[config.rule_of(matched[0])].line
-            faults.append(f"line {rule.line}: {rule.module_path!r}: line {earlier_line} already matches these modules")
+            faults.append(f"line {rule.line}: '{rule.module_path}': line {earlier_line} already matches these modules")
         elif i in unmatched:
-            faults.append(f"line {rule.line}: {rule.module_path!r} matches no module with a product")
+            faults.append(f"line {rule.line}: '{rule.module_path}' matches no module with a product")
         elif rule.weight_qtype and not rule.act_qtype and i not in used:
-            faults.append(f"line {rule.line}: {rule.module_path!r} matches no product with a weight")
+            faults.append(f"line {rule.line}: '{rule.module_path}' matches no product with a weight")
     if faults:
         raise ConfigError(
             f"{len(faults)} of the rules of {config.name} have no effect",

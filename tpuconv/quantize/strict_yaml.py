@@ -37,7 +37,9 @@ def compose(data: bytes, path: str) -> yaml.Node:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path} is not valid YAML{place}: {getattr(e, 'problem', None) or e}") from None
+        problem = getattr(e, "problem", None) or str(e)
+        hint = "write patterns in single quotes, where \\ is a character" if "escape" in problem else None
+        raise ConfigError(f"{path} is not valid YAML{place}: {problem}", hint=hint) from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not text: {e}") from None
     if node is None:

@@ -114,6 +114,8 @@ def read_adapter(given: str) -> Adapter:
     unknown += [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
     unknown += [pairs[name][MAGNITUDE].name for name in embeddings if MAGNITUDE in pairs[name]]
     targets = config.get("target_parameters") or ()
+    if config.get("use_dora") and not any(MAGNITUDE in pair for pair in pairs.values()):
+        raise SourceError(f"{weights} has none of the magnitudes that use_dora in {ADAPTER_CONFIG} promises")
     experts = parameters_by_wrapper([name for name in pairs if name not in embeddings], targets) if targets else {}
     if unknown:
         raise UnsupportedConfig(

@@ -141,9 +141,15 @@ def _unreachable(repo: str, cause: BaseException, *details: str, to_write: bool 
     reason = re.sub(r"\?[^\s']*", "", (str(cause) or type(cause).__name__).splitlines()[0])  # signatures of addresses
     return HubError(
         f"the Hub at {constants.ENDPOINT} cannot be reached",
-        details=[reason, *details],
+        details=[reason, *details, *_no_folder(repo)],
         hint=f"check the network (and HF_ENDPOINT, proxies); run again to resume the {_direction(to_write)}",
     )
+
+
+def _no_folder(repo: str) -> list[str]:
+    """That an id is no folder here either, with the names of similar ones: it may be mistyped."""
+    near = near_folders(Path(repo))
+    return [f"there is no folder {repo} here either" + (f": {near}" if near else "")]
 
 
 def raise_unreachable(repo: str, cause: Exception, detail: str) -> NoReturn:

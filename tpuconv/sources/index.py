@@ -60,7 +60,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
 
 OTHER_KINDS = (
     ("adapter_config.json", "holds an adapter (LoRA), not a model",
-     "merge it into its base model with peft (merge_and_unload, save_pretrained), then convert that"),
+     "convert its base model with it: `tpuconv convert BASE --adapter FOLDER`"),
     (".gguf", "holds GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
     (".bin", "holds pickled weights (.bin), which can run code and are not read",

@@ -425,7 +425,8 @@ def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         elif _is_hash(old) and _is_hash(new) and old != new:
             lines.append(f"{prefix}{key}: not the same as at the beginning")
         elif old != new:
-            lines.append(f"{prefix}{key}: began with {_value_text(old)}, now {_value_text(new)}")
+            began_as = "without" if old is None else f"with {_value_text(old)}"
+            lines.append(f"{prefix}{key}: began {began_as}, now {_value_text(new)}")
     return lines
 
 

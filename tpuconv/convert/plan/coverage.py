@@ -30,6 +30,7 @@ from tpuconv.mapping.table import (
 )
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
+from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import Target
@@ -67,6 +68,10 @@ def make_plan(
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    if source.encoding is not None and not any(tensor.scheme for tensor in tensors.values()):
+        warning = "transformers may quantize the weights when it loads them"
+        key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
+        ignored_config = (*ignored_config, key)
     bindings = [
         b.swapped(partial(_is_input_first, tensors)) for b in table.bind(_cut_layers(config, options.layers), mtp)
     ]

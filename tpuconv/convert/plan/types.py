@@ -378,8 +378,8 @@ class Plan:
                 f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
                 f"{self.family} do not fit each other",
                 details=shorten(self.faults),
-                hint=f"see `tpuconv families {self.family} --table`; add a Map(...), or name what is not needed in "
-                "ignore=",
+                hint="check that config.json is that of these files, its numbers of layers and sizes too, and that all "
+                f"files are there; `tpuconv families {self.family} --table` shows what the family reads",
             )
 
 

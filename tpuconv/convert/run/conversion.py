@@ -139,7 +139,7 @@ def run(
 
 
 def check_outside(folder: Location, out: Location) -> None:
-    """Raises UsageError if an output lies in the folder of its source."""
+    """Raises UsageError if an output is, or lies in, the folder of its source."""
     inside, target = real(folder), real(out)
     if target == inside or inside in target.parents:
         raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")

@@ -8,11 +8,15 @@ from math import prod
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
 from tpuconv.memory import available_memory
+from tpuconv.sizes import format_size
 from tpuconv.storage.local_file import READ_BYTES, room_for
 
 BASE_MEMORY = 212 << 20
 """Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can
 free."""
+
+QUANTIZE_MEMORY = 170 << 20
+"""Measured: what jax and Qwix add."""
 
 IN_FLIGHT_BYTES = 1 << 30
 """Of tensors of an export that are made and not written yet, unless one alone is larger."""
@@ -83,17 +87,17 @@ def jobs(plan: Plan, limits: Limits) -> int:
     Raises:
         ResourceError: it does not suffice for one.
     """
-    job_bytes = buffers(plan).nbytes
-    fitting = (limits.max_memory - BASE_MEMORY) // max(1, job_bytes)
+    job_bytes, base = buffers(plan).nbytes, _base_memory(plan)
+    fitting = (limits.max_memory - base) // max(1, job_bytes)
     if fitting < 1:
         raise ResourceError(
-            f"{limits.max_memory / 1e6:.0f} MB of memory are too few to convert {plan.source.name}",
-            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + job_bytes) // 1_000_000)}MB",
+            f"{format_size(limits.max_memory)} of memory are too few to convert {plan.source.name}",
+            hint=f"--max-memory must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
         )
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
         raise ResourceError(
-            f"{limits.max_memory / 1e6:.0f} MB of memory are too few to calibrate {plan.source.name}",
+            f"{format_size(limits.max_memory)} of memory are too few to calibrate {plan.source.name}",
             hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
             "a smaller --length need less",
         )
@@ -108,12 +112,12 @@ def jobs_for_tensors(plan: Plan, limits: Limits, slabs: Mapping[str, int]) -> in
     Raises:
         ResourceError: it does not suffice for one.
     """
-    waiting, job_bytes = _tensor_bytes(plan, slabs)
-    fitting = (limits.max_memory - BASE_MEMORY - waiting) // max(1, job_bytes)
+    (waiting, job_bytes), base = _tensor_bytes(plan, slabs), _base_memory(plan)
+    fitting = (limits.max_memory - base - waiting) // max(1, job_bytes)
     if fitting < 1:
         raise ResourceError(
-            f"{limits.max_memory / 1e6:.0f} MB of memory are too few to write {plan.source.name} as safetensors",
-            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + waiting + job_bytes) // 1_000_000)}MB",
+            f"{format_size(limits.max_memory)} of memory are too few to write {plan.source.name} as safetensors",
+            hint=f"--max-memory must be at least {-(-(base + waiting + job_bytes) // 1_000_000)}MB",
         )
     return max(1, min(limits.jobs, fitting))
 
@@ -129,10 +133,15 @@ def planned_memory_for_tensors(plan: Plan, job_count: int, slabs: Mapping[str, i
     """The private memory in bytes that a run with `job_count` jobs which makes tensors, in so many `slabs`, needs at
     most."""
     waiting, job_bytes = _tensor_bytes(plan, slabs)
-    return BASE_MEMORY + waiting + job_count * job_bytes
+    return _base_memory(plan) + waiting + job_count * job_bytes
+
+
+def _base_memory(plan: Plan) -> int:
+    """What a run needs whatever the model."""
+    return BASE_MEMORY + (QUANTIZE_MEMORY if plan.quantization else 0)
 
 
 def planned_memory(plan: Plan, job_count: int) -> int:
     """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
     calibration = plan.quantization.calibration if plan.quantization else None
-    return max(BASE_MEMORY + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)
+    return max(_base_memory(plan) + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)

@@ -98,5 +98,5 @@ def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
         f"{name} is not finite: there are NaN or infinite values",
         details=list(details),
         hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
-        "give --allow-nonfinite to convert it as it is",
+        "give --allow-nonfinite to convert it as it is, each with --overwrite to begin anew",
     )

@@ -23,6 +23,7 @@ class Config(gemma2.Config):
 
     model_type: ClassVar[str] = "gemma3_text"
     derived: ClassVar[frozenset[str]] = gemma2.Config.derived | {"local_rope"}
+    left_out: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})  # written beside `layer_types`
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     only: ClassVar = {**gemma2.Config.only, "attn_logit_softcapping": (None,)}
 
