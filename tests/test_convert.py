@@ -30,8 +30,8 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import conversion as run_module
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.sizing import Limits
+from tpuconv.convert.run.slabs import all_finite
 from tpuconv.convert.run.strided import copy_strided
-from tpuconv.convert.run.workers import all_finite
 from tpuconv.errors import (
     MappingError,
     OutputError,

@@ -31,11 +31,11 @@ from tpuconv.convert.export.serving.formats import IN_COMPRESSED
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.conversion import PART_DONE, RunProgress, check_outside
+from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.strided import copy_strided
-from tpuconv.convert.run.workers import HASH_ENTRY
 from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import Each, Size

@@ -12,11 +12,11 @@ from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
 from tpuconv.convert.run.conversion import check_made_of
 from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.share import share_of
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.stamps import stamps_for_hosts
 from tpuconv.convert.run.steps import slab_reads
-from tpuconv.convert.run.workers import UnitResult
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.layout import Ranges

@@ -17,12 +17,13 @@ from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.found import FOUND_STEP, write_found
+from tpuconv.convert.run.results import HASH_ENTRY, UNIT_ENTRY, UnitResult
 from tpuconv.convert.run.share import entries_of, share_of
 from tpuconv.convert.run.sizing import Limits, jobs
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed, stamps_for_hosts
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.store import OrbaxTree, Store, step_files
-from tpuconv.convert.run.workers import HASH_ENTRY, UNIT_ENTRY, UnitResult, Workers
+from tpuconv.convert.run.workers import Workers
 from tpuconv.errors import OutputError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import MIB

@@ -8,7 +8,7 @@ from typing import Any
 from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, passthrough_facts
 from tpuconv.checkpoint.shards import ZSTD
 from tpuconv.convert.plan.types import OutputArray, Plan
-from tpuconv.convert.run.workers import UnitResult
+from tpuconv.convert.run.results import UnitResult
 from tpuconv.names import QVALUE
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
 

@@ -7,8 +7,8 @@ import numpy as np
 from tpuconv.checkpoint.manifest import chunk_checksum, crc_checksum
 from tpuconv.checkpoint.shards import ShardBuilder
 from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.run.results import UnitResult, add_sums
 from tpuconv.convert.run.store import Store
-from tpuconv.convert.run.workers import UnitResult, add_sums
 from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.journal import CALIBRATED, RunJournal
 

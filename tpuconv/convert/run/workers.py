@@ -1,98 +1,27 @@
-"""The workers of a run: threads that read slabs of the source, transform them and write chunks.
+"""The workers of a run: threads that take one task after the other, mostly to convert a slab of the source.
 
-Reading, copying, hashing and writing all release the interpreter's lock. Each worker holds memory that is allocated
-once: for values, for their bytes if they are stored in another form, and for two shards, of which one is built while
-the other is written.
+Reading, copying, hashing and writing all release the interpreter's lock.
 """
 
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any, Self
 
-import numpy as np
-
-from tpuconv.checkpoint import manifest
-from tpuconv.checkpoint.schema import STATISTICS
-from tpuconv.checkpoint.shards import ShardBuilder, shard_name
-from tpuconv.convert.plan.types import OutputArray, Plan, Slab, WorkUnit
-from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.run.calibrated import CalibratedValues
+from tpuconv.convert.run.converter import SlabConverter
+from tpuconv.convert.run.results import HASH_ENTRY, UnitResult
 from tpuconv.convert.run.share import Share
-from tpuconv.convert.run.sizing import buffers
-from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
-from tpuconv.convert.run.strided import copy_strided
 from tpuconv.errors import SourceError
-from tpuconv.jsonfile import Each, Optional, Range, Size
-from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
-from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.journal import RunJournal
-
-HASH_ENTRY = {"hash": str}
-SUM = Range(0, (1 << 64) - 1)
-UNIT_ENTRY = {
-    "checksums": Each({"values": SUM, "crcs": SUM}),
-    "figures": Each(STATISTICS),
-    "shard_bytes": Optional(Each(Each(Size))),
-}
-"""Schemas of the journal's entries for the hash of a shard and for a unit of work."""
-
-
-Checksums = dict[str, tuple[int, int]]
-"""By array: the sums over chunks and over their crc32c, as a manifest has them."""
-
-
-def add_sums(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
-    """Adds parts to the checksums of an array."""
-    values, crcs = checksums.get(name, (0, 0))
-    checksums[name] = manifest.add_checksums((values, parts[0])), manifest.add_checksums((crcs, parts[1]))
-
-
-@dataclass
-class UnitResult:
-    """What a unit of work found.
-
-    Attributes:
-        checksums: of each array that it wrote to.
-        statistics: of each quantized parameter, what its encoder found.
-        shard_bytes: of each compressed array, the sizes of the files that it wrote, by name.
-    """
-
-    checksums: Checksums = field(default_factory=dict)
-    statistics: dict[str, dict[str, float]] = field(default_factory=dict)
-    shard_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The journal's entry."""
-        sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in self.checksums.items()}
-        return {
-            "checksums": sums,
-            "figures": self.statistics,
-            **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
-        }
-
-    def add(self, other: "UnitResult") -> None:
-        """Adds what another part of the work found."""
-        for name, sums in other.checksums.items():
-            add_sums(self.checksums, name, sums)
-        for name, found in other.statistics.items():
-            manifest.add_statistics(self.statistics.setdefault(name, {}), found)
-        for name, files in other.shard_bytes.items():
-            self.shard_bytes.setdefault(name, {}).update(files)
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """What the journal's entry of a unit says."""
-        checksums = {name: (sums["values"], sums["crcs"]) for name, sums in entry["checksums"].items()}
-        return cls(checksums, entry["figures"], entry.get("shard_bytes", {}))
 
 
 class _Cancelled(Exception):
@@ -127,7 +56,7 @@ class _OpenUnit:
         return result
 
 
-Task = Callable[["_Memory"], None]
+Task = Callable[[SlabConverter], None]
 
 
 class Workers:
@@ -138,7 +67,7 @@ class Workers:
         plan: what is converted.
         journal: takes what is done.
         store: takes the arrays.
-        jobs: threads.
+        jobs: threads that convert. As many write, and one flushes what is written.
         share: what this process does of the plan.
         calibrated: what a calibration found, if there was one.
     """
@@ -156,10 +85,10 @@ class Workers:
         self.calibrated = calibrated
         self.stop = threading.Event()
         self.reader = plan.source.open(self._check_cancelled, hashes=self._hashes())
-        self.done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.converted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.writers = ThreadPoolExecutor(jobs)
         self.finisher = ThreadPoolExecutor(1)
-        self.ends: deque[Future[None]] = deque()
+        self.flushes: deque[Future[None]] = deque()
         self.made: list[tuple[WorkUnit, UnitResult]] = []
         self.recording = threading.Lock()
 
@@ -172,14 +101,14 @@ class Workers:
             for task in self._tasks(units):
                 tasks.put(task)
             jobs: set[Future[None]] = {pool.submit(self._work, tasks) for _ in range(min(self.jobs, tasks.qsize()))}
-            while jobs or self.ends:
-                finished, jobs = wait(jobs or {self.ends[-1]}, timeout=0.1, return_when=FIRST_COMPLETED)
+            while jobs or self.flushes:
+                finished, jobs = wait(jobs or {self.flushes[-1]}, timeout=0.1, return_when=FIRST_COMPLETED)
                 for job in finished:
                     job.result()
-                while self.ends and self.ends[0].done():
-                    self.ends.popleft().result()
-                while not self.done.empty():
-                    total += self.done.get()
+                while self.flushes and self.flushes[0].done():
+                    self.flushes.popleft().result()
+                while not self.converted.empty():
+                    total += self.converted.get()
                 yield total
             self.reader.check_unchanged()
         finally:
@@ -199,10 +128,10 @@ class Workers:
 
     def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
         """Does one task after the other until none is left."""
-        memory = _Memory(self.plan, self.writers)
+        converter = SlabConverter(self.plan, self.reader, self.store, self.calibrated, self.writers)
         while (task := _next_of(tasks)) is not None:
             self._check_cancelled()
-            task(memory)
+            task(converter)
 
     def _tasks(self, units: Sequence[WorkUnit]) -> Iterator[Task]:
         """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
@@ -222,7 +151,7 @@ class Workers:
         for step in steps:
             yield from tasks[step.name]
 
-    def _check_hash(self, shard: SourceShard, _: "_Memory | None" = None) -> None:
+    def _check_hash(self, shard: SourceShard, _: SlabConverter | None = None) -> None:
         entry = proof_step(self.plan.source.shards.index(shard))
         # What another process found does not prove what was fetched here.
         if self.journal.done(entry, HASH_ENTRY) is None or self.reader.unproved({shard.name}):
@@ -241,7 +170,7 @@ class Workers:
             if shard.name in shards and shard.sha256 is not None:
                 self._check_hash(shard)
 
-    def _compare(self, _: "_Memory") -> None:
+    def _compare(self, _: SlabConverter) -> None:
         for copy, original in self.plan.copies.items():
             try:
                 check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
@@ -253,127 +182,40 @@ class Workers:
 
     def _unit(self, unit: WorkUnit) -> list[Task]:
         """A task for each slab of a unit."""
-        made = _OpenUnit(unit)
-        return [partial(self._unit_slab, made, number) for number in range(len(unit.slabs))]
+        opened = _OpenUnit(unit)
+        return [partial(self._unit_slab, opened, number) for number in range(len(unit.slabs))]
 
-    def _unit_slab(self, made: _OpenUnit, number: int, memory: "_Memory") -> None:
+    def _unit_slab(self, opened: _OpenUnit, number: int, converter: SlabConverter) -> None:
         """Does a slab of a unit."""
-        slab, found = made.unit.slabs[number], UnitResult()
+        slab, found = opened.unit.slabs[number], UnitResult()
         try:
-            writes = self._slab(slab, memory, found)
+            writes = converter.convert(slab, found)
         except SourceError:
-            self._check_promises(self.plan.shards_of(made.unit))
+            self._check_promises(self.plan.shards_of(opened.unit))
             raise
-        self.done.put(self.plan.stored_bytes(slab))
-        if made.add(number, found, writes):
-            self.ends.append(self.finisher.submit(self._finish, made))
+        self.converted.put(self.plan.stored_bytes(slab))
+        if opened.add(number, found, writes):
+            self.flushes.append(self.finisher.submit(self._finish, opened))
 
-    def _finish(self, made: _OpenUnit) -> None:
+    def _finish(self, opened: _OpenUnit) -> None:
         """Flushes what was made of a unit, and records it. In a thread of its own: it waits for the disk."""
-        written, result = made.written(), made.result()
+        written, result = opened.written(), opened.result()
         for name in result.statistics:
             self.plan.encoders[name].check()
         self.store.sync(written)
-        self.reader.check_unchanged(self.plan.shards_of(made.unit))  # what is done was made of the files of the plan
+        self.reader.check_unchanged(self.plan.shards_of(opened.unit))  # what is done was made of the files of the plan
         with self.recording:
-            self.made.append((made.unit, result))
+            self.made.append((opened.unit, result))
         self._record_proved()
 
     def _record_proved(self) -> None:
         """Marks as done the units that are made, and whose sources are known to be the promised ones."""
         with self.recording:
-            proved = [made for made in self.made if not self.reader.unproved(self.plan.shards_of(made[0]))]
-            self.made = [made for made in self.made if made not in proved]
+            proved = [pair for pair in self.made if not self.reader.unproved(self.plan.shards_of(pair[0]))]
+            self.made = [pair for pair in self.made if pair not in proved]
         for unit, result in proved:
             self.journal.record(unit.uid, result.to_json())
             self.reader.finish(unit.uid)
-
-    def _slab(self, slab: Slab, memory: "_Memory", result: UnitResult) -> list[Future[str]]:
-        """Converts a slab, and begins to write its shards."""
-        writes = []
-        bits = _bits(slab.dtype)  # plain integers move faster than bfloat16 and keep every bit
-        sources = [source.view(bits) for source in memory.read(self.reader, self.plan, slab)]
-        targets, changes = slab.binding.layout(sources, slab.sizes), slab.binding.arithmetic
-        for stack, box, rearranged in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
-            name = stack.names[0]
-            encoder = self.plan.encoders.get(name)
-            target = self._calibrated(name, VALUES, box, slab.dtype)
-            target = rearranged if target is None else target.view(bits)
-            if (change := changes.get(name)) is not None:
-                with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
-                    target = change.apply(rearranged.view(slab.dtype), slab.binding.sizes).view(bits)
-            try:
-                if encoder is None:
-                    writes.append(self._write(self.plan.arrays[name], box, target, memory, result))
-                    continue
-                parts, found = encoder(
-                    target.view(slab.dtype), self._calibrated(name, QVALUES, box, np.dtype(np.uint8))
-                )
-            except FloatingPointError:
-                raise self._not_finite(name, slab, sources) from None
-            manifest.add_statistics(result.statistics.setdefault(name, {}), found)
-            for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
-                part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
-                array = self.plan.arrays[full_name]
-                own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
-                own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
-                writes.append(self._write(array, own_box, own_values, memory, result))
-        return writes
-
-    def _calibrated(self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
-        """What a calibration found for a box of a parameter, if there was one."""
-        if self.calibrated is None:
-            return None
-        return self.calibrated.read(name, kind, self.plan.arrays[self.plan.stored_names(name)[0]].shape, box, dtype)
-
-    def _not_finite(self, name: str, slab: Slab, sources: Sequence[np.ndarray]) -> SourceError:
-        """The error for values of a parameter that are not finite. It names the first one in the source."""
-        values = np.concatenate([source.reshape(-1) for source in sources]).view(slab.dtype)
-        found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
-        details = []
-        if found.size:
-            number = int(found[0])
-            for source, start, count in chain.from_iterable(slab.reads()):
-                if number < count:
-                    index = self.plan.tensors[source].place(start + number)
-                    details.append(f"the first is {source}{index}, which is {values[found[0]]} in {slab.dtype.name}")
-                    break
-                number -= count
-        return not_finite(name, details)
-
-    def _write(
-        self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, memory: "_Memory", result: UnitResult
-    ) -> Future[str]:
-        """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it.
-
-        Raises:
-            FloatingPointError: a value is not finite.
-        """
-        checked = array.dtype.name in CAN_BE_NAN and not self.plan.options.allow_nonfinite
-        if checked and not all_finite(values, array.dtype):
-            raise FloatingPointError
-        index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
-        shard = ShardBuilder(array, index, memory.room_for_shard())
-        built, copies = [], []
-        for slot, start in shard.chunks():
-            ranges = zip(start, box, array.chunks, strict=True)
-            inside: tuple[Any, ...] = tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)
-            view = values[(*inside, ...)]  # "...": never a scalar
-            chunk = shard.place(slot, values.dtype)
-            if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
-                chunk[...] = 0
-            built.append((slot, start, chunk))
-            filled: tuple[Any, ...] = tuple(map(slice, view.shape))
-            copies.append((chunk[(*filled, ...)], view))
-        copy_strided(copies)
-        for slot, start, chunk in built:
-            part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-            add_sums(result.checksums, array.name, (part, 0))
-            shard.close_chunk(slot)
-        add_sums(result.checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
-        if array.compressed:
-            result.shard_bytes.setdefault(array.name, {})[shard_name(index)] = shard.nbytes
-        return memory.write(partial(self.store.write, array.name, shard))
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
@@ -400,34 +242,3 @@ def _end(steps: Iterable[Callable[[], None]]) -> None:
                 interruption = e
     if interruption is not None:
         raise interruption
-
-
-class _Memory:
-    """The memory of one worker. It is allocated once, since new memory costs more than the copy into it."""
-
-    def __init__(self, plan: Plan, writers: Executor):
-        need = buffers(plan)
-        self.values, self.raw, *shards = map(page_buffer, (need.values, need.raw, need.shard, need.shard))
-        self.shards, self.writers = deque(shards), writers
-        self.writes: deque[Future[str]] = deque()
-
-    def room_for_shard(self) -> np.ndarray:
-        """Memory for a shard. Waits until the shard that was in it is written, and raises what went wrong."""
-        if len(self.writes) == len(self.shards):
-            self.writes.popleft().result()
-        return self.shards[0]
-
-    def write(self, write: Callable[[], str]) -> "Future[str]":
-        """Begins to write the shard in the room. The next shard gets another room."""
-        self.writes.append(self.writers.submit(write))
-        self.shards.rotate(-1)
-        return self.writes[-1]
-
-    def read(self, reader: Reader, plan: Plan, slab: Slab) -> list[np.ndarray]:
-        """The slab's source tensors; see `read_slab`."""
-        return read_slab(reader, plan, slab, self.values, self.raw)
-
-
-def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Unsigned integers of the same size."""
-    return np.dtype(f"u{dtype.itemsize}")
