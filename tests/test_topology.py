@@ -336,7 +336,7 @@ def test_the_tables_can_be_read_on_a_narrow_terminal():
     program = tpu.Program("prefill", 2048, 12, 0, 0, 0, 1, 1, 1e-3, 1e-3, 2e-3, collectives, products, (), ())
     answer = tpu.FitReport("v5e:4x4", 16, {"tensor": 16}, tpu.Memory(1, 0, 0, 0, 0), programs=[program])
     console = Console(width=80, record=True, file=io.StringIO())
-    for table in tables(Fit("model", tpu.CompileRequest({}), [answer], None)):
+    for table in tables(Fit("model", tpu.CompileRequest({}), [answer], None, 2048)):
         console.print(table)
     text = console.export_text()
     assert "160 all-reduce, 10.2 MB" in text

@@ -131,12 +131,14 @@ class Fit:
         request: batch, context, types and mesh.
         reports: one for each slice that was compiled for.
         layouts: the file that `write_layouts` wrote; None if it wrote none.
+        positions: the longest context that the model has.
     """
 
     source: str
     request: "CompileRequest"
     reports: Sequence["FitReport"]
     layouts: Location | None
+    positions: int
 
     @property
     def fitting(self) -> list["FitReport"]:
@@ -170,6 +172,7 @@ class Fit:
             "source": self.source,
             "batch": request.batch,
             "context": request.context,
+            "positions": self.positions,
             "dtype": request.dtype,
             "cache_dtype": request.cache_dtype or request.dtype,
             "quantization": request.quantize and request.quantize["name"],
@@ -215,6 +218,8 @@ def fit(
         TpuconvError: the source cannot be read, a topology is unknown, or libtpu is missing.
     """
     from tpuconv.checkpoint import device_layouts
+    from tpuconv.models.common.config import context_of
+    from tpuconv.models.registry import find_family
     from tpuconv.verify.topology.request import CompileRequest, ask, parse_topologies
 
     described = _described(str(src), quantize, encoding, dtype, write_layouts)
@@ -229,7 +234,8 @@ def fit(
     layouts = None
     for report in [report for report in reports if report.fits] if write_layouts else ():
         layouts = device_layouts.write_layouts(to_location(src), report.device, report.mesh, report.layouts)
-    return Fit(str(src), request, reports, layouts)
+    positions = context_of(find_family(request.config).config.from_hf(request.config))
+    return Fit(str(src), request, reports, layouts, positions)
 
 
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:

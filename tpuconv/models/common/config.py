@@ -389,14 +389,14 @@ def report_ignored(
                 f"--allow-config {key}: the conversion reads this key", hint="edit config.json to change its value"
             )
     ignored = [IgnoredKey(key, given[key], "allowed by --allow-config") for key in allow]
-    reason = f"transformers does not read it for {config.model_type}"
+    reason = f"not read by transformers for {config.model_type}"
     for key, value in type(config).ignored_keys(without_keys(raw, allow)).items():
         has_meaning = bool(value) and not isinstance(value, str)
         shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
         warning = ""
         if has_meaning and not shown:
             near = near_key(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
-            warning = f"its value may change the model, and no tensor shows that it does{near}"
+            warning = f"this may change the model, and no tensor shows that it does{near}"
         ignored.append(IgnoredKey(key, value, reason, warning))
     return ConfigReport(config, tuple(ignored))
 
