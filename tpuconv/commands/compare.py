@@ -143,7 +143,7 @@ def _logits_table(found: api.CheckpointComparison) -> Table:
         ("mean KL divergence (nats)", "", f"{result.mean_kl:.3g}", "mean_kl"),
         ("99.9th percentile of KL", "", f"{result.p999_kl:.3g}", ""),
         ("same most likely token", "", f"{100 * result.top1:.2f}%", ""),
-        (f"the same, of {result.decided} without a tie of two", "", f"{100 * result.top1_decided:.2f}%", "top1"),
+        (f"the same, of {result.decided} tokens without a tie", "", f"{100 * result.top1_decided:.2f}%", "top1"),
         ("largest difference / largest logit", "", f"{result.relative_difference:.2g}", "relative_difference"),
     ):
         bound = result.gates.get(gate) if gate else None

@@ -218,7 +218,7 @@ def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
         *(("mean KL of one rounding in transformers", kl, None) for kl in rounding),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
         ("same most likely token", f"{100 * result.top1:.2f}%", None),
-        (f"the same, of {result.decided} without a tie of two", f"{100 * result.top1_decided:.2f}%", "top1"),
+        (f"the same, of {result.decided} tokens without a tie", f"{100 * result.top1_decided:.2f}%", "top1"),
         ("perplexity of these prompts, transformers", f"{result.perplexity_reference:.5g}", None),
         ("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", None),
     )

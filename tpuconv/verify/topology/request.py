@@ -34,7 +34,7 @@ ENVIRONMENT = {
 }
 """Environment variables of the child process: libtpu asks no metadata server, takes no lock file, looks for no chip."""
 
-ESTIMATE_ERROR = "0.8 to 1.25 of published times of others' programs, twice at batch 1; nothing ran on hardware here"
+ESTIMATE_ERROR = "of eleven published times 0.8 to 1.25, at batch 1 twice; none was measured here"
 """The accuracy of estimated times. Two constants of the estimate are fitted to eleven published decode steps of three
 programs on v5e and v6e (benchmarks/published.py). At batch 1 these programs compute products element by element, for
 which the compiler's cycles give twice the measured time. The time of collectives is added in full, although other work
