@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_safetensors
-from helpers.conversions import same_bits
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
+from helpers.conversions import restore, same_bits
+from helpers.encoded import encoded, int4_asymmetric
 from helpers.families import CASES, FIRST, Case
+from helpers.schemes import encode
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.encodings import adapted as adapted_tensors
@@ -183,6 +185,87 @@ def test_dora_without_its_magnitudes_is_an_error(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
     with pytest.raises(SourceError, match="none of the magnitudes that use_dora"):
         api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+
+
+def lora(folder: Path, tensors: dict[str, np.ndarray], **config) -> str:
+    """An adapter with these matrices, as peft writes them."""
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", {f"base_model.model.{n}": x for n, x in tensors.items()})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def matrices(name: str, rows: int, columns: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"A": (4, columns), "B": (rows, 4)}
+    return {f"{name}.lora_{part}.weight": rng.standard_normal(shape, np.float32) for part, shape in shapes.items()}
+
+
+def test_what_an_adapter_changes_is_not_passed_through(tmp_path: Path) -> None:
+    """An FP8 source that is quantized to its own type keeps its values, but for those."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(hidden_size=64, intermediate_size=96, head_dim=32), "bfloat16")
+    encode(tmp_path / "hf", (32, 32))
+    name = "model.layers.1.self_attn.q_proj"
+    rows, columns = read_tensors(tmp_path / "hf")[f"{name}.weight"].shape
+    adapter = lora(tmp_path / "lora", matrices(name, rows, columns))
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "qwix:\n  rules:\n    - {module_path: 'layers/\\d+/attn/.*', weight_qtype: float8_e4m3fn, tile_size: 32}\n"
+    )
+    api.convert(tmp_path / "hf", tmp_path / "plain", quantize=str(rules))
+    api.convert(tmp_path / "hf", tmp_path / "out", adapter=[adapter], quantize=str(rules))
+    plain, changed = restore(tmp_path / "plain"), restore(tmp_path / "out")
+    assert {n for n in plain if not same_bits(plain[n], changed[n])} == {
+        f"layers.1.attn.q.kernel{part}" for part in (".array.qvalue", ".array.scale")
+    }
+
+
+@pytest.mark.parametrize("target", ["tpuconv", "huggingface"])
+def test_a_change_of_a_copy_is_not_lost(target: str, tmp_path: Path) -> None:
+    """A head that is stored as a copy of the embedding is not converted."""
+    config = qwen3_config(tie_word_embeddings=True)
+    tensors = read_tensors(random_checkpoint(tmp_path / "plain", config, "float32"))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_checkpoint(tmp_path / "hf", config, tensors)
+    adapter = lora(tmp_path / "lora", matrices("lm_head", *tensors["lm_head.weight"].shape))
+    with pytest.raises(MappingError, match="do not fit each other") as error:
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[adapter], target=target)
+    assert any("lm_head.weight  is changed by an adapter" in line for line in error.value.details)
+
+
+def test_a_change_of_a_tower_is_said_to_be_left_out(hf, tmp_path: Path) -> None:
+    """It cannot be carried into an export, which takes the tower from the source."""
+    base = hf(FIRST["gemma3"])
+    name = next(n for n, x in read_tensors(base).items() if "vision" in n and n.endswith(".weight") and x.ndim == 2)
+    rows, columns = read_tensors(base)[name].shape
+    adapter = lora(tmp_path / "lora", matrices(name.removesuffix(".weight"), rows, columns))
+    done = api.convert(base, tmp_path / "out", adapter=[adapter])
+    assert [skip.count for skip in done.skipped if skip.reason.endswith(", which an adapter changes")] == [1]
+    with pytest.raises(UsageError, match="changes what the conversion"):
+        api.export(tmp_path / "out", tmp_path / "back", with_skipped=base)
+    with pytest.raises(MappingError, match="do not fit each other"):
+        api.convert(base, tmp_path / "again", adapter=[adapter], target="huggingface")
+
+
+def test_an_adapter_that_changes_its_base_is_refused(tmp_path: Path) -> None:
+    """peft takes the principal parts of the weights out when it loads such an adapter."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapter = lora(tmp_path / "lora", matrices("model.layers.0.mlp.up_proj", 64, 32), init_lora_weights="pissa_niter_4")
+    with pytest.raises(UnsupportedConfig, match="not implemented") as error:
+        api.plan(tmp_path / "hf", adapter=[adapter])
+    assert error.value.details == ("init_lora_weights='pissa_niter_4'",)
+
+
+def test_a_changed_tensor_has_all_that_it_is_stored_in(tmp_path: Path) -> None:
+    """Zero points too, which a source that is fetched meanwhile would lack."""
+    random_checkpoint(tmp_path / "plain", qwen3_config(), "bfloat16")
+    encoded(tmp_path / "plain", tmp_path / "hf", int4_asymmetric)
+    name = "model.layers.1.self_attn.q_proj"
+    rows, columns = read_tensors(tmp_path / "plain")[f"{name}.weight"].shape
+    adapter = lora(tmp_path / "lora", matrices(name, rows, columns))
+    plain, changed = (api.plan(tmp_path / "hf", adapter=given).plan for given in ([], [adapter]))
+    assert plain.tensors[f"{name}.weight"].stored == changed.tensors[f"{name}.weight"].stored
 
 
 def test_several_adapters_with_weights_and_a_target(tmp_path: Path, small_cuts: None) -> None:

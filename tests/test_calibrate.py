@@ -20,7 +20,7 @@ from helpers.attacks.processes import halted_after, started
 from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, in_memory, objects
 from helpers.checkpoints import qwen3_config, random_checkpoint
-from helpers.conversions import Options, convert, restore
+from helpers.conversions import Options, convert, restore, same_bits
 from helpers.families import CASES, is_inseparable
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize, quantize_source
 from helpers.times import wait_for
@@ -30,7 +30,7 @@ from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError,
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
 from tpuconv.private import qarray
-from tpuconv.quantize.calibrate import gptq, smoothing
+from tpuconv.quantize.calibrate import gptq, scaled, smoothing
 from tpuconv.quantize.calibrate import run as calibrate
 from tpuconv.quantize.calibrate import stage as calibrate_stage
 from tpuconv.quantize.calibrate.data import from_ids, from_text
@@ -264,6 +264,29 @@ def test_stacked_layers_are_calibrated_as_separate_ones(hf, orbax, tmp_path):
         if top == "layers":
             for i, layer in enumerate(array):
                 assert np.array_equal(layer, separate[".".join([top, str(i), *rest])]), (name, i)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [(), (0,), (1, 2)])
+def test_stacked_layers_of_which_some_take_no_scales(without, hf, orbax, tmp_path, monkeypatch):
+    """Those stay as they are, whichever they are."""
+    search = scaled._search
+
+    def of_some(runner, weights, fold, kernels, *rest):
+        scales, before, after = search(runner, weights, fold, kernels, *rest)
+        layer = int(next(iter(kernels)).split(".")[1])
+        return (None, before, before) if layer in without else (scales, before, after)
+
+    monkeypatch.setattr(scaled, "_search", of_some)
+    case = ONE_OF_EACH["qwen3"]
+    convert(hf(case, "bfloat16"), tmp_path / "scan", Options(scan_layers=True))
+    quantize(orbax(case, "bfloat16"), tmp_path / "a", config(calibration="{method: awq}"), DATA)
+    quantize(tmp_path / "scan", tmp_path / "b", config(calibration="{method: awq}"), DATA)
+    separate, stacked = restore(tmp_path / "a"), restore(tmp_path / "b")
+    for name, array in stacked.items():
+        top, *rest = name.split(".")
+        for i, layer in enumerate(array) if top == "layers" else ():
+            assert same_bits(np.ascontiguousarray(layer), separate[".".join([top, str(i), *rest])]), (name, i)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.sizing import Limits
 from tpuconv.convert.run.slabs import all_finite
 from tpuconv.convert.run.strided import copy_strided
+from tpuconv.convert.run.workers import _end
 from tpuconv.errors import (
     MappingError,
     OutputError,
@@ -550,6 +551,20 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, small_cuts):
         failing += 3
     assert failed > 5  # units that are complete count, how many were it depends on the moment
     assert_same(restore(out), expected(folder, Options()))
+
+
+def test_a_second_signal_does_not_end_the_end_of_the_threads():
+    """They would write on without the lock of the journal."""
+    done = []
+
+    def interrupted() -> None:
+        done.append("threads")
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _end([interrupted, lambda: done.append("reader")])
+    assert done == ["threads", "threads", "reader"]
 
 
 # -- corrupt outputs ---------------------------------------------------------------------------------------------------

@@ -140,6 +140,9 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a checkpoint made by tpuconv"):
         tpuconv.load(folder)
     convert(folder, tmp_path / "out")
+    for dtype in ("float64", "float8_e4m3fn", "int8", jnp.complex64, "bfloat"):
+        with pytest.raises(UsageError, match="cannot have the dtype"):
+            tpuconv.load(tmp_path / "out", dtype)
     config = tmp_path / "out" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 97}))
     with pytest.raises(CorruptOutput, match=r"config\.json was changed"):
@@ -151,9 +154,10 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 def test_a_mesh_that_would_divide_nothing_is_refused(tmp_path):
     convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
-    with pytest.raises(UsageError, match="nothing is sharded over a mesh with the axes rows, model") as error:
+    with pytest.raises(UsageError, match="nothing is sharded over the axes rows, model") as error:
         tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("rows", "model")))
     assert error.value.hint == "use one or more of the axes data, tensor, group, expert"
+    tpuconv.load(tmp_path / "out", mesh=jax.make_mesh((1, 1), ("tensor", "model")))
 
 
 def test_a_damaged_array_is_named(tmp_path):

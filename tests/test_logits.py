@@ -81,6 +81,15 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     assert result.decided > 0.9 * result.tokens
 
 
+def test_logits_that_say_nothing_hold_no_gate():
+    """Neither NaN on both sides, nor logits that are all alike."""
+    hf, gates = random_logits(), {"top1": 0.5}
+    nothing = np.full_like(hf, np.nan)
+    assert compare_logits(IDS, [nothing], [nothing], "float32", gates).passed is False
+    flat = compare_logits(IDS, [np.zeros_like(hf)], [hf], "float32", {"relative_difference": 0.1, **gates})
+    assert (flat.decided, flat.passed) == (0, False)
+
+
 def test_without_gates_nothing_is_passed():
     hf = random_logits()
     result = compare_logits(IDS, [hf], [hf], "bfloat16", {})

@@ -485,6 +485,17 @@ def qwen3_build(**changes):
         ("qwix: {rules: [{weight_qtype: int8, tile_size: 1e-3}]}", "must be a number, not '1e-3'"),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: -4}]}", "tile_size is a number of elements"),
         ("qwix: {rules: [{weight_qtype: mxfp4, tile_size: 16}]}", "mxfp4 needs tile_size: 32"),
+        ("qwix: {rules: [{act_qtype: int8}, {weight_qtype: int8}]}", "act_qtype does nothing without weight_qtype"),
+        ("qwix: {rules: [{tile_size: 32}, {weight_qtype: int8}]}", "tile_size does nothing without weight_qtype"),
+        (
+            "qwix: {rules: [{weight_qtype: int8, act_calibration_method: minmax}]}",
+            "act_calibration_method does nothing without act_qtype",
+        ),
+        (
+            "qwix: {rules: [{weight_qtype: int8, weight_calibration_method: minmax, act_qtype: int8, "
+            "act_calibration_method: minmax}]}",
+            "only weights or activations can have zero points",
+        ),
         ("qwix: {rules: [{weight_qtype: int8, weight_calibration_method: max}]}", "unknown calibration method 'max'"),
         ("qwix: {rules: [{weight_qtype: nf4, weight_calibration_method: minmax}]}", "minmax works with int8 and int4"),
         ("qwix: {rules: [{weight_qtype: int8, act_static_scale: true}]}", "needs a rule with act_qtype"),

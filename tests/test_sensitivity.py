@@ -307,6 +307,23 @@ def test_layers_of_one_kind_share_a_rule():
     ]
 
 
+def test_a_rule_for_all_layers_of_a_path_is_not_one_for_all_layers():
+    """Layers with an indexer have another path, whose modules `attn/.*` matches too."""
+    whole, parts, indexer = (f"layers/{{}}/attn/{end}" for end in (".*", "(k|o|q|v)", "indexer/.*"))
+    groups, options = groups_of(
+        (whole, 0, "int8"), (parts, 1, "int4"), (indexer, 1, None), (whole, 2, "int8"),
+    )  # fmt: skip
+    names = [("attn.q", "attn.o"), ("attn.q", "attn.o"), ("attn.indexer.q",), ("attn.q", "attn.o")]
+    groups = [
+        replace(group, names=tuple(f"layers.{group.layer}.{name}.kernel" for name in own))
+        for group, own in zip(groups, names, strict=True)
+    ]
+    assert recipe.rules(groups, options) == [
+        "- {module_path: 'layers/(0|2)/attn/.*', weight_qtype: int8}",
+        "- {module_path: 'layers/1/attn/(k|o|q|v)', weight_qtype: int4, tile_size: 32}",
+    ]
+
+
 @pytest.mark.parametrize("name", ["a\nqwix: {}", "b\x00", "c: &d {", "机器"])
 def test_no_name_breaks_the_file(name):
     option = Option("int8", None, 8, 0.1)

@@ -10,7 +10,8 @@ import qwix
 from flax import nnx
 
 import tpuconv
-from helpers.conversions import Options, convert, restore
+from helpers.checkpoints import read_tensors
+from helpers.conversions import Options, assert_same, convert, restore
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -120,6 +121,9 @@ def test_stacked_layers_have_the_scales_of_separate_ones(hf, orbax, tmp_path):
         )
     logits = [forward(tpuconv.load(tmp_path / out, "float32"), DATA.ids()[:1], "float32")() for out in "ab"]
     assert np.array_equal(*logits)
+    for out in "ab":
+        api.export(tmp_path / out, tmp_path / f"{out}-hf")
+    assert_same(read_tensors(tmp_path / "b-hf"), read_tensors(tmp_path / "a-hf"))
 
 
 @pytest.mark.parametrize(

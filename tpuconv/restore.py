@@ -32,6 +32,9 @@ from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_there
 
+MODEL_DTYPES = ("bfloat16", "float16", "float32")
+"""Of the parameters and activations of a model."""
+
 
 def load(
     ckpt: str | Location, dtype: DTypeLike | None = None, mesh: Mesh | None = None, *, mtp: bool = False
@@ -58,8 +61,9 @@ def load(
         QArrays.
 
     Raises:
-        UsageError: the folder has no checkpoint of tpuconv, or one with a part of the layers; no axis of the mesh is in
-            `AXES`; or `mtp` is asked for and the checkpoint has no such layers, or has them quantized.
+        UsageError: the folder has no checkpoint of tpuconv, or one with a part of the layers; `dtype` is not of
+            `MODEL_DTYPES`; an axis of the mesh is not in `AXES`; or `mtp` is asked for and the checkpoint has no such
+            layers, or has them quantized.
         UnsupportedConfig: `mtp` is asked for, and the family has no such module.
         CorruptOutput: the arrays do not match the manifest or the model, a checksum is wrong, config.json was changed,
             or `layouts.json` is malformed.
@@ -67,17 +71,23 @@ def load(
     """
     manifest = read_manifest(to_location(ckpt))
     manifest.check_complete()
+    if dtype is not None and getattr(dtype, "__name__", str(dtype)) not in MODEL_DTYPES:
+        raise UsageError(
+            f"a model cannot have the dtype {dtype}", hint=f"give one of {', '.join(MODEL_DTYPES)}, or None"
+        )
     if mesh is not None:
-        if not set(AXES) & set(mesh.axis_names):
+        unknown = [name for name in mesh.axis_names if name not in AXES]
+        if len(unknown) == len(mesh.axis_names) or any(mesh.shape[name] > 1 for name in unknown):
             raise UsageError(
-                f"nothing is sharded over a mesh with the axes {', '.join(mesh.axis_names)}",
+                f"nothing is sharded over the axes {', '.join(unknown)} of a mesh: each part would hold a copy",
                 hint=f"use one or more of the axes {', '.join(AXES)}",
             )
         # The axes of `jax.make_mesh` are explicit: every product would have to state the sharding of its result.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if mtp:
         _check_mtp(manifest)
-    graphdef, state = nnx.split(abstract_model(manifest, dtype, mtp=mtp))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes are those of no mesh
+        graphdef, state = nnx.split(abstract_model(manifest, dtype, mtp=mtp))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
     formats = _formats(manifest, {name: value.dtype.name for name, value in flat.items()}, mesh)

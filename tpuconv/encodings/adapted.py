@@ -7,12 +7,15 @@ from math import prod
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
-from tpuconv.errors import shorten
+from tpuconv.errors import UnsupportedConfig, shorten
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
 from tpuconv.sources.adapter_experts import ExpertChange
 from tpuconv.sources.reader import Reader
+
+BY_ADAPTER = ", which an adapter changes"
+"""What the reason says for which a changed tensor is not converted."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,9 @@ def adapt(
                     tensor.extra,
                     tensor.scheme,
                     tensor.tensor_scale,
+                    zero_points=tensor.zero_points,
+                    group_index=tensor.group_index,
+                    column_scales=tensor.column_scales,
                     any_scales=tensor.any_scales,
                     base=tensor,
                     changes=(change,),
@@ -169,6 +175,11 @@ def _of_experts(change: ExpertChange, tensors: Mapping[str, Tensor]) -> Iterator
                 count = stacked.shape[0]
                 # Releases have [experts, in, out], those in MXFP4 [experts, out, in].
                 input_first = stacked.scheme is None and stacked.shape == change.shape_of(count, input_first=True)
+                if input_first and stacked.shape == change.shape_of(count, input_first=False):
+                    raise UnsupportedConfig(
+                        f"{stacked.name} has as many inputs as outputs, and nothing tells which axis an adapter means",
+                        hint="merge the adapter with peft first",
+                    )
                 yield stacked.name, change.stacked(count, input_first=input_first)
             return
         for names in NUMBERED_EXPERTS.get(change.parameter, ()):

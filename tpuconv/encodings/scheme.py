@@ -233,7 +233,7 @@ class Scheme:
         if self.flat is None:
             return True
         size, rest = divmod(prod(shape), prod(scales))
-        return not rest and (shape[-1] % size == 0 or size % shape[-1] == 0)
+        return not rest and size in (self.blocks[1], *FLAT_BLOCKS) and (shape[-1] % size == 0 or size % shape[-1] == 0)
 
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
         """The shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
@@ -243,7 +243,9 @@ class Scheme:
             return scales if scales in counts else counts[0]
         rows, columns = self.block(shape, scales)
         if self.blocks == BY_SCALES:
-            return scales if scales in ((), (1,), (1, 1), (shape[0],)) else (shape[0], 1)
+            if scales in ((), (1,), (1, 1)) or len(shape) != 2:
+                return scales if len(scales) < 3 and prod(scales) == 1 else (1,)
+            return scales if scales == shape[:1] else (shape[0], 1)
         grid = *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns)
         if len(shape) == 2 and scales == (grid[0], 1, grid[1], 1):  # ModelOpt leaves the axes within a block in place
             return scales

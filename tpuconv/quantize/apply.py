@@ -9,6 +9,7 @@ import numpy as np
 from tpuconv.checkpoint.reader import Checkpoint
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import Plan
+from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import POWERS_OF_TWO
 from tpuconv.errors import UnsupportedConfig, UsageError
@@ -86,15 +87,15 @@ def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, i
     rules."""
     passthrough: dict[str, int] = {}
     for binding in plain.bindings:
-        tensor = plain.tensors[binding.src[0].names[0]]
+        tensors = [plain.tensors[name] for stack in binding.src for name in stack.names]
         names = [name for stack in binding.dst for name in stack.names]
-        if all(name in quants and _is_type_of(quants[name], tensor) for name in names):
+        if all(name in quants and _is_type_of(quants[name], tensor) for name in names for tensor in tensors):
             passthrough |= {name: quants[name].rule for name in names}
     return passthrough
 
 
 def _is_type_of(quant: "ParamQuant", tensor: Tensor) -> bool:
-    if tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
+    if isinstance(tensor, Adapted) or tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
         return False
     if tensor.column_scales is not None or not tensor.scheme.has_blocks_of_rows(tensor.shape, tensor.scales.shape):
         return False

@@ -329,6 +329,15 @@ def _loss_class(rule: Rule) -> int:
     return int(rule.weight_qtype != "int8" or rule.act_qtype is not None)
 
 
+NEEDED = {
+    "act_qtype": "weight_qtype",
+    "tile_size": "weight_qtype",
+    "weight_calibration_method": "weight_qtype",
+    "act_calibration_method": "act_qtype",
+}
+"""Fields of a rule that Qwix reads only beside others."""
+
+
 def _rule(value: YamlValue) -> Rule:
     fields = value.mapping(*RULE_FIELDS)
     given: dict[str, Any] = {}
@@ -350,16 +359,23 @@ def _rule(value: YamlValue) -> Rule:
         given["tile_axes"] = _tile_axes(fields["tile_axes"], given)
     given |= _static_scale(value, fields, given)
     rule = Rule(value.line, **given)
-    for qtype in (rule.weight_qtype, rule.act_qtype):
+    for name, needed in NEEDED.items():
+        if given.get(name) is not None and not given.get(needed):
+            raise fields[name].error(f"{name} does nothing without {needed}", hint=f"add {needed}, or leave it out")
+    _check_types(value, rule)
+    return rule
+
+
+def _check_types(value: YamlValue, rule: Rule) -> None:
+    """Raises ConfigError if the types of a rule do not go with its tiles and calibration methods."""
+    methods = (rule.weight_calibration_method, rule.act_calibration_method or "absmax")
+    if rule.act_qtype and all(map(_is_asymmetric, methods)):
+        raise value.error("only weights or activations can have zero points", hint="use absmax for one of them")
+    for qtype, method in zip((rule.weight_qtype, rule.act_qtype), methods, strict=True):
         if qtype in REQUIRED_TILE_SIZES and rule.tile_size != REQUIRED_TILE_SIZES[qtype]:
             raise value.error(f"{qtype} needs tile_size: {REQUIRED_TILE_SIZES[qtype]}")
-    for qtype, method in (
-        (rule.weight_qtype, rule.weight_calibration_method),
-        (rule.act_qtype, rule.act_calibration_method or "absmax"),
-    ):
         if _is_asymmetric(method) and qtype not in (None, "int8", "int4"):
             raise value.error(f"{method} works with int8 and int4, not with {qtype}")
-    return rule
 
 
 def _tile_axes(value: YamlValue, given: Mapping[str, Any]) -> str:

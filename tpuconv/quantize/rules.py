@@ -41,12 +41,13 @@ LAYER = re.compile(r"layers[./](\d+)[./](.*)")
 
 class Provider(qwix.PtqProvider):  # type: ignore[misc]
     """Qwix's provider for quantized weights. It handles the experts' grouped products too, and records which modules
-    asked for a rule, and which was the last one."""
+    asked for a rule, which was the last one, and the number of the config's rule that quantizes the weights of each."""
 
     def __init__(self, config: QuantConfig):
         rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
         super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
         self.seen_modules: dict[str, None] = {}
+        self.rule_numbers: dict[str, int] = {}
         self.module = ""
 
     def unused(self) -> set[int]:
@@ -56,7 +57,10 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
         self.module = "/".join(map(str, flax_util.get_current_module_path()))
         self.seen_modules[self.module] = None
-        return super()._get_current_rule_and_op_id(op_name, **kwargs)
+        rule, op_id = super()._get_current_rule_and_op_id(op_name, **kwargs)
+        if rule is not None and rule.weight_qtype is not None:  # the first rule is not the config's
+            self.rule_numbers[self.module] = next(i for i, own in enumerate(self._rules) if own is rule) - 1
+        return rule, op_id
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """Qwix's functions to intercept, with the grouped product."""
@@ -244,7 +248,7 @@ def resolve_rules(
         for path, node in nnx.iter_graph(model):
             name, module = ".".join(map(str, path)), "/".join(map(str, path[:-1]))
             if isinstance(node, ptq.WithAux) and isinstance(flax_util.unbox(node.array), qarray.QArray):
-                number = config.rule_of(module)
+                number = provider.rule_numbers[module]
                 summed = tuple(axis for axis in range(node.ndim) if axis not in node.how.channelwise_axes)
                 scale = scales.get(module)
                 quant = ParamQuant(tuple(node.shape), _group_shape(node), number, node.how, summed, scale)

@@ -38,6 +38,8 @@ REFUSED = (
     "arrow_config",
 )
 """Keys that change weights in a way that is not implemented, unless they are false or empty."""
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that change the weights of the model too, by what the file does not have."""
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 _CONFIG = {
     "peft_type": str,
@@ -203,6 +205,8 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
     faults = [f"{key}={config[key]!r}" for key in REFUSED if config.get(key)]
+    how = str(config.get("init_lora_weights") or "").lower()
+    faults += [f"init_lora_weights={how!r}"] if how.startswith(CHANGE_BASE) else []
     if faults:
         raise UnsupportedConfig(
             f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"

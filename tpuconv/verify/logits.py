@@ -85,7 +85,7 @@ class LogitStatistics:
         mean_kl, p999_kl: mean and 99.9th percentile of the divergence, in nats.
         top1: share of tokens with the same most likely next token.
         decided: number of tokens for which the reference has no tie (see `TIE`).
-        top1_decided: the share `top1` of those tokens; the gate "top1" applies to it.
+        top1_decided: the share `top1` of those tokens, of all if there are none; the gate "top1" applies to it.
         perplexity_reference, perplexity: of the prompts, by the reference and by the model compared with it.
         worst_prompt: number of the prompt with the largest mean divergence, from 1.
         worst_prompt_kl: its mean divergence in nats.
@@ -114,11 +114,11 @@ class LogitStatistics:
     @property
     def relative_difference(self) -> float:
         """The largest difference of two logits, divided by the largest logit."""
-        return self.max_abs_difference / self.max_abs_logit
+        return self.max_abs_difference / max(self.max_abs_logit, float(np.finfo(np.float32).tiny))
 
     def failures(self) -> list[str]:
         """The gates that failed, one sentence each."""
-        out = []
+        out = [] if "mean_kl" in self.gates or np.isfinite(self.mean_kl) else [f"mean_kl is {self.mean_kl}"]
         for name, gate in self.gates.items():
             value = float(self.top1_decided if name == "top1" else getattr(self, name))
             if not (value >= gate if name == "top1" else value <= gate):  # a NaN fails too
@@ -197,8 +197,9 @@ def each_logits(
     def on_mesh() -> Any:
         return jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext()
 
+    model = load(ckpt, dtype, mesh)
     with on_mesh():
-        run = forward_each(load(ckpt, dtype, mesh), prompts, dtype, cache_dtype)()
+        run = forward_each(model, prompts, dtype, cache_dtype)()
     for _ in prompts:
         with on_mesh():  # not while this generator is suspended
             logits = next(run)
@@ -240,7 +241,7 @@ def compare_logits(
         p999_kl=float(np.quantile(kl, 0.999)),
         top1=float(agree.mean()),
         decided=int(decided.sum()),
-        top1_decided=float(agree[decided].mean()) if decided.any() else 1.0,
+        top1_decided=float((agree[decided] if decided.any() else agree).mean()),
         perplexity_reference=float(np.exp(nll_hf.mean())),
         perplexity=float(np.exp(nll_ours.mean())),
         worst_prompt=1 + int(np.argmax(means)),

@@ -13,6 +13,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan
+from tpuconv.encodings.adapted import BY_ADAPTER
 from tpuconv.encodings.decode import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath
@@ -68,6 +69,11 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
         UsageError: the conversion skipped nothing; or what it skipped is encoded, and the export is not.
         SourceError: it is not the source of the checkpoint, or that cannot be proved.
     """
+    if any(BY_ADAPTER in skip["reason"] for skip in manifest.raw["skipped"]):
+        raise UsageError(
+            f"an adapter that was merged changes what the conversion of {source.name} skipped",
+            hint="merge the adapter with peft first, and convert that",
+        )
     _check_same(manifest, source)
     mtp = manifest.include_mtp
     tensors, _ = decode_names(source.tensors, source.encoding, any_scales=True)

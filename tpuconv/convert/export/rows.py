@@ -88,7 +88,7 @@ def export_pieces(
             plain += _linear_modules(whole)
         for number, (binding, ranges) in enumerate(_cut(whole)):
             if is_quantized and scheme:
-                row = quantized_row(manifest, binding, target, scheme)
+                row = quantized_row(manifest, binding, target, scheme, ranges)
                 groups.setdefault(row.group, []).extend(row.modules)
                 rows = row.rows
             else:

@@ -10,7 +10,7 @@ from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
-from tpuconv.encodings.adapted import adapt
+from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor, decode_names, shaped, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
@@ -92,7 +92,7 @@ def make_plan(
     }
     why_ignored = table.ignored(config, mtp)
     skipped: dict[str, list[str]] = {}
-    unmapped = []
+    unmapped, lost = [], []
     for name, tensor in tensors.items():
         if name in expected:
             continue
@@ -105,8 +105,12 @@ def make_plan(
             reason = why_ignored(name) or (unused_reason(name) if source.encoding else None)
         if reason is None:
             unmapped.append(name)
-        else:
-            skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
+            continue
+        if isinstance(tensor, Adapted) and name not in everywhere:
+            lost += [name] if name in copies or target.is_safetensors else []
+            reason += BY_ADAPTER
+        skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
+    faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
     faults += _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}

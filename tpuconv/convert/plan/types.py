@@ -161,6 +161,9 @@ class Slab:
     def names(self) -> Iterator[str]:
         """Yields the source tensors that are read."""
         for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
+            if not stack.depth:
+                yield stack.names[0]
+                continue
             for start, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
                 yield from stack.names[start:stop]
 
@@ -389,4 +392,5 @@ def _digest(facts: Any) -> str:
 
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
     """The bytes in which the values of a slab are stored at most, without scales."""
-    return max(tensors[name].stored_bytes(slab.elements) for name in slab.names())
+    elements = slab.elements
+    return max(tensors[name].stored_bytes(elements) for name in slab.names())

@@ -41,15 +41,29 @@ class CalibratedValues:
             file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
     def read(
-        self, parameter: str, kind: str, shape: Shape, box: Sequence[slice], dtype: np.dtype[Any]
+        self,
+        parameter: str,
+        kind: str,
+        shape: Shape,
+        box: Sequence[slice],
+        dtype: np.dtype[Any],
+        others: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """A box of a parameter of this shape; None if there is no file of this kind, as calibration left it alone."""
+        """A box of a parameter of this shape; None if there is no file of this kind, as calibration left it alone. Of
+        stacked layers it may have changed some: those without a file are as in `others`, of the shape of the box."""
         if self._path(parameter, None, kind).name in self._names:
             return self._map(parameter, None, kind, shape, dtype)[tuple(box)]
-        if self._path(parameter, 0, kind).name in self._names:
-            layers = range(box[0].start, box[0].stop)
-            return np.stack([self._map(parameter, i, kind, shape[1:], dtype)[tuple(box[1:])] for i in layers])
-        return None
+        layers = range(box[0].start, box[0].stop) if box else range(0)
+        changed = [i for i in layers if self._path(parameter, i, kind).name in self._names]
+        if not changed:
+            return None
+        return np.stack(
+            [
+                others[at] if others is not None and i not in changed
+                else self._map(parameter, i, kind, shape[1:], dtype)[tuple(box[1:])]
+                for at, i in enumerate(layers)
+            ]
+        )  # fmt: skip
 
     @cached_property
     def _names(self) -> frozenset[str]:

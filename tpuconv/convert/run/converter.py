@@ -13,7 +13,7 @@ from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
 from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.convert.run.results import UnitResult, add_sums
-from tpuconv.convert.run.sizing import buffers
+from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
 from tpuconv.convert.run.store import Store
 from tpuconv.convert.run.strided import copy_strided
@@ -30,6 +30,7 @@ class SlabConverter:
 
     Args:
         plan: of the slabs.
+        need: the memory that they need.
         reader: of the source.
         store: takes the shards.
         calibrated: what a calibration found, if there was one.
@@ -37,10 +38,15 @@ class SlabConverter:
     """
 
     def __init__(
-        self, plan: Plan, reader: Reader, store: Store, calibrated: CalibratedValues | None, writers: Executor
+        self,
+        plan: Plan,
+        need: Buffers,
+        reader: Reader,
+        store: Store,
+        calibrated: CalibratedValues | None,
+        writers: Executor,
     ):
         self.plan, self.reader, self.store, self.calibrated, self._writers = plan, reader, store, calibrated, writers
-        need = buffers(plan)
         self._values, self._raw, *shards = map(page_buffer, (need.values, need.raw, need.shard, need.shard))
         self._shards = deque(shards)
         self._writes: deque[Future[str]] = deque()
@@ -65,7 +71,7 @@ class SlabConverter:
         for stack, box, rearranged in zip(slab.binding.dst, slab.boxes(), targets, strict=True):
             name = stack.names[0]
             encoder = self.plan.encoders.get(name)
-            target = self._calibrated(name, VALUES, box, slab.dtype)
+            target = self._calibrated(name, VALUES, box, slab.dtype, rearranged.view(slab.dtype))
             target = rearranged if target is None else target.view(bits)
             if (change := changes.get(name)) is not None:
                 with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
@@ -88,11 +94,14 @@ class SlabConverter:
                 writes.append(self._write(array, own_box, own_values, result))
         return writes
 
-    def _calibrated(self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
-        """What a calibration found for a box of a parameter, if there was one."""
+    def _calibrated(
+        self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any], others: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """What a calibration found for a box of a parameter, if there was one; see `CalibratedValues.read`."""
         if self.calibrated is None:
             return None
-        return self.calibrated.read(name, kind, self.plan.arrays[self.plan.stored_names(name)[0]].shape, box, dtype)
+        shape = self.plan.arrays[self.plan.stored_names(name)[0]].shape
+        return self.calibrated.read(name, kind, shape, box, dtype, others)
 
     def _not_finite(self, name: str, slab: Slab, sources: Sequence[np.ndarray]) -> SourceError:
         """The error for values of a parameter that are not finite. It names the first one in the source."""

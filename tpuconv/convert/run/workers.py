@@ -16,6 +16,7 @@ from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.converter import SlabConverter
 from tpuconv.convert.run.results import HASH_ENTRY, UnitResult
 from tpuconv.convert.run.share import Share
+from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
@@ -82,7 +83,7 @@ class Workers:
         calibrated: CalibratedValues | None,
     ):
         self.plan, self.journal, self.store, self.jobs, self.share = plan, journal, store, jobs, share
-        self.calibrated = calibrated
+        self.calibrated, self.need = calibrated, buffers(plan)
         self.stop = threading.Event()
         self.reader = plan.source.open(self._check_cancelled, hashes=self._hashes())
         self.converted: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -128,7 +129,7 @@ class Workers:
 
     def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
         """Does one task after the other until none is left."""
-        converter = SlabConverter(self.plan, self.reader, self.store, self.calibrated, self.writers)
+        converter = SlabConverter(self.plan, self.need, self.reader, self.store, self.calibrated, self.writers)
         while (task := _next_of(tasks)) is not None:
             self._check_cancelled()
             task(converter)

@@ -131,8 +131,12 @@ def routed(
 
     sizes = dict(mesh.shape)
     graphs, states = zip(*map(nnx.split, experts), strict=True)
-    specs = tuple(_spec(expert, state, sizes) for expert, state in zip(experts, states, strict=True))
-    by_expert, by_width = (_names(partition("E D M", _shape("EDM", experts), sizes, EXPERT_RULES)[at]) for at in (0, 2))
+    kernel_EDM = _shape("EDM", experts)
+    # Tiles of M have fewer scales than M is long: what does not divide them would cut through a tile.
+    width = min(n for pair in zip(experts, states, strict=True) for n in _widths(*pair))
+    parts = partition("E D M", (*kernel_EDM[:2], width), sizes, EXPERT_RULES)
+    by_expert, by_width = (_names(parts[at]) for at in (0, 2))
+    specs = tuple(_spec(expert, state, sizes, parts[2]) for expert, state in zip(experts, states, strict=True))
     batch = PartitionSpec(partition("B", x_BTD.shape[:1], sizes, ACTIVATIONS)[0])  # type: ignore[no-untyped-call]
 
     def on_one_chip(states: Any, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
@@ -157,12 +161,28 @@ def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:
     return next(tuple(expert.kernel.shape) for expert in experts if expert.letters == letters)
 
 
-def _spec(expert: Expert, state: Any, sizes: Mapping[str, int]) -> Any:
-    """The sharding of each array of an expert's state. Quantized values and scales have the axes of the kernel."""
+def _letters(expert: Expert, x: jax.Array) -> str:
+    """The axes of an array of an expert's state. Quantized values and scales have those of the kernel."""
+    return expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
+
+
+def _widths(expert: Expert, state: Any) -> list[int]:
+    """How long the axis M is in each array that has it. A scale of complete columns has it with one element."""
+    found = (dict(zip(_letters(expert, x), x.shape, strict=True)).get("M", 1) for x in jax.tree.leaves(state))
+    return [n for n in found if n > 1]
+
+
+def _spec(expert: Expert, state: Any, sizes: Mapping[str, int], width: AxisSharding) -> Any:
+    """The sharding of each array of an expert's state, over `width` where it has the axis M."""
 
     def spec(x: jax.Array) -> PartitionSpec:
-        letters = expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
-        return PartitionSpec(*partition(" ".join(letters), x.shape, sizes, EXPERT_RULES))  # type: ignore[no-untyped-call]
+        letters = _letters(expert, x)
+        parts = partition(" ".join(letters), x.shape, sizes, EXPERT_RULES)
+        own = (
+            (width if n > 1 else None) if letter == "M" else part
+            for letter, n, part in zip(letters, x.shape, parts, strict=True)
+        )
+        return PartitionSpec(*own)  # type: ignore[no-untyped-call]
 
     return jax.tree.map(spec, state)
 

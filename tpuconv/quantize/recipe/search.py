@@ -10,6 +10,7 @@ per weight.
 What each group costs is measured by `tpuconv.quantize.recipe.layerwise`. Here are only numbers and names.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
@@ -183,12 +184,21 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
     out = []
     for (path, kind), members in layers.items():
         all_layers = [group.layer for group in groups if group.path == path]
-        numbers = r"\d+" if members == all_layers and len(members) > 1 else "|".join(map(str, members))
+        is_for_all = members == all_layers and len(members) > 1 and not _matches_others(path, groups)
+        numbers = r"\d+" if is_for_all else "|".join(map(str, members))
         pattern = path.format(f"({numbers})" if "|" in numbers else numbers)
         tile = f", tile_size: {kind.tile_size}" if kind.tile_size else ""
         tile += f", tile_axes: {kind.tile_axes}" if kind.tile_axes != "last" else ""
         out.append(f"- {{module_path: '{pattern}', weight_qtype: {kind.qtype}{tile}}}")
     return out
+
+
+def _matches_others(path: str, groups: Sequence[ParamGroup]) -> bool:
+    """Whether the pattern of a path matches modules of other groups: layers that lack the path may have them."""
+    others = (name for group in groups if group.path != path for name in group.names)
+    modules = {"/".join(name.split(".")[:-1]) for name in others}
+    pattern = re.compile(path.format(r"\d+"))
+    return any(pattern.fullmatch(module) for module in modules)
 
 
 def to_yaml(

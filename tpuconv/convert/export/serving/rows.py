@@ -19,8 +19,8 @@ from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
-from tpuconv.layout import ScaleLayout, Shape, scale_layout
-from tpuconv.mapping.table import Binding, Stack
+from tpuconv.layout import Ranges, ScaleLayout, Shape, scale_layout
+from tpuconv.mapping.table import LAYER_INDICES, Binding, Stack
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.targets.target import Target
@@ -149,7 +149,7 @@ class _Parameters:
         )
 
 
-def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str) -> QuantizedRow:
+def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str, ranges: Ranges) -> QuantizedRow:
     """How a row whose parameters are quantized is written.
 
     Args:
@@ -191,7 +191,7 @@ def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: 
         ExportRow(
             scales,
             [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
-            + _input_scales(parameters, manifest, inverse, matrices),
+            + _input_scales(parameters, manifest, inverse, matrices, ranges),
             _repeats(scales, follow),
         ),
     ]
@@ -321,12 +321,13 @@ def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) 
 
 
 def _input_scales(
-    parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix]
+    parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix], ranges: Ranges
 ) -> list[ExportTensor]:
     """The tensors of static scales, one for each matrix."""
     if not parameters.is_static:
         return []
     scales = parameters.input_scales(manifest)
+    scales = next((scales[slice(*each)] for letter, each in ranges.items() if letter in LAYER_INDICES), scales)
     names = [list(stack.names) for stack in inverse.dst]
     layer = {name: number * len(scales) // len(of_stack) for of_stack in names for number, name in enumerate(of_stack)}
 
