@@ -3,8 +3,8 @@
     python benchmarks/to_maxtext.py --python PATH [--folder DIR] [--pairs N]
 
 PATH is the Python of an environment with MaxText 0.2.5 and torch for the CPU: that of the slow tests of this target,
-`build/oracles/maxtext/bin/python`, after `pip install torch`. Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in
-bfloat16). In each round, with an empty page cache (as root), with scanned layers:
+`build/oracles/maxtext/bin/python`, after `pip install torch`. Makes a checkpoint of the shape of Qwen2.5-1.5B (3.1 GB
+in bfloat16), which MaxText's converter knows. In each round, with an empty page cache (as root), with scanned layers:
 
     tpuconv    convert --target maxtext --scan-layers
     lazy       maxtext.checkpoint_conversion.to_maxtext, tensor by tensor, as it does by default
@@ -23,9 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from convert import Run, empty_page_cache, make_checkpoint, measure, spread
+from convert import CONFIG, Run, empty_page_cache, make_checkpoint, measure, spread
 
-MODEL = "qwen3-1.7b"
+MODEL = "qwen2.5-1.5b"
+SIZES = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "rope_theta": 1_000_000.0,
+}
 TO_MAXTEXT = """
 import runpy, sys
 from pathlib import Path
@@ -42,10 +51,13 @@ runpy.run_module("maxtext.checkpoint_conversion.to_maxtext", run_name="__main__"
 
 def restored(folder: Path) -> dict[str, np.ndarray]:
     """Every array of a checkpoint, by name."""
+    import jax
     import orbax.checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(folder)
+        stored = checkpointer.metadata(folder).item_metadata.tree
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
+        tree = checkpointer.restore(folder, restore_args=args)
 
     def flat(node: Any, front: str) -> dict[str, np.ndarray]:
         if not isinstance(node, dict):
@@ -69,6 +81,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2)
     args = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TQDM_DISABLE": "1"}
+    CONFIG.update(SIZES)
     work = Path(tempfile.mkdtemp(dir=args.folder))
     source, cold = work / "hf", True
     runs: dict[str, list[Run]] = {}

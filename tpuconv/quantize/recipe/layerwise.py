@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.errors import GateError, ResourceError
+from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.models.logits import divergences, log_softmax
+from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
@@ -82,6 +83,7 @@ class LayerwiseProbe:
 
     Raises:
         ResourceError: the files do not fit on their disk.
+        UsageError: the rotary positions of the model depend on the length of a prompt, and the prompts have several.
     """
 
     def __init__(
@@ -94,6 +96,13 @@ class LayerwiseProbe:
     ):
         length, numbers = max(map(len, prompts)), count()
         self._choices, self._prompts, self._calibration = choices, prompts, calibration
+        changing = [rope for rope in model_config(manifest).ropes if rope is not None and rope.depends_on_length]
+        limit = min((rope.original_max_position_embeddings for rope in changing), default=length)
+        if length > limit and min(map(len, prompts)) < length:
+            raise UsageError(
+                f"the rotary positions of this model are others beyond {limit} tokens, and prompts run side by side",
+                hint=f"give prompts of at most {limit} tokens",
+            )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
         self._runner = LayerRunner(manifest, length)
         self._texts = _Sequences(self._runner, ids_PT, folder, numbers)
