@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import closing
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -58,6 +59,7 @@ from helpers.schemes import (
     nvfp4_modelopt,
 )
 from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.bitsandbytes import bitsandbytes_groups
 from tpuconv.encodings.decode import decode_names, shaped, unused_reason
 from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.schemes import schemes
@@ -349,3 +351,26 @@ def test_orbax_still_reads_what_was_decoded(tmp_path):
     np.testing.assert_array_equal(
         arrays["layers.0.mlp.up.kernel"].astype("f4"), values["model.layers.0.mlp.up_proj.weight"].T.astype("f4")
     )
+
+
+@pytest.mark.parametrize("scales", [(4,), (4, 1)])
+@pytest.mark.parametrize(
+    "quantization",
+    [{"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "modelopt", "quant_algo": "FP8"}],
+    ids=["fp8", "modelopt"],
+)
+def test_stacked_matrices_have_no_scale_each(quantization, scales, tmp_path):
+    """They would be taken for the scales of rows."""
+    values = np.ones((4, 16, 8), ml_dtypes.float8_e4m3fn)
+    tensors = {"w.weight": values, "w.weight_scale": np.ones(scales, "f4")}
+    source = open_source(write_checkpoint(tmp_path, qwen3_config(quantization_config=quantization), tensors))
+    found, faults = decode_names(source.tensors, source.encoding)
+    assert faults or "w.weight" not in found
+
+
+def test_a_short_last_block_is_no_smaller_block():
+    """Kept NF4 has blocks of one size: that of the values divided by the scales is another where the last is short."""
+    (scheme, *_) = bitsandbytes_groups({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})[0].schemes
+    assert scheme.has_blocks_of_rows((8, 64), (8,))
+    assert not scheme.has_blocks_of_rows((6, 16), (2,))
+    assert not scheme.has_blocks_of_rows((64, 96), (2,))
