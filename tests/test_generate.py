@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpuconv
-from helpers.families import CASES, FIRST, PROMPTS, Case, one_fast_of_each
+from helpers.families import BY_ID, FIRST, PROMPTS, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.errors import UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, prefill_chunk
@@ -20,9 +20,6 @@ from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, pre
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NEW = 6
-
-
-BY_ID = {case.id: case for case in CASES}
 
 
 def tokens(generate: Generator, prompts: list[list[int]], **options: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ import torch
 
 import tpuconv
 from helpers.conversions import convert
-from helpers.families import CASES, hf_model, save
+from helpers.families import BY_ID, hf_model, save
 from tpuconv.models.deepseek_v32 import modules
 from tpuconv.models.minimax_m3_vl_text import modules as minimax_m3
 from tpuconv.models.qwen4_exp_text import modules as qwen4
@@ -15,7 +15,6 @@ from tpuconv.models.registry import get_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
-BY_ID = {case.id: case for case in CASES}
 NAMES = ["deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "mistral_large4-plain"]
 LENGTH, PROMPT = 60, 45
 

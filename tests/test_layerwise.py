@@ -11,7 +11,7 @@ import pytest
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import convert
-from helpers.families import CASES, OWN_CACHE, Case, is_inseparable, one_fast_of_each, save
+from helpers.families import BY_ID, CASES, OWN_CACHE, Case, is_inseparable, one_fast_of_each, save
 from helpers.schemes import encode
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 RNG = np.random.default_rng(5)
 PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
-BY_ID = {case.id: case for case in CASES}
 WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long
 
 

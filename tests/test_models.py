@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from helpers.families import CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
+from helpers.families import BY_ID, CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.mapping.table import MappingTable
@@ -39,7 +39,6 @@ COUNT_PADDING = (
     *("llama4", "lfm2", "lfm3", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "deepseek_v4"),
     "minimax_m3",
 )
-BY_ID = {case.id: case for case in CASES}
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 EVERY_FORM = pytest.mark.parametrize(
     ("case", "scan"),

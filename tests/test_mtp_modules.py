@@ -14,7 +14,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
 from helpers.drafts import save_with_drafts
-from helpers.families import CASES, PROMPTS
+from helpers.families import BY_ID, PROMPTS
 from tpuconv.convert.plan.types import Options
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
@@ -90,7 +90,6 @@ MODULES = {
         normed=False,
     ),
 }
-BY_ID = {case.id: case for case in CASES}
 CENTERED = ("qwen3_next", "qwen3_5_text")
 LAYERS = {"nemotron_h": "backbone.layers", "deepseek_v4": "layers"}
 LAST = {"nemotron_h": "backbone.norm_f.weight", "deepseek_v4": "norm.weight"}

@@ -7,14 +7,13 @@ import pytest
 import torch
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
 
-from helpers.families import CASES
+from helpers.families import BY_ID
 from tpuconv.errors import ConfigError
 from tpuconv.models.qwen4_exp_text.family import Config
 from tpuconv.models.qwen4_exp_text.ngrams import ngram_numbers, remainders, wide_product
 from tpuconv.models.registry import find_family
 
 numbers = jax.jit(ngram_numbers, static_argnums=(1, 2))
-BY_ID = {case.id: case for case in CASES}
 QWEN_3_8_FLASH_NEXT = {
     **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048},
     **{"model_type": "qwen4_exp_text", "hidden_size": 2560, "partial_rotary_factor": 0.25, "ple_layer_ids": [2]},

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert
+from helpers.families import BY_ID
 from helpers.quantizing import ONE_OF_EACH, quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -204,6 +205,15 @@ def test_calibrated_costs_are_those_of_calibrated_checkpoints(method, ckpt, tmp_
         quantize(ckpt, out, parse_config(text.encode(), "c", "c.yaml"), DATA)
         assert option.kl == pytest.approx(divergence(ckpt, out), rel=1e-3)
     assert [path.name for path in work.iterdir()] == [probe._plain.path.name]
+
+
+def test_prompts_of_other_rotary_positions_are_not_run_side_by_side(orbax, tmp_path):
+    """The rates of longrope depend on the length, and a shorter prompt would have those of the longest."""
+    case = BY_ID["phi3-longrope"]
+    limit = case.config["original_max_position_embeddings"]
+    manifest, prompts = read_manifest(orbax(case)), [[5] * (limit + 3), [5] * 2]
+    with pytest.raises(UsageError, match=f"are others beyond {limit} tokens"):
+        LayerwiseProbe(manifest, None, prompts, tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.drafts import NOISE, save_with_drafts
-from helpers.families import CASES, PROMPTS
+from helpers.families import BY_ID, PROMPTS
 from tpuconv import cli
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
@@ -24,7 +24,6 @@ from tpuconv.models.speculate import Speculator
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NEW = 10
-BY_ID = {case.id: case for case in CASES}
 WITH_MODULE = (
     *("deepseek_v3-groups", "deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "glm4_moe-air"),
     *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),

@@ -11,7 +11,7 @@ import pytest
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import same_bits
-from helpers.families import CASES, FIRST, Case, one_fast_of_each
+from helpers.families import BY_ID, FIRST, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
@@ -23,8 +23,6 @@ from tpuconv.targets import registry
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import LayerPlaces, Place, Target, Tree
-
-BY_ID = {case.id: case for case in CASES}
 
 HELPERS = Path(__file__).parent / "helpers"
 LISTINGS = json.loads((HELPERS / "listings.json").read_text())

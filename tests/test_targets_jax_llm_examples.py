@@ -10,14 +10,13 @@ import pytest
 import yaml
 
 import tpuconv
-from helpers.families import CASES, Case, hf_model, save
+from helpers.families import BY_ID, CASES, Case, hf_model, save
 from helpers.oracles import ask, repository
 from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
 pytestmark = pytest.mark.slow
 
-BY_ID = {case.id: case for case in CASES}
 SIZES = {
     "embed": "hidden_size",
     "q_heads": "num_attention_heads",

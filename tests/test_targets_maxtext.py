@@ -4,14 +4,13 @@ Python 3.12, and compiles a model twice for each case."""
 import numpy as np
 import pytest
 
-from helpers.families import CASES, Case, hf_model, save
+from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
 from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
 pytestmark = pytest.mark.slow
 
-BY_ID = {case.id: case for case in CASES}
 MODELS = {
     "mistral": "mistral-7b",
     "qwen2": "qwen2.5-7b",

@@ -6,13 +6,12 @@ import pytest
 
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same, flatten, same_bits
-from helpers.families import CASES, Case, hf_model, save
+from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
 from tpuconv import api
 
 pytestmark = pytest.mark.slow
 
-BY_ID = {case.id: case for case in CASES}
 MODELS = {
     "llama": ("tunix.models.llama3.model", "Llama3"),
     "qwen2": ("tunix.models.qwen2.model", "Qwen2"),

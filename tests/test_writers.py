@@ -17,14 +17,13 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert, restore, same_bits
 from helpers.encoded import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
-from helpers.families import CASES, Case, hf_model, save
+from helpers.families import BY_ID, Case, hf_model, save
 from helpers.logits import forward
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names
 from tpuconv.sources.source import open_source
 
-BY_ID = {case.id: case for case in CASES}
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))
 
 

@@ -2228,6 +2228,7 @@ CASES: list[Case] = [
 
 FIRST = {case.family: case for case in reversed(CASES)}
 """The first case of each family."""
+BY_ID = {case.id: case for case in CASES}
 FAMILIES = set(FIRST)
 CORE = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2"),

@@ -224,6 +224,7 @@ def fit(
 
     described = _described(str(src), quantize, encoding, dtype, write_layouts)
     request = CompileRequest(**described, batch=batch, context=context, mesh=mesh, cache_dtype=cache_dtype)
+    positions = context_of(find_family(request.config).config.from_hf(request.config))
     groups, reports = parse_topologies(topologies), []
     progress(Progress("compiling"))
     for report in ask(request, groups):
@@ -234,7 +235,6 @@ def fit(
     layouts = None
     for report in [report for report in reports if report.fits] if write_layouts else ():
         layouts = device_layouts.write_layouts(to_location(src), report.device, report.mesh, report.layouts)
-    positions = context_of(find_family(request.config).config.from_hf(request.config))
     return Fit(str(src), request, reports, layouts, positions)
 
 

@@ -81,9 +81,7 @@ def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: 
         if table.rows:
             console().print(table)
     if found.positions < found.request.context:
-        show(
-            f"  the model has {found.positions:,} positions, fewer than the context that was compiled",
-        )
+        show(f"  the model has {found.positions:,} positions, fewer than the context that was compiled")
     if found.layouts:
         show(f"layouts for {', '.join(r.topology for r in found.fitting)}: ", (str(found.layouts), "bold"))
     found.check()

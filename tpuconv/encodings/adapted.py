@@ -1,7 +1,7 @@
 """Tensors that an adapter changes: each is read, decoded, and changed before a row of the table is applied to it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 import numpy as np
@@ -128,21 +128,8 @@ def adapt(
             elif isinstance(tensor, Adapted):
                 out[name] = replace(tensor, changes=(*tensor.changes, change))
             else:
-                out[name] = Adapted(
-                    tensor.name,
-                    tensor.shape,
-                    tensor.values,
-                    tensor.scales,
-                    tensor.extra,
-                    tensor.scheme,
-                    tensor.tensor_scale,
-                    zero_points=tensor.zero_points,
-                    group_index=tensor.group_index,
-                    column_scales=tensor.column_scales,
-                    any_scales=tensor.any_scales,
-                    base=tensor,
-                    changes=(change,),
-                )
+                stored = {each.name: getattr(tensor, each.name) for each in fields(Tensor)}
+                out[name] = Adapted(**stored, base=tensor, changes=(change,))
     return out, list(shorten(faults))
 
 

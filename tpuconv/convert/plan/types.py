@@ -288,7 +288,8 @@ class Plan:
 
     def is_plain(self, slab: Slab) -> bool:
         """Whether the stored bytes are already the values, in no encoding."""
-        return self.is_stored_as_wanted(slab) and all(self.tensors[name].scheme is None for name in slab.names())
+        tensors = (self.tensors[name] for name in slab.names())
+        return all(tensor.scheme is None and tensor.is_stored_as(slab.dtype) for tensor in tensors)
 
     def is_box(self, slab: Slab) -> bool:
         """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
