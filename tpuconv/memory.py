@@ -70,9 +70,15 @@ def check_address_space_for_jax(more: int = 0) -> None:
     _check_limit(JAX_ADDRESS_SPACE + JAX_ADDRESS_SPACE_PER_CPU * len(os.sched_getaffinity(0)) + more)
 
 
-def _check_limit(need: int) -> None:
+def address_space_limit() -> int | None:
+    """The limit on the addresses of this process (`ulimit -v`) in bytes; None without one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < need:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _check_limit(need: int) -> None:
+    limit = address_space_limit()
+    if limit is not None and limit < need:
         raise ResourceError(
             f"the address space of this process is limited to {format_size(limit)}, and the command needs "
             f"{format_size(need)}",

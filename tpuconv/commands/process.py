@@ -19,6 +19,8 @@ from tpuconv import libtpu
 from tpuconv.commands.console import print_json, say
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError
+from tpuconv.memory import address_space_limit
+from tpuconv.sizes import format_size
 from tpuconv.text import plain
 
 EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -188,6 +190,14 @@ def _known(error: BaseException) -> TpuconvError:
         return ResourceError(
             f"there is too little memory: {first or 'an allocation failed'}",
             hint="give --max-memory where the command has it, close other programs, or raise the limit (ulimit -v)",
+        )
+    not_loaded = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    if not_loaded and (limit := address_space_limit()):
+        # the loader of shared libraries does not say that memory was refused
+        return ResourceError(
+            f"a library was not loaded; the address space of this process is limited to {format_size(limit)}",
+            details=[first, *others],
+            hint="raise the limit: `ulimit -v unlimited`",
         )
     hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
     return TpuconvError(f"{type(error).__name__}: {first}", details=others, hint=hint)
