@@ -226,3 +226,70 @@ def test_encodings_of_releases() -> None:
 def test_what_mlx_encoded_is_refused_by_name(key: str) -> None:
     with pytest.raises(UnsupportedConfig, match=r"encoded by MLX[^`]*`mlx_lm.convert --dequantize`"):
         groups(encoding_of({key: {"group_size": 64, "bits": 4, "mode": "affine"}}))
+
+
+HUNYUAN_OCR = {
+    "architectures": ["HunYuanVLForConditionalGeneration"],
+    "model_type": "hunyuan_vl",
+    "attention_head_dim": 128,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "im_start_id": 120118,
+    "image_token_id": 120120,
+    "mlp_bias": False,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "org_vocab_size": 120818,
+    "pad_id": 120002,
+    "rope_scaling": {
+        **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"type": "xdrope", "xdrope_section": [16, 16, 16, 16]},
+    },
+    "rope_theta": 10000.0,
+    "use_qk_norm": True,
+    "vision_config": {},
+    "vocab_size": 120818,
+}
+PADDLEOCR_VL = {
+    "architectures": ["PaddleOCRVLForConditionalGeneration"],
+    "model_type": "paddleocr_vl",
+    "compression_ratio": 1.0,
+    "head_dim": 128,
+    "image_token_id": 100295,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "rope_theta": 500000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "vision_config": {},
+}
+
+
+def test_keys_at_the_root_of_models_that_read_pages() -> None:
+    report = find_family(HUNYUAN_OCR).check_config(HUNYUAN_OCR)
+    assert report.config.rope.theta == pytest.approx(10000 * 1000 ** (128 / 126))
+    assert report.config.tie_word_embeddings
+    paddle = find_family(PADDLEOCR_VL).check_config(PADDLEOCR_VL).config
+    assert (paddle.rope.theta, paddle.rope.type, paddle.tie_word_embeddings) == (500000, "default", False)
+    with pytest.raises(UnsupportedConfig, match="sliding_window=512"):
+        find_family(PADDLEOCR_VL).check_config(PADDLEOCR_VL | {"sliding_window": 512})
+
+
+def test_a_release_with_code_of_its_own() -> None:
+    """HyperCLOVA X SEED Think 32B; transformers has another model type for it."""
+    raw = {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm", "text_config": {}, "vision_config": {}}
+    family = find_family(raw)
+    assert family is get_family("hyperclovax_vision_v2.hyperclovax")
+    family.check_config(raw)
+    names = ["model.language_model.model.norm.weight", "model.language_model.lm_head.weight"]
+    assert family.table_for(names).variant == "model.language_model.model."
+
+
+def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
+    raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
+    family = find_family(raw)
+    why = family.table.ignored(family.check_config(raw).config)
+    assert why("model.language_model.layers.16.eh_proj.weight")
+    assert not why("model.language_model.layers.15.mlp.down_proj.weight")
+    with pytest.raises(UnsupportedConfig, match="attention_bias=True"):
+        family.check_config(raw | {"text_config": {"attention_bias": True}})

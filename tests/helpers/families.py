@@ -72,6 +72,8 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
+            if self.family == "granite_docling":
+                vision["out_hidden_size"] = sizes["hidden_size"]
             beside = BESIDE_TEXT.get(self.family, {})
             if self.family in OMNI:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
@@ -265,6 +267,13 @@ GLM_VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+HUNYUAN_VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_image_size": 32,
+}
 VISION: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4_VISION,
     "gemma3": SIGLIP_VISION,
@@ -283,6 +292,10 @@ VISION: dict[str, dict[str, Any]] = {
     "glm4v": GLM_VISION,
     "glm4v_moe": GLM_VISION,
     "glm46v": GLM_VISION | {"model_type": "glm4v_vision"},
+    "glm_ocr": GLM_VISION,
+    "paddleocr_vl": SIGLIP_VISION,
+    "hunyuan_vl": HUNYUAN_VISION,
+    "granite_docling": SIGLIP_VISION,
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
@@ -1841,6 +1854,87 @@ CASES: list[Case] = [
         num_attention_heads=6,
         tie_word_embeddings=True,
     ),
+    _case("glm_ocr-plain", rope_parameters=MROPE | {"mrope_section": [2, 1, 1]}),
+    _case(
+        "glm_ocr-partial",
+        head_dim=12,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+        num_key_value_heads=3,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "glm_ocr-tied",
+        rope_parameters=MROPE | {"mrope_section": [1, 2, 1]},
+        num_key_value_heads=6,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "paddleocr_vl-plain",
+        head_dim=10,
+        rope_parameters=MROPE | {"mrope_section": [1, 2, 2]},
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "paddleocr_vl-biases",
+        head_dim=14,
+        num_hidden_layers=3,
+        rope_parameters=MROPE | {"mrope_section": [3, 2, 2]},
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "paddleocr_vl-groups",
+        head_dim=None,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN | {"mrope_section": [2, 3, 3]},
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "hunyuan_vl-plain",
+        head_dim=8,
+        rope_parameters={"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mrope_section": [1, 1, 1, 1]},
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "hunyuan_vl-biases",
+        head_dim=14,
+        attention_bias=True,
+        num_hidden_layers=3,
+        rope_parameters=MROPE | {"mrope_section": [3, 2, 2]},
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "hunyuan_vl-linear",
+        head_dim=10,
+        num_key_value_heads=None,
+        rms_norm_eps=1e-3,
+        rope_parameters=LINEAR | {"mrope_section": [2, 2, 1]},
+        tie_word_embeddings=True,
+    ),
+    _case("granite_docling-plain", embedding_multiplier=1.5, attention_multiplier=0.3, tie_word_embeddings=True),
+    _case(
+        "granite_docling-biases",
+        attention_bias=True,
+        mlp_bias=True,
+        num_hidden_layers=3,
+        attention_multiplier=0.25,
+        logits_scaling=0.5,
+        residual_multiplier=0.7,
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "granite_docling-groups",
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        attention_multiplier=0.2,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
     _case(
         "mellum-plain",
         **EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
@@ -2264,6 +2358,9 @@ COMPUTED_BY = {
     "glm4v": "glm4",
     "glm4v_moe": "glm4_moe",
     "glm46v": "glm4",
+    "glm_ocr": "glm4",
+    "hunyuan_vl": "hunyuan_v1_dense",
+    "granite_docling": "granite",
     "qwen3_omni_moe": "qwen3_moe",
     "qwen2_5_omni": "qwen2",
     "step3p7": "step3p5",

@@ -62,8 +62,12 @@ EVEN = {
         name: {"head_dim": 32, "moe_intermediate_size": 64}
         for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum", "beam")
     },
-    **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "gpt_neox", "stablelm")},
+    **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "glm_ocr", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "hunyuan_vl": {
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4, 4]},
+    },
     "olmo_hybrid": {"num_attention_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "bailing_hybrid": {key: x for key, x in MLA.items() if key != "q_lora_rank"} | {"head_dim": 32},
     "deepseek_v4": {"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32},

@@ -143,6 +143,10 @@ FAMILIES: Mapping[str, str] = {
     "minimax_m3_vl_text": "tpuconv.models.minimax_m3_vl_text.family:FAMILY",
     "qwen4_exp_text": "tpuconv.models.qwen4_exp_text.family:FAMILY",
     "qwen4_exp": "tpuconv.models.qwen4_exp.family:FAMILY",
+    "glm_ocr": "tpuconv.models.glm_ocr.family:FAMILY",
+    "paddleocr_vl": "tpuconv.models.paddleocr_vl.family:FAMILY",
+    "hunyuan_vl": "tpuconv.models.hunyuan_vl.family:FAMILY",
+    "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -4,6 +4,7 @@ family of a text model of the type `qwen2` in the wrapper `llava` is named `llav
 A text model that exists in one multimodal model alone, or is changed by it, has a folder of its own (`models/gemma3/`).
 In all rows here text meets the text model alone, each token sees those before it, and the logits of the whole are those
 of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
+One file because it is one table.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language
 that of Idefics and SmolVLM."""
 
 IDEFICS_PREFIXES = {**PREFIXES, IN_IDEFICS: "lm_head."}
+HYPERCLOVAX_PREFIXES = dict.fromkeys((IN_MODEL, "model.language_model.model."), "model.language_model.lm_head.")
+"""Those of transformers and of releases."""
 MAMBA_PREFIXES = {"language_model.": "language_model.lm_head."}
 """Of Nemotron-H, whose names begin with `backbone.`."""
 
@@ -60,6 +63,7 @@ class Wrapper:
         tensors: the same of single tensors.
         prefix: that of the text model in releases.
         prefixes: all prefixes of the text model, and that of the head for each.
+        released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
         keys: keys beside `text_config` that are for what is outside alone.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
     """
@@ -73,6 +77,7 @@ class Wrapper:
     tensors: Mapping[str, str] = field(default_factory=dict)
     prefix: str = IN_MODEL
     prefixes: Mapping[str, str] | None = None
+    released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
     tied: bool = False
 
@@ -298,6 +303,16 @@ WRAPPER_ROWS = (
         keys=(*MINICPM_V_KEYS, "slice_start_id", "slice_end_id", "newline_id"),
     ),
     Wrapper(
+        "hyperclovax_vision_v2",
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        "HyperCLOVA X SEED Think 32B",
+        ("hyperclovax",),
+        {"vision_model": SEES, "vision_projector": BRINGS, "projector": BRINGS},
+        prefixes=HYPERCLOVAX_PREFIXES,
+        released_as=("vlm", "HCXVisionV2ForCausalLM"),
+        tied=True,
+    ),
+    Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",
         "Nemotron 3 Nano Omni",
@@ -381,6 +396,8 @@ WRAPPER_ROWS = (
 )
 WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
 """By model type."""
+RELEASED_AS: Mapping[str, Wrapper] = {row.released_as[0]: row for row in WRAPPER_ROWS if row.released_as}
+"""By the model type of releases with code of their own."""
 
 
 def wrapped_family(hf_config: Mapping[str, Any]) -> Family | None:
@@ -389,7 +406,8 @@ def wrapped_family(hf_config: Mapping[str, Any]) -> Family | None:
     Raises:
         UnsupportedConfig: no family reads the text model.
     """
-    wrapper = WRAPPERS.get(str(hf_config.get("model_type")))
+    found_type = str(hf_config.get("model_type"))
+    wrapper = WRAPPERS.get(found_type) or RELEASED_AS.get(found_type)
     if wrapper is None:
         return None
     text = hf_config.get("text_config")
@@ -408,6 +426,7 @@ def wrapped(model_type: str, text_type: str) -> Family:
     """Returns the family of the text models of one type in a wrapper."""
     wrapper, text = WRAPPERS[model_type], family_of_type(text_type)
     assert text is not None
+    released = {} if wrapper.released_as is None else {wrapper.released_as[1]: wrapper.released_as[0]}
     table, *variants = (
         each
         for own in (text.table, *text.variants)
@@ -427,7 +446,7 @@ def wrapped(model_type: str, text_type: str) -> Family:
         table=table,
         variants=tuple(variants),
         model=text.model,
-        architectures={wrapper.architecture: model_type},
+        architectures={wrapper.architecture: model_type, **released},
         text_types=(text_type,),
         text=text.name,
     )

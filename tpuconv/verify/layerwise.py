@@ -135,7 +135,7 @@ NORM_NAMES = (
 )
 """The names that transformers' models have for the norm after the last layer."""
 
-DECODER_NAMES = ("language_model", "decoder")
+DECODER_NAMES = ("language_model", "text_model", "decoder")
 """The names that they have for what is a decoder of text, where this is a part of them."""
 
 POSITION_NAMES = ("wpe", "embed_positions")
@@ -177,6 +177,11 @@ class _Reference:
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
+        if hasattr(base, "text_model"):  # some move what they embed to the device of their first parameter
+            name, parameter = next(base.named_parameters())
+            front, _, last = name.rpartition(".")
+            there = torch.empty_like(parameter, device="cpu")
+            setattr(base.get_submodule(front), last, torch.nn.Parameter(there, requires_grad=False))
         self.layers = list(_first_of(self.decoder, LAYER_NAMES))
         self.norm = _first_of(self.decoder, NORM_NAMES)
         # Its buffers are computed, not stored: create them outside the meta device.

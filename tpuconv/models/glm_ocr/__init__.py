@@ -1,0 +1,1 @@
+"""GLM-OCR, the text model."""

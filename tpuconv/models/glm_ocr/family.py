@@ -1,0 +1,50 @@
+"""GLM-OCR: the text model's config and mapping table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import MappingTable
+from tpuconv.models.common.rows import MTP_IGNORE
+from tpuconv.models.common.wrapper import SEES, tables
+from tpuconv.models.glm4 import family as glm4
+from tpuconv.models.glm4v import family as glm4v
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(glm4v.Config):
+    """The keys of `text_config`."""
+
+    model_type: ClassVar[str] = "glm_ocr"
+    only: ClassVar = {"attention_bias": (False,)}
+    least: ClassVar[Mapping[str, int]] = {"num_nextn_predict_layers": 0}
+
+    vocab_size: int = 59392
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    attention_bias: bool = False
+    num_nextn_predict_layers: int = 1
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        layers = self.num_hidden_layers
+        return {**super().axes, "U": tuple(range(layers, layers + self.num_nextn_predict_layers))}
+
+
+OCR_TEXT_TABLE = MappingTable(glm4.TABLE.rows, ignore={**glm4.TABLE.ignore, **MTP_IGNORE}, copies=glm4.TABLE.copies)
+TABLE, *VARIANTS = tables(OCR_TEXT_TABLE, "model.language_model.", {"visual": SEES})
+
+FAMILY = Family(
+    name="glm_ocr",
+    summary="GLM-OCR, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.glm_ocr.modules:Model",
+    architectures={"GlmOcrForConditionalGeneration": "glm_ocr"},
+)

@@ -1,0 +1,1 @@
+"""Granite for Docling, the text model."""

@@ -1,0 +1,1 @@
+"""Hunyuan-VL, the text model."""

@@ -1,0 +1,32 @@
+"""PaddleOCR-VL: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.ernie4_5 import family as ernie4_5
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, MropeConfig, ernie4_5.Config):
+    """The keys of `text_config`, which releases have at the root."""
+
+    model_type: ClassVar[str] = "paddleocr_vl"
+    flat: ClassVar[bool] = True
+    tied: ClassVar[bool] = True
+    only: ClassVar = {"sliding_window": (None,)}
+
+
+TABLE, *VARIANTS = tables(ernie4_5.TABLE, "model.", {"visual": SEES, "mlp_AR": BRINGS, "projector": BRINGS})
+
+FAMILY = Family(
+    name="paddleocr_vl",
+    summary="PaddleOCR-VL, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.paddleocr_vl.modules:Model",
+    architectures={"PaddleOCRVLForConditionalGeneration": "paddleocr_vl"},
+)
