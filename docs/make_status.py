@@ -4,11 +4,14 @@ python -m pytest tests/test_models.py -m "slow or not slow" -k of_a_sequence --j
 python -m pytest tests/test_models.py -m "slow or not slow" -k "prefill and plain" --junitxml build/plain.xml
 python -m pytest tests/test_models.py -m "slow or not slow" -k "prefill and not plain" --junitxml build/others.xml
 python -m pytest tests/test_wrapped.py -m "slow or not slow" -k logits_of_the_whole --junitxml build/wrapped.xml
-python docs/make_status.py build/sequences.xml build/plain.xml build/others.xml build/wrapped.xml
+python -m pytest tests/test_quantize.py -m "slow or not slow" -k every_family_is_quantized --junitxml build/qwix.xml
+python -m pytest tests/test_keep.py -m "slow or not slow" -k every_family_is_kept --junitxml build/kept.xml
+python -m pytest tests/test_topology.py -m "slow or not slow" -k compiles_for_a_slice --junitxml build/fit.xml
+python docs/make_status.py build/*.xml
 
 Not in one process: XLA crashed there, after more than 300 tests. Of several files the result of a test in a later one
-replaces that in an earlier one. A family without results keeps its row, so that `-k "of_a_sequence and step3p5"` and
-`-k "prefill and step3p5"` are enough for a new one.
+replaces that in an earlier one. A cell without results stays as it is, so that for a new family
+`-k "of_a_sequence and step3p5"`, `-k "prefill and step3p5"` and so on are enough.
 """
 
 import json
@@ -26,15 +29,26 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "status.md"
 LISTINGS = ROOT / "tests" / "helpers" / "listings.json"
 
+DIFFERENCES = {"test_logits_of_a_sequence": "difference", "test_prefill_and_decode": "with the cache"}
+COMPILED = ("test_every_family_compiles_for_a_slice", "test_every_other_family_compiles_for_a_slice")
+"""Tests of a family, by the columns that they fill."""
+
 HEAD = """# Status
 
 Made by `docs/make_status.py` from the results of the tests. Logits are those of tiny models in float32, and their
 difference from transformers is divided by the largest logit: the worst of all cases of the family, whose limit is 2e-5.
-`scanned` is that of models whose layers are stacked (`--scan-layers`), where the family has them.
 
-| family | model_type | cases | difference | with the cache | scanned | targets with a table | largest listing |
-|---|---|---|---|---|---|---|---|
+- `scanned`: the same of models whose layers are stacked (`--scan-layers`), where the family has them.
+- `as Qwix`: the configs by which the family was quantized to the bits and logits of Qwix.
+- `kept`: the encodings of a source that were passed through with `--encoding keep`, and came back by `export`; tests
+  give each case of a family FP8 in blocks and another one.
+- `fit`: prefill and decode were compiled for a slice by the TPU's compiler.
+
 """
+COLUMNS = (
+    *("family", "model_type", "cases", "difference", "with the cache", "scanned", "as Qwix", "kept", "fit"),
+    *("targets with a table", "largest listing"),
+)
 
 WRAPPED_HEAD = """
 ## Text models inside multimodal models
@@ -46,40 +60,70 @@ Compared with transformers' class of the whole, in the same way. All else is tha
 """
 WRAPPED_TEST = "test_the_text_has_the_logits_of_the_whole_and_comes_back"
 
-Results = dict[str, dict[str, list[float]]]
-"""By test and family the differences of its cases. The test of scanned layers has a name of its own."""
-SCANNED = "scanned"
+Results = dict[str, dict[str, str]]
+"""By column and family what stands in the cell."""
 
 
-def read_results(paths: Iterable[Path], families: list[str]) -> Results:
-    """Returns the measured differences.
+def passed(paths: Iterable[Path]) -> dict[str, ElementTree.Element]:
+    """Returns the cases of the tests by name.
 
     Raises:
         SystemExit: a test failed.
     """
     cases = {case.get("name", ""): case for path in paths for case in ElementTree.parse(path).iter("testcase")}
-    found: Results = {}
-    for full_name, case in cases.items():
+    for name, case in cases.items():
         if case.find("failure") is not None or case.find("error") is not None:
-            raise SystemExit(f"{full_name} failed: no page is made")
-        name = re.fullmatch(r"(\w+)\[([a-z0-9_]+)(-.*)?\]", full_name)
+            raise SystemExit(f"{name} failed: no page is made")
+    return {name: case for name, case in cases.items() if case.find("skipped") is None}
+
+
+def read_results(cases: dict[str, ElementTree.Element], families: list[str]) -> Results:
+    """Returns the cells that the tests' names and differences fill."""
+    differences: dict[str, dict[str, list[float]]] = {}
+    words: dict[str, dict[str, list[str]]] = {}
+    for full_name, case in cases.items():
+        test, case_id = full_name.removesuffix("]").partition("[")[::2]
+        first, _, others = case_id.partition("-")
         value = case.find("properties/property[@name='difference']")
-        if name and name[2] in families and value is not None:
-            test = SCANNED if full_name.endswith("-scanned]") else name[1]
-            found.setdefault(test, {}).setdefault(name[2], []).append(float(value.get("value", "nan")))
-    return found
+        if column := DIFFERENCES.get(test):
+            column = "scanned" if case_id.endswith("-scanned") else column
+            if value is not None:
+                differences.setdefault(column, {}).setdefault(first, []).append(float(value.get("value", "nan")))
+        elif test == "test_every_family_is_quantized_to_what_qwix_makes_of_it":
+            words.setdefault("as Qwix", {}).setdefault(others, []).append(first)
+        elif test == "test_every_family_is_kept_in_every_encoding":
+            words.setdefault("kept", {}).setdefault(first, []).append(others.rpartition("-")[2])
+        elif test in COMPILED:
+            words.setdefault("fit", {}).setdefault(first, []).append("yes")
+    out: Results = {"cases": {family: str(len(found)) for family, found in differences.get("difference", {}).items()}}
+    for column, found in differences.items():
+        out[column] = {family: f"{max(values):.1e}" for family, values in found.items()}
+    for column, named in words.items():
+        out[column] = {family: ", ".join(dict.fromkeys(names)) for family, names in named.items()}
+    return {column: {f: cell for f, cell in cells.items() if f in families} for column, cells in out.items()}
 
 
-def read_wrapped(paths: Iterable[Path]) -> dict[str, float]:
+def read_wrapped(cases: dict[str, ElementTree.Element]) -> dict[str, float]:
     """Returns the measured differences of text models inside multimodal ones."""
     found = {}
-    for path in paths:
-        for case in ElementTree.parse(path).iter("testcase"):
-            name = re.fullmatch(rf"{WRAPPED_TEST}\[(.*)\]", case.get("name", ""))
-            value = case.find("properties/property[@name='difference']")
-            if name and value is not None:
-                found[name[1]] = float(value.get("value", "nan"))
+    for full_name, case in cases.items():
+        name = re.fullmatch(rf"{WRAPPED_TEST}\[(.*)\]", full_name)
+        value = case.find("properties/property[@name='difference']")
+        if name and value is not None:
+            found[name[1]] = float(value.get("value", "nan"))
     return found
+
+
+def read_page() -> dict[str, dict[str, str]]:
+    """Returns the cells of the page as it is, by the name in the first one and by the column."""
+    out, columns = {}, list[str]()
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        if line.startswith("| family"):
+            columns = cells
+        elif line.startswith("| `"):
+            out[cells[0].strip("`")] = dict(zip(columns, cells, strict=True))
+    return out
 
 
 def largest(listings: dict[str, dict[str, object]], family: Family) -> str:
@@ -92,44 +136,44 @@ def largest(listings: dict[str, dict[str, object]], family: Family) -> str:
     return f"{name} ({own[name] / 1e9:.1f} B)"
 
 
-def worst(values: list[float] | None) -> str:
-    """The largest difference."""
-    return f"{max(values):.1e}" if values else ""
+def line(cells: Iterable[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main(paths: list[Path]) -> None:
     """Writes the page."""
-    families = all_families()
-    results = read_results(paths, [family.name for family in families])
-    wrapped_results = read_wrapped(paths)
+    families, cases, old = all_families(), passed(paths), read_page()
+    results, wrapped_results = read_results(cases, [family.name for family in families]), read_wrapped(cases)
     listings = json.loads(LISTINGS.read_text())
     trees = {name: get_target(name).trees for name in TARGETS}
-    rows = {row.split("`")[1]: row for row in PAGE.read_text().splitlines(keepends=True) if row.startswith("| `")}
+    rows = []
     for family in families:
         names = {family.name, *family.architectures.values()}
-        targets = [target for target, known in trees.items() if known is None or names & known.keys()]
-        alone = results.get("test_logits_of_a_sequence", {}).get(family.name)
-        if not alone:
-            if family.name not in rows:
-                raise SystemExit(f"no results of {family.name}: run the tests with the slow ones")
-            continue
-        cached = results.get("test_prefill_and_decode", {}).get(family.name)
-        types = ", ".join(f"`{each}`" for each in dict.fromkeys(family.architectures.values()))
-        scanned = results.get(SCANNED, {}).get(family.name)
-        differences = (worst(alone), worst(cached), worst(scanned))
-        cells = (f"`{family.name}`", types, str(len(alone)), *differences, ", ".join(targets))
-        rows[family.name] = f"| {' | '.join((*cells, largest(listings, family)))} |\n"
+        measured = {column: found[family.name] for column, found in results.items() if family.name in found}
+        known = {
+            "family": f"`{family.name}`",
+            "model_type": ", ".join(f"`{each}`" for each in dict.fromkeys(family.architectures.values())),
+            "targets with a table": ", ".join(
+                target for target, tree in trees.items() if tree is None or names & tree.keys()
+            ),
+            "largest listing": largest(listings, family),
+        }
+        cells = {**old.get(family.name, {}), **measured, **known}
+        if not cells.get("difference"):
+            raise SystemExit(f"no results of {family.name}: run the tests with the slow ones")
+        rows.append(line(cells.get(column, "") for column in COLUMNS))
     wrapped_rows = []
     for wrapper in WRAPPERS.values():
         for text_type in wrapper.texts:
             family = wrapped(wrapper.model_type, text_type)
             found = wrapped_results.get(f"{wrapper.model_type}-{text_type}")
-            new = None if found is None else f"| `{family.name}` | `{family.text}` | {found:.1e} |\n"
-            row = new or rows.get(family.name)
-            if row is None:
+            difference = old.get(family.name, {}).get("difference") if found is None else f"{found:.1e}"
+            if difference is None:
                 raise SystemExit(f"no results of {family.name}: run the tests with the slow ones")
-            wrapped_rows.append(row)
-    PAGE.write_text(HEAD + "".join(rows[family.name] for family in families) + WRAPPED_HEAD + "".join(wrapped_rows))
+            wrapped_rows.append(line((f"`{family.name}`", f"`{family.text}`", difference)))
+    head = line(COLUMNS) + f"{'|---' * len(COLUMNS)}|\n"
+    PAGE.write_text(HEAD + head + "".join(rows) + WRAPPED_HEAD + "".join(wrapped_rows))
 
 
 if __name__ == "__main__":

@@ -2230,6 +2230,33 @@ CASES: list[Case] = [
         layer_norm_epsilon=1e-3,
         num_hidden_layers=3,
     ),
+    _case("falcon-plain", num_key_value_heads=None),
+    _case(
+        "falcon-groups",
+        num_key_value_heads=None,
+        num_kv_heads=3,
+        new_decoder_architecture=True,
+        ffn_hidden_size=22,
+        tie_word_embeddings=False,
+        rope_parameters=YARN,
+    ),
+    _case(
+        "falcon-one-norm",  # Falcon 11B
+        num_key_value_heads=None,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+        num_hidden_layers=3,
+    ),
+    _case(
+        "falcon-one-after-the-other",
+        num_key_value_heads=None,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+        layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False,
+    ),
     _case("gpt2-plain", num_key_value_heads=None, n_inner=None, n_positions=64),
     _case(
         "gpt2-untied",

@@ -62,7 +62,7 @@ EVEN = {
         name: {"head_dim": 32, "moe_intermediate_size": 64}
         for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum", "beam")
     },
-    **{name: {"num_attention_heads": 2} for name in ("glm4v", "glm46v", "glm_ocr", "gpt_neox", "stablelm")},
+    **{name: {"num_attention_heads": 2} for name in ("falcon", "glm4v", "glm46v", "glm_ocr", "gpt_neox", "stablelm")},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "hunyuan_vl": {
         "head_dim": 32,

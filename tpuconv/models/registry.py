@@ -147,6 +147,7 @@ FAMILIES: Mapping[str, str] = {
     "paddleocr_vl": "tpuconv.models.paddleocr_vl.family:FAMILY",
     "hunyuan_vl": "tpuconv.models.hunyuan_vl.family:FAMILY",
     "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
+    "falcon": "tpuconv.models.falcon.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

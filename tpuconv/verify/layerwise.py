@@ -141,7 +141,7 @@ DECODER_NAMES = ("language_model", "text_model", "decoder")
 POSITION_NAMES = ("wpe", "embed_positions")
 """The names that they have for learned positions."""
 
-RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2}
+RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2, "falcon": 2}
 """Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
 them and that the model does not unpack."""
 

@@ -1,0 +1,121 @@
+"""Falcon: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, norm_rows
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import when
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The keys of config.json. `new_decoder_architecture` is that of Falcon 40B and later: attention and MLP side by
+    side, and groups of heads. Without it `multi_query` says that all heads share one key and one value, whatever
+    `num_kv_heads` is."""
+
+    model_type: ClassVar[str] = "falcon"
+    only: ClassVar = {"activation": ("gelu",), "alibi": (False, None)}
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "intermediate_size": "ffn_hidden_size",
+        "num_key_value_heads": "num_kv_heads",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "attention_bias": "bias",
+        "use_parallel_residual": "parallel_attn",
+    }
+
+    vocab_size: int = 65024
+    hidden_size: int = 4544
+    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 71
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    rope: Rope = PLAIN_ROPE
+    new_decoder_architecture: bool = False
+    multi_query: bool = True
+    use_parallel_residual: bool = True
+    num_ln_in_parallel_attn: int | None = None
+    attention_bias: bool = False
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.new_decoder_architecture and not self.use_parallel_residual:
+            yield "parallel_attn=False with new_decoder_architecture=True, whose attention and MLP are side by side"
+        if (norms := self.num_ln_in_parallel_attn) not in (None, 1, *[2] * self.new_decoder_architecture):
+            yield f"num_ln_in_parallel_attn={norms}, with new_decoder_architecture={self.new_decoder_architecture}"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads or heads
+        if not self.new_decoder_architecture:
+            kv_heads = 1 if self.multi_query else heads
+        width = self.intermediate_size or 4 * self.hidden_size
+        return {**super().axes, "K": kv_heads, "G": heads // kv_heads, "F": width}
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether attention and MLP have the same norm."""
+        return self.use_parallel_residual and not self.two_norms
+
+    @property
+    def two_norms(self) -> bool:
+        """Whether attention and MLP are side by side, each after a norm of its own."""
+        return self.new_decoder_architecture and self.num_ln_in_parallel_attn != 1
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the MLP follows attention."""
+        return not self.use_parallel_residual
+
+
+TABLE = MappingTable(
+    (
+        Map("transformer.word_embeddings.weight", "embed.embedding", "V D"),
+        *under(
+            "transformer.h.{L}",
+            "layers.{L}",
+            *when("one_norm", *norm_rows("input_layernorm", "norm")),
+            *when("two_norms", *norm_rows("ln_attn", "attn_norm"), *norm_rows("ln_mlp", "mlp_norm")),
+            *when(
+                "sequential",
+                *norm_rows("input_layernorm", "attn_norm"),
+                *norm_rows("post_attention_layernorm", "mlp_norm"),
+            ),
+            # The key and the value of a group follow its queries. All heads are one group with `multi_query`, and each
+            # is one without.
+            Map("self_attention.query_key_value.weight", GPT_QKV, "(K (G + 1 + 1) H) D -> D (K G) H, D K H, D K H"),
+            Map("self_attention.dense.weight", "attn.o.kernel", "D (N H) -> N H D"),
+            Map("mlp.dense_h_to_4h.weight", "mlp.up.kernel", "F D -> D F"),
+            Map("mlp.dense_4h_to_h.weight", "mlp.down.kernel", "D F -> F D"),
+            *when(
+                "attention_bias",
+                Map("self_attention.query_key_value.bias", GPT_QKV_BIAS, "(K (G + 1 + 1) H) -> (K G) H, K H, K H"),
+                Map("self_attention.dense.bias", "attn.o.bias", "D"),
+                Map("mlp.dense_h_to_4h.bias", "mlp.up.bias", "F"),
+                Map("mlp.dense_4h_to_h.bias", "mlp.down.bias", "D"),
+            ),
+        ),
+        *norm_rows("transformer.ln_f", "norm"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    ignore={"transformer.h.{L}.self_attention.rotary_emb.inv_freq": "computed from config.json"},
+    copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
+
+FAMILY = Family(
+    name="falcon",
+    summary="Falcon 7B, 11B, 40B, 180B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.falcon.modules:Model",
+    architectures={"FalconForCausalLM": "falcon"},
+)
