@@ -1,5 +1,8 @@
 """GPT-NeoX (arXiv:2204.06745)."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import jax
 from jax.typing import DTypeLike
 
@@ -30,11 +33,11 @@ class MLP(blocks.PlainMLP):
 class Block(blocks.PreNormBlock):
     """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
 
-    attention_type = Attention
-    mlp_type = MLP
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    mlp_type: ClassVar[Callable[..., Any]] = MLP
     norm_type = LayerNorm
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         self.parallel = config.use_parallel_residual
 
