@@ -25,7 +25,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from convert import CONFIG, Run, empty_page_cache, make_checkpoint, measure, spread
 
@@ -52,18 +51,6 @@ VERSIONS = """
 from importlib.metadata import version
 print(", ".join(f"{name} {version(name)}" for name in ("llmcompressor", "compressed-tensors", "transformers", "torch")))
 """
-CHUNK = 1 << 24
-
-
-def make_normal(folder: Path) -> None:
-    """Overwrites the weights: most values that `make_checkpoint` writes are so small that their code of 8 bits is 0."""
-    rng = np.random.default_rng(0)
-    for path in sorted(folder.glob("*.safetensors")):
-        weights = np.memmap(path, ml_dtypes.bfloat16, "r+", offset=read_header(path)[2][0].offset)
-        for at in range(0, weights.size, CHUNK):
-            part = weights[at : at + CHUNK]
-            part[:] = rng.standard_normal(part.size, dtype=np.float32) * 0.02
-        weights.flush()
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -120,7 +107,6 @@ def main() -> None:
     runs: dict[str, dict[str, list[Run]]] = {scheme: {} for scheme in SCHEMES}
     try:
         total = make_checkpoint(source)
-        make_normal(source)
         print(versions.stdout)
         print("| what | tensors | dtype | equal | elements differ | largest difference | zeros of the other sign |")
         print("|---|---|---|---|---|---|---|")

@@ -26,7 +26,7 @@ from tpuconv.sources.headers import DTYPES
 from tpuconv.targets.target import Target
 
 WEIGHT = ".weight"
-PACK_WORD = 32
+PACK_WORD, BITS_OF_HALVES = 32, 4
 """Bits of a word of packed integers."""
 AWQ_WORDS = Words(4, 1, AWQ_ORDER)
 MIDDLE = 8
@@ -293,15 +293,15 @@ def pack_awq(values: np.ndarray) -> np.ndarray:
 
 
 def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
-    """int32 [O, words] of integers [O, I], each with the offset 2^(bits - 1), the first in the lowest bits."""
-    per_word = PACK_WORD // bits
-    offset = np.uint32(1 << (bits - 1))
-    unsigned = (values.astype(np.int8).astype(np.int32) + np.int32(offset)).astype(np.uint32)
-    padded = np.pad(unsigned, ((0, 0), (0, -values.shape[1] % per_word)), constant_values=offset)
-    words = np.zeros((values.shape[0], padded.shape[1] // per_word), np.uint32)
-    for i in range(per_word):
-        words |= padded[:, i::per_word] << np.uint32(bits * i)
-    return words.view(np.int32)
+    """int32 [O, words] of integers [O, I] of 4 or 8 bits, each with the offset 2^(bits - 1), the first in the lowest
+    bits. The last word of a row is filled up with zeros, before the offset."""
+    rows, columns = values.shape
+    offset = np.uint8(1 << (bits - 1))
+    unsigned = np.empty((rows, columns + -columns % (PACK_WORD // bits)), np.uint8)
+    unsigned[:, columns:] = offset
+    # Without a carry, adding the offset to a number in two's complement changes the sign bit.
+    np.bitwise_xor(values.view(np.uint8), offset, out=unsigned[:, :columns])
+    return (pack_halves(unsigned) if bits == BITS_OF_HALVES else unsigned).view(np.int32)
 
 
 def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) -> Iterator[ExportTensor]:
