@@ -404,6 +404,7 @@ def test_the_default_mesh(sizes, devices, mesh):
     ("axes", "shape", "mesh", "parts"),
     [
         ("D N H", (8192, 64, 128), {"tensor": 8, "group": 2}, (None, ("tensor", "group"), None)),
+        ("D (K G) H", (8192, 64, 128), {"tensor": 8, "group": 2}, (None, ("tensor", "group"), None)),
         ("D K H", (8192, 8, 128), {"tensor": 8, "group": 2}, (None, "tensor", None)),
         ("D N H", (5120, 40, 128), {"tensor": 8, "group": 2}, (None, "tensor", None)),
         ("E D M", (256, 7168, 2048), {"tensor": 8, "expert": 8}, ("expert", None, "tensor")),

@@ -92,6 +92,11 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
+def _letters(axes: str) -> list[str]:
+    """The letter whose rule each axis follows. Query heads that lie in groups are query heads."""
+    return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
+
+
 def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[AxisSharding, ...]:
     """Returns, for each axis of an array, the mesh axes that it is sharded over, or None.
 
@@ -103,7 +108,7 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
         mesh: size of each mesh axis.
         rules: the mesh axes that each letter may be sharded over.
     """
-    letters = [lead(letters) for letters in parse_axes(axes)]
+    letters = _letters(axes)
     parts: list[AxisSharding] = [None] * len(letters)
     taken: set[str] = set()
     for letter, names in rules.items():
@@ -122,7 +127,7 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
 def undivided(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> dict[str, int]:
     """Returns the axes of an array that are not sharded because their size is not a multiple of a mesh axis: the size
     of each letter."""
-    letters = [lead(letters) for letters in parse_axes(axes)]
+    letters = _letters(axes)
     multiples = tuple(size * prod(mesh.values()) for size in shape)
     now, then = partition(axes, shape, mesh, rules), partition(axes, multiples, mesh, rules)
     pairs = zip(letters, shape, now, then, strict=True)
