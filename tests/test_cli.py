@@ -467,6 +467,43 @@ def test_interrupted_it_promises_no_more_than_is_kept(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "Interrupted."
 
 
+STOPPED = """
+import signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from tpuconv.commands.process import run
+
+def work():
+    go_on, pool = threading.Event(), ThreadPoolExecutor(1)
+    future = pool.submit(go_on.wait)
+
+    def stop(frame, event, arg):
+        if (event, frame.f_code.co_qualname, frame.f_back.f_code.co_qualname) == (sys.argv[1], sys.argv[2], "wait"):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(stop)
+    try:
+        while True:
+            wait([future], timeout=0.01)
+    finally:
+        go_on.set()
+        pool.shutdown()
+
+run(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "function"),
+    [("c_return", "Condition.__enter__"), ("call", "Condition.__exit__"), ("c_return", "_AcquireFutures.__enter__")],
+)
+def test_interrupted_where_a_lock_is_taken_it_ends_all_the_same(event, function):
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, event, function], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
+
+
 CONFIGS = {
     "unknown architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, 5, "no family reads"),
     "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),

@@ -143,15 +143,25 @@ class _Interrupted(KeyboardInterrupt):
     whatever the exit code."""
 
 
+LOCKING = frozenset(
+    f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__")
+)
+"""Functions of the standard library that take or release locks of threads, by their qualified names: an exception in
+one of them leaves a lock taken for ever, and the thread that needs it next would never end."""
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGINT and SIGTERM: the work stops. While an extension module is imported it cannot: some make an
-    ImportError of an exception then, others end the process. So a timer asks again a little later. If other code makes
-    another exception of this one, that does not matter: `run` looks at the signals that arrived."""
+    """The handler of SIGINT and SIGTERM: the work stops. In two places it cannot: while an extension module is imported
+    (some make an ImportError of an exception then, others end the process), and in `LOCKING`. So a timer asks again a
+    little later. If other code makes another exception of this one, that does not matter: `run` looks at the signals
+    that arrived."""
     if number != signal.SIGALRM:
         _signals.append(number)
     while frame is not None:
-        loads = frame.f_code.co_name in ("create_module", "exec_module")
-        if loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+        code = frame.f_code
+        loads = code.co_name in ("create_module", "exec_module")
+        loads = loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader)
+        if loads or code.co_qualname in LOCKING:
             signal.signal(signal.SIGALRM, _interrupt)
             signal.setitimer(signal.ITIMER_REAL, 0.01)
             return
