@@ -143,9 +143,7 @@ class _Interrupted(KeyboardInterrupt):
     whatever the exit code."""
 
 
-LOCKING = frozenset(
-    f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__")
-)
+LOCKING = frozenset(f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__"))
 """Functions of the standard library that take or release locks of threads, by their qualified names: an exception in
 one of them leaves a lock taken for ever, and the thread that needs it next would never end."""
 
