@@ -10,13 +10,6 @@ from tpuconv.models.falcon.family import Config
 from tpuconv.models.gpt_neox import modules as gpt_neox
 
 
-class Attention(blocks.Attention):
-    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
-
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
-
-
 class MLP(blocks.PlainMLP):
     """MLP without a gate, x [B, T, D] to [B, T, D]."""
 
@@ -30,7 +23,7 @@ class MLP(blocks.PlainMLP):
 class OneNormBlock(blocks.ParallelBlock):
     """One layer: attention and MLP, both after the same norm, with one residual connection."""
 
-    attention_type = Attention
+    attention_type = gpt_neox.Attention
     mlp_type = MLP
     norm_type = LayerNorm
 
@@ -38,7 +31,6 @@ class OneNormBlock(blocks.ParallelBlock):
 class TwoNormBlock(gpt_neox.Block):
     """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
 
-    attention_type = Attention
     mlp_type = MLP
 
 
