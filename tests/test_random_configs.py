@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import tpuconv
-from helpers.families import FAMILIES, hf_model, save
+from helpers.families import FAMILIES, Case, hf_model, save
 from helpers.random_configs import changed_cases
 from tpuconv import api
 from tpuconv.errors import TpuconvError
@@ -20,6 +20,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
 LIMIT = 2e-5
 """As of the cases that were chosen: of the largest logit."""
+
+
+def logits_of_transformers(case: Case, ids: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Returns transformers' logits (B, T, V) of `ids` (B, T), computed in `dtype`."""
+    model = hf_model(case)
+    if dtype is torch.float64:
+        model.set_experts_implementation("eager")  # the grouped products have no float64
+    with torch.no_grad():
+        return model.to(dtype)(torch.tensor(ids)).logits.numpy()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -37,8 +46,7 @@ def test_what_is_converted_computes_what_transformers_does(family: str, data: st
         folder = Path(name)
         try:
             save(case, folder / "hf")
-            with torch.no_grad():
-                theirs = hf_model(case)(torch.tensor(ids)).logits.numpy()
+            theirs = logits_of_transformers(case, ids, torch.float32)
         except Exception:  # whatever transformers says of a config that makes no model
             theirs = np.array(np.nan)
         assume(np.isfinite(theirs).all())
@@ -48,4 +56,7 @@ def test_what_is_converted_computes_what_transformers_does(family: str, data: st
             return
         ours = np.asarray(tpuconv.load(folder / "out")(ids))
     assert ours.shape == theirs.shape
-    assert np.abs(ours - theirs).max() <= LIMIT * np.abs(theirs).max()
+    if np.abs(ours - theirs).max() > LIMIT * np.abs(theirs).max():
+        # Eleven layers of A.X K2 enlarge a rounding that much: ours has to be as near to the exact logits as theirs.
+        exact = logits_of_transformers(case, ids, torch.float64)
+        assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()
