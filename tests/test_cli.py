@@ -26,6 +26,8 @@ from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import cli
 from tpuconv.models.registry import family_names, find_family, get_family
+from tpuconv.names import collapse
+from tpuconv.sources.headers import read_header
 from tpuconv.targets.registry import get_target
 
 COMMANDS = (
@@ -251,6 +253,27 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
         r"model\.layers\.\{0\.\.\.2\}\.mlp\.up_proj\.weight +layers\.\{0\.\.\.2\}\.mlp\.up\.kernel +D F", table
     )
     assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("options", [(), ("--quantize", "int8_default")], ids=["plain", "quantized"])
+def test_a_dry_run_of_an_export_tells_what_it_writes(options, tmp_path_factory, tmp_path):
+    ckpt, out = tmp_path_factory.mktemp("ckpt") / "ckpt", tmp_path / "out"
+    tpuconv("convert", EXAMPLE, ckpt, *options)
+    planned = json.loads(tpuconv("export", ckpt, out, "--dry-run", "--json").stdout)
+    table = tpuconv("export", ckpt, out, "--dry-run").stdout
+    assert not list(tmp_path.iterdir())
+    written = json.loads(tpuconv("export", ckpt, out, "--json").stdout)
+    assert {key: planned[key] for key in ("family", "target", "skipped", "files", "bytes")} == {
+        key: written[key] for key in ("family", "target", "skipped", "files", "bytes")
+    }
+    config = json.loads((out / "config.json").read_text())
+    assert planned["encoding"] == config.get("quantization_config")
+    infos = {info.name: info for info in read_header(out / "model.safetensors")[2]}
+    assert sum(tensor["count"] for tensor in planned["tensors"].values()) == len(infos)
+    for pattern, names in collapse(infos).items():
+        assert planned["tensors"][pattern]["shape"] == list(infos[names[0]].shape)
+        assert planned["tensors"][pattern]["dtype"] == infos[names[0]].dtype
+    assert ("encoded by compressed-tensors" in table) == bool(options)
 
 
 def test_an_unmapped_tensor_is_in_the_json_too(tmp_path):

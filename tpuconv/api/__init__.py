@@ -18,7 +18,7 @@ from tpuconv.api.conversion import (
 )
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.evaluation import Comparison, Verification, compare, verify
-from tpuconv.api.exporting import Export, export
+from tpuconv.api.exporting import Export, ExportPlan, export, plan_export
 from tpuconv.api.inspection import Inspection, inspect, propose
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
@@ -34,6 +34,7 @@ __all__ = [
     "Conversion",
     "ConversionPlan",
     "Export",
+    "ExportPlan",
     "Fit",
     "Inspection",
     "Progress",
@@ -51,6 +52,7 @@ __all__ = [
     "load",
     "on_ray",
     "plan",
+    "plan_export",
     "plan_quantization",
     "propose",
     "push",

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
-from tpuconv.names import collapse
 
 if TYPE_CHECKING:
     from tpuconv.convert.export.tensor import ExportTensor
@@ -147,12 +146,7 @@ class ConversionPlan:
         facts = self.plan.to_json(self.peak_memory_bytes) | {"workspace_bytes": self.workspace_bytes}
         if not self.files:
             return facts
-        tensors = {tensor.name: tensor for file in self.files for tensor in file}
-        return facts | {
-            "output_bytes": self.output_bytes,
-            "files": len(self.files),
-            "tensors": {
-                pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
-                for pattern, names in collapse(tensors).items()
-            },
-        }
+        from tpuconv.convert.export.tensor import tensors_to_json
+
+        written = {"output_bytes": self.output_bytes, "files": len(self.files)}
+        return facts | written | {"tensors": tensors_to_json(self.files)}

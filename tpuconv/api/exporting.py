@@ -1,7 +1,8 @@
 """Export."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from tpuconv.progress import Listener, Progress, ignore
 if TYPE_CHECKING:
     from tpuconv.convert.export.array_source import ArraySource
     from tpuconv.convert.export.exporting import Exporting
+    from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
@@ -69,6 +71,70 @@ class Export:
         }
 
 
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would write, before a value is read.
+
+    Attributes:
+        ckpt: the checkpoint.
+        family: the family of the model.
+        target: the program that the checkpoint is for.
+        skipped: what of a trainer's checkpoint would not be exported.
+        files: the tensors of each safetensors file.
+        encoding: what config.json would say of quantized parameters; None if there are none.
+    """
+
+    ckpt: Location
+    family: str
+    target: str
+    skipped: "tuple[Skip, ...]"
+    files: "Sequence[Sequence[ExportTensor]]"
+    encoding: dict[str, Any] | None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(tensor.nbytes for file in self.files for tensor in file)
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        from tpuconv.convert.export.tensor import tensors_to_json
+
+        return {
+            "checkpoint": str(self.ckpt),
+            "family": self.family,
+            "target": self.target,
+            "skipped": [vars(skip) for skip in self.skipped],
+            "files": len(self.files),
+            "bytes": self.bytes,
+            "encoding": self.encoding,
+            "tensors": tensors_to_json(self.files),
+        }
+
+
+def plan_export(
+    ckpt: str | Location,
+    *,
+    config: str | Location | None = None,
+    target: str | None = None,
+    with_skipped: str | Location | None = None,
+    scheme: str | None = None,
+    progress: Listener = ignore,
+) -> ExportPlan:
+    """What `export` would write with the same arguments; no values are read.
+
+    Raises:
+        TpuconvError: see `tpuconv.errors` for its children.
+    """
+    from tpuconv.convert.export.layout import lay_out
+
+    with _opened(to_location(ckpt), config, target, with_skipped, scheme, progress) as (arrays, what, skipped):
+        layout = lay_out(arrays, what)
+        return ExportPlan(
+            to_location(ckpt), what.family, arrays.manifest.target, skipped, layout.files, layout.encoding
+        )
+
+
 def export(
     ckpt: str | Location,
     out: str | Location,
@@ -109,15 +175,13 @@ def export(
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
-    _check_options(config, target, with_skipped, scheme, part)
+    if config is not None and part is not None:
+        raise UsageError(
+            "what a trainer saved is exported by one process", hint="leave out --process-count, --distributed and --ray"
+        )
     folder = to_location(out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
-    with ExitStack() as stack:
-        if config is not None:
-            arrays, what, skipped = _trained(to_location(ckpt), str(config), target, stack, progress)
-        else:
-            arrays, what = _converted(to_location(ckpt), with_skipped, scheme, stack, progress)
-            skipped = ()
+    with _opened(to_location(ckpt), config, target, with_skipped, scheme, progress) as (arrays, what, skipped):
         for source in (arrays.manifest.folder, config, with_skipped):
             if source is not None:
                 check_outside(to_location(source), folder)
@@ -146,14 +210,26 @@ def export(
     )
 
 
-def _check_options(
-    config: object, target: str | None, with_skipped: object, scheme: str | None, part: ProcessPart | None
-) -> None:
+@contextmanager
+def _opened(
+    ckpt: Location,
+    config: str | Location | None,
+    target: str | None,
+    with_skipped: str | Location | None,
+    scheme: str | None,
+    progress: Listener,
+) -> "Iterator[tuple[ArraySource, Exporting, tuple[Skip, ...]]]":
+    """The arrays of a checkpoint, what is exported of them, and what is not."""
+    _check_options(config, target, with_skipped, scheme)
+    with ExitStack() as stack:
+        if config is not None:
+            yield _trained(ckpt, str(config), target, stack, progress)
+        else:
+            yield *_converted(ckpt, with_skipped, scheme, stack, progress), ()
+
+
+def _check_options(config: object, target: str | None, with_skipped: object, scheme: str | None) -> None:
     """Raises UsageError for options that do not go together."""
-    if config is not None and part is not None:
-        raise UsageError(
-            "what a trainer saved is exported by one process", hint="leave out --process-count, --distributed and --ray"
-        )
     if config is None and target is not None:
         raise UsageError(
             "--target is of a trainer's checkpoint, which needs --config", hint="leave it out, or give --config SRC"

@@ -18,6 +18,7 @@ from tpuconv.sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.report import Report
@@ -134,7 +135,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
             + (f", {format_size(done.resumed_bytes)} from an earlier run" if done.resumed_bytes else ""),
         )
     _show_ignored(done.ignored_config)
-    _show_skipped(done.skipped)
+    show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
     if done.quantization:
@@ -156,14 +157,14 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
         print_json(plan.to_json())
         return
     arrays, source = plan.plan.arrays, plan.plan.source
-    console().print(_tensors_of(plan) if plan.files else _arrays_of(plan))
+    title = f"{source.name}: {plan.plan.family}"
+    console().print(tensor_table(title, plan.files) if plan.files else _arrays_of(title, plan))
     _show_ignored(plan.plan.ignored_config)
-    _show_skipped(plan.plan.skipped)
+    show_skipped("not converted", plan.plan.skipped, " tensors,")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:
-        count = len(plan.files)
-        written = f"{sum(map(len, plan.files))} tensors in {count} {'files' if count > 1 else 'file'}"
+        written = in_files(plan.files)
         at_most = ""
     show(
         f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {written}, "
@@ -174,13 +175,13 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
     plan.check()
 
 
-def _arrays_of(plan: api.ConversionPlan) -> Table:
+def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:
     """The arrays that would be written, and what they are made of."""
     from tpuconv.names import collapse
 
-    arrays, source = plan.plan.arrays, plan.plan.source
+    arrays = plan.plan.arrays
     table = Table(
-        f"{source.name}: {plan.plan.family}",
+        title,
         ("source", "parameter", "axes", "shape", "dtype", "bytes"),
         right=("bytes",),
         optional=("axes", "dtype", "shape"),
@@ -199,18 +200,22 @@ def _arrays_of(plan: api.ConversionPlan) -> Table:
     return table
 
 
-def _tensors_of(plan: api.ConversionPlan) -> Table:
+def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table:
     """The tensors of the files that would be written."""
     from tpuconv.names import collapse
 
-    tensors = {tensor.name: tensor for file in plan.files for tensor in file}
-    title = f"{plan.plan.source.name}: {plan.plan.family}"
+    tensors = {tensor.name: tensor for file in files for tensor in file}
     table = Table(title, ("tensor", "count", "shape", "dtype", "bytes"), right=("count", "bytes"), optional=("count",))
     for pattern, names in collapse(tensors).items():
         first = tensors[names[0]]
         size = format_size(sum(tensors[name].nbytes for name in names))
         table.add_row(pattern, str(len(names)), " ".join(map(str, first.shape)), first.dtype, size)
     return table
+
+
+def in_files(files: "Sequence[Sequence[ExportTensor]]") -> str:
+    """How many tensors go to how many files."""
+    return f"{sum(map(len, files))} tensors in {len(files)} {'files' if len(files) > 1 else 'file'}"
 
 
 def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
@@ -221,12 +226,13 @@ def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
         show(f"  ignored in config.json: {named}: {reason}", (f"  warning: {warning}" if warning else "", "yellow"))
 
 
-def _show_skipped(skipped: "Sequence[Skip]") -> None:
-    """A line for each reason, with the first patterns that it covers."""
+def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
+    """A line for each reason, with the first patterns that it covers. `what` says what was not done, `unit`
+    what is counted, if the reasons do not."""
     for reason in dict.fromkeys(skip.reason for skip in skipped):
         group = [skip for skip in skipped if skip.reason == reason]
         named = ", ".join(skip.pattern for skip in group[:2]) + (f" and {len(group) - 2} more" if group[2:] else "")
-        show(f"  not converted: {sum(skip.count for skip in group)} tensors, {reason}: {named}")
+        show(f"  {what}: {sum(skip.count for skip in group)}{unit} {reason}: {named}")
 
 
 def show_report(report: "Report", out: Location) -> None:

@@ -1,11 +1,14 @@
 """`tpuconv export`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from tpuconv import api
 from tpuconv.commands import options
-from tpuconv.commands.console import print_json, show
-from tpuconv.commands.convert import already_there
+from tpuconv.commands.console import console, print_json, show
+from tpuconv.commands.convert import already_there, in_files, show_skipped, tensor_table
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
@@ -43,6 +46,7 @@ from tpuconv.sizes import format_size
 @options.scheme
 @options.writes_output
 @options.processes
+@click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
 @options.as_json
 def export(
     ckpt: Location,
@@ -57,6 +61,7 @@ def export(
     process_index: int | None,
     process_count: int | None,
     ray: str | None,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that its tensors had.
@@ -67,34 +72,45 @@ def export(
     With --config, CKPT is a checkpoint, a step or a run of a trainer, without a manifest of tpuconv; the latest step is
     taken.
     """
+    what: Mapping[str, Any] = {"config": config, "target": target, "with_skipped": with_skipped, "scheme": scheme}
     export_model = options.on_processes(api.export, ray, distributed, process_index, process_count)
     with resumable(as_json) as progress:
-        done = export_model(
-            ckpt,
-            out,
-            config=config,
-            target=target,
-            with_skipped=with_skipped,
-            scheme=scheme,
-            overwrite=overwrite,
-            check=check,
-            progress=progress,
-        )
+        if not dry_run:
+            done = export_model(ckpt, out, overwrite=overwrite, check=check, progress=progress, **what)
+        else:
+            plan = api.plan_export(ckpt, progress=progress, **what)
+    if dry_run:
+        _show_plan(plan, as_json)
+    else:
+        _show_export(done, config is not None, check, as_json)
+
+
+def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:
+    """The tensors that would be written."""
+    if as_json:
+        print_json(plan.to_json())
+        return
+    console().print(tensor_table(f"{plan.ckpt.name}: {plan.family}", plan.files))
+    show_skipped("not exported", plan.skipped)
+    encoded = f"; encoded by {plan.encoding['quant_method']}" if plan.encoding else ""
+    show(f"{in_files(plan.files)}, {format_size(plan.bytes)}{encoded}")
+
+
+def _show_export(done: api.Export, trained: bool, check: bool, as_json: bool) -> None:
+    """What was written; if a trainer had saved the checkpoint, how it was read."""
     if as_json:
         print_json(done.to_json())
-    elif not done.published:
-        show(f"{done.part}: part done, {format_size(done.bytes)}; the last process publishes ", (str(out), "bold"))
+        return
+    if not done.published:
+        show(f"{done.part}: part done, {format_size(done.bytes)}; the last process publishes ", (str(done.out), "bold"))
     elif done.already_there:
-        show((str(out), "bold"), f" is already there, of this checkpoint: {already_there(check)}.")
+        show((str(done.out), "bold"), f" is already there, of this checkpoint: {already_there(check)}.")
     else:
         show(
-            (str(out), "bold"),
+            (str(done.out), "bold"),
             f": {done.family}, {format_size(done.bytes)} in {done.files} {'files' if done.files > 1 else 'file'}, "
             f"{done.seconds:.1f} s ({format_size(done.bytes / max(done.seconds, 1e-9))}/s)",
         )
-    if config is not None and not as_json:
+    if trained:
         show(f"  read as {done.target}: {done.arrays}")
-        for reason in dict.fromkeys(skip.reason for skip in done.skipped):
-            group = [skip for skip in done.skipped if skip.reason == reason]
-            named = ", ".join(skip.pattern for skip in group[:2]) + (f" and {len(group) - 2} more" if group[2:] else "")
-            show(f"  not exported: {sum(skip.count for skip in group)} {reason}: {named}")
+        show_skipped("not exported", done.skipped)

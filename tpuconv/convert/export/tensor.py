@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from tpuconv.layout import Shape
 from tpuconv.mapping.table import Binding
+from tpuconv.names import collapse
 from tpuconv.sources.headers import DTYPES
 
 
@@ -33,6 +35,15 @@ class ExportTensor:
     def nbytes(self) -> int:
         """The number of bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def tensors_to_json(files: Sequence[Sequence[ExportTensor]]) -> dict[str, Any]:
+    """What `--dry-run --json` prints of the tensors of files: those whose names differ in numbers together."""
+    tensors = {tensor.name: tensor for file in files for tensor in file}
+    return {
+        pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
+        for pattern, names in collapse(tensors).items()
+    }
 
 
 @dataclass(frozen=True)
