@@ -193,6 +193,21 @@ def test_one_layer_is_in_memory_however_rarely_garbage_is_collected(orbax):
     assert live[2] <= live[1]
 
 
+def test_samples_leave_nothing_in_memory_however_rarely_garbage_is_collected(orbax):
+    manifest = read_manifest(orbax(ONE_OF_EACH["qwen3"], "bfloat16"))
+    runner, live = LayerRunner(manifest, DATA.length), []
+    weights, states_TW = runner.weights("layers.0"), next(runner.embedded(DATA.ids()))
+    gc.disable()
+    try:
+        for _ in range(3):
+            runner.observe("layers.0", weights, states_TW)
+            runner.run("layers.0", weights, states_TW)
+            live.append(sum(array.nbytes for array in jax.live_arrays()))
+    finally:
+        gc.enable()
+    assert live[2] == live[0]
+
+
 @pytest.mark.slow
 def test_errors_are_those_of_the_outputs(orbax, tmp_path):
     """The recorded errors of the first layer, from what is stored and from the inputs themselves."""

@@ -105,8 +105,9 @@ class LayerRunner:
         self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
         pos_BT = jnp.arange(length)[None]
         self.steps = Steps.of(config, pos_BT, pos_BT, 0)
-        self._run = nnx.jit(_run, static_argnames="window")
-        self._observe = nnx.jit(_observe, static_argnames="window")
+        # Not by nnx.jit, whose modules are in cycles of references: they would hold the arrays of each sample.
+        self._run = jax.jit(_run, static_argnames=("graph", "window"))
+        self._observe = jax.jit(_observe, static_argnames=("graph", "window"))
         self._sources = [self.model.source_of(i) for i in range(layers)]
         self._plan_columns(length)
 
@@ -227,9 +228,9 @@ class LayerRunner:
                 x_BTD = norm(jnp.asarray(x_TD[:, : self.hidden])[None])
                 return [Observed({"kernel": (0,)}, np.asarray(x_BTD[0]), None)]
         i = int(stage.rpartition(".")[2])
-        block = _filled(self.model.layers[i], stage, weights)
+        graph, state = _split(self.model.layers[i], stage, weights)
         with jax.default_matmul_precision("highest"):
-            seen = self._observe(block, *self._arguments(i, x_TD), window=self.windows[i])
+            seen = self._observe(graph, state, *self._arguments(i, x_TD), window=self.windows[i])
         out = []
         for key, (x, counts_E) in seen.items():
             products = (product.rpartition(":") for product in key.split(" ")[1:])
@@ -245,7 +246,7 @@ class LayerRunner:
         graph, state = nnx.split(self.model.layers[i])
         nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
         keys = jax.eval_shape(
-            lambda state, x_BTD, step, kv: _observe(nnx.merge(graph, state), x_BTD, step, kv, self.windows[i]),
+            lambda state, x_BTD, step, kv: _observe(graph, state, x_BTD, step, kv, self.windows[i]),
             state,
             *self._arguments(i, nothing_TW),
         )
@@ -254,9 +255,9 @@ class LayerRunner:
     def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
         """The states [T, W] after a layer."""
         i = int(stage.rpartition(".")[2])
-        block = _filled(self.model.layers[i], stage, weights)
+        graph, state = _split(self.model.layers[i], stage, weights)
         with jax.default_matmul_precision("highest"):
-            y_BTD, result = self._run(block, *self._arguments(i, x_TD), window=self.windows[i])
+            y_BTD, result = self._run(graph, state, *self._arguments(i, x_TD), window=self.windows[i])
         if self.width == self.hidden:
             return np.asarray(y_BTD[0])
         states_TW = x_TD.copy()
@@ -283,11 +284,16 @@ class LayerRunner:
             return np.asarray(self.model.adjusted(logits_BTV).astype(jnp.float32)[0])
 
 
-def _filled(part: Any, prefix: str, weights: Weights) -> Any:
-    """A module with its arrays."""
+def _split(part: Any, prefix: str, weights: Weights) -> tuple[Any, Any]:
+    """The graph of a module, and its state with these arrays."""
     graph, state = nnx.split(part)
     flat = [(p, v.replace(weights[".".join(map(str, (prefix, *p)))])) for p, v in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return graph, nnx.from_flat_state(flat)
+
+
+def _filled(part: Any, prefix: str, weights: Weights) -> Any:
+    """A module with its arrays."""
+    return nnx.merge(*_split(part, prefix, weights))
 
 
 def _names(modules: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,15 +304,16 @@ def _names(modules: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run(block: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
-    result: tuple[jax.Array, Any] = block(x_BTD, step, window, kv)
+def _run(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
+    result: tuple[jax.Array, Any] = nnx.merge(graph, state)(x_BTD, step, window, kv)
     return result
 
 
 def _observe(
-    block: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int
+    graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int
 ) -> dict[str, tuple[jax.Array, jax.Array | None]]:
     """By a key for each input, "0 attn.q.kernel:0 attn.k.kernel:0": the kernels and the axes that are summed over."""
+    block = nnx.merge(graph, state)
     names = {id(module): ".".join(map(str, (*path, "kernel"))) for path, module in nnx.iter_modules(block)}
     inputs: dict[tuple[int, tuple[int, ...]], tuple[jax.Array, jax.Array, jax.Array | None, list[str]]] = {}
     products: list[str] = []
