@@ -34,6 +34,14 @@ def test_columns_are_left_out_in_their_order_and_named():
     assert "not shown at this width: axes, count" in drawn(40, *NAMES)
 
 
+def test_a_column_that_may_be_left_out_need_not_be_there():
+    table = Table("a title", ("name", "bytes"), optional=("drafts", "bytes"))
+    table.add_row("layers.0.attn.q.kernel", "307 kB")
+    console = Console(width=24, file=io.StringIO(), record=True)
+    console.print(table)
+    assert "not shown at this width: bytes" in " ".join(console.export_text().split())
+
+
 @pytest.mark.parametrize("name", ["[old]/m", "a[/b]", "[red]x"])
 def test_markup_in_a_name_is_text(name):
     assert name in drawn(60, name)

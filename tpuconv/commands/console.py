@@ -75,7 +75,7 @@ class Table:
         title: a line above it.
         columns: their headings.
         right: the headings of columns with numbers.
-        optional: headings of columns that may be left out, the first one first.
+        optional: headings of columns that may be left out, if there are any of these names, the first one first.
     """
 
     title: str
@@ -117,7 +117,7 @@ class Table:
     def _fitting(self, width: int) -> tuple[list[str], list[str]]:
         """The columns that are shown, and those that are left out."""
         shown, left_out = list(self.columns), []
-        for name in self.optional:
+        for name in (name for name in self.optional if name in self.columns):
             if self._width(shown, NAME_WIDTH) <= width:
                 break
             shown.remove(name)
