@@ -2257,6 +2257,16 @@ CASES: list[Case] = [
         layer_norm_epsilon=1e-3,
         tie_word_embeddings=False,
     ),
+    _case("bitnet-plain", hidden_act="relu2", rms_norm_eps=1e-3),
+    _case(
+        "bitnet-biases",
+        hidden_act="relu2",
+        attention_bias=True,
+        num_key_value_heads=None,
+        num_hidden_layers=3,
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=True,
+    ),
     _case("gpt2-plain", num_key_value_heads=None, n_inner=None, n_positions=64),
     _case(
         "gpt2-untied",
