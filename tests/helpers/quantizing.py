@@ -104,7 +104,7 @@ EVEN = {
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
-    **{name: {"num_attention_heads": 2} for name in ("bitnet", "gpt2", "gpt_bigcode", "gpt_neo")},
+    **{name: {"num_attention_heads": 2} for name in ("bitnet", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt")},
     "opt": {"num_attention_heads": 2, "ffn_dim": 96},
     "gptj": {"num_attention_heads": 2, "num_key_value_heads": 2, "rotary_dim": 16},
     **{

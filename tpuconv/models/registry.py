@@ -149,6 +149,8 @@ FAMILIES: Mapping[str, str] = {
     "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
     "falcon": "tpuconv.models.falcon.family:FAMILY",
     "bitnet": "tpuconv.models.bitnet.family:FAMILY",
+    "bloom": "tpuconv.models.bloom.family:FAMILY",
+    "mpt": "tpuconv.models.mpt.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
