@@ -164,6 +164,22 @@ FALCON_RW_1B = {
     "parallel_attn": False,
     "vocab_size": 50304,
 }
+DBRX = {
+    "architectures": ["DbrxForCausalLM"],
+    "model_type": "dbrx",
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "d_model": 6144,
+    "emb_pdrop": 0.0,
+    "ffn_config": {
+        **{"ffn_hidden_size": 10752, "model_type": "", "moe_jitter_eps": 0.01, "moe_loss_weight": 0.05},
+        **{"moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "max_seq_len": 32768,
+    "n_heads": 48,
+    "n_layers": 40,
+    "router_aux_loss_coef": 0.05,
+    "vocab_size": 100352,
+}
 RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
@@ -175,6 +191,7 @@ RELEASES = [
     pytest.param(BLOOM, 176.2, id="BLOOM"),
     pytest.param(MPT_7B, 6.65, id="MPT-7B"),
     pytest.param(FALCON_RW_1B, 1.31, id="Falcon-RW-1B"),
+    pytest.param(DBRX, 131.6, id="DBRX"),
 ]
 
 
@@ -194,6 +211,18 @@ def test_releases_are_read(raw: dict[str, Any], billions: float) -> None:
 def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
     family = find_family(raw)
     assert parameters(family, family.read_config(raw)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_mosaics_objects_are_read() -> None:
+    """Their keys are those of config.json; of DBRX transformers reads no `rope_theta` there, and writes another."""
+    config = find_family(DBRX).check_config(DBRX).config
+    assert (config.rope.theta, config.axes["K"], config.axes["M"], config.clip_qkv) == (500000, 8, 10752, 8)
+    with pytest.raises(ConfigError, match="rope_theta=500000 outside rope_parameters, 10000"):
+        find_family(DBRX).check_config(DBRX | {"rope_parameters": {"rope_theta": 10000, "rope_type": "default"}})
+    with pytest.raises(ConfigError, match="attn_config=8 is no object"):
+        find_family(DBRX).check_config(DBRX | {"attn_config": 8})
+    with pytest.raises(UnsupportedConfig, match="alibi_bias_max=16"):
+        find_family(MPT_7B).check_config(MPT_7B | {"attn_config": MPT_7B["attn_config"] | {"alibi_bias_max": 16}})
 
 
 @pytest.mark.parametrize("infinity", [1e308, {"__float__": "Infinity"}])

@@ -2302,6 +2302,22 @@ CASES: list[Case] = [
         layer_norm_epsilon=1e-3,
         tie_word_embeddings=False,
     ),
+    _case(
+        "dbrx-plain",
+        d_model=48,
+        attn_config={"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500.0},
+        ffn_config={"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 3},
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    _case(
+        "dbrx-unclipped",  # transformers needs a number
+        d_model=48,
+        num_key_value_heads=3,
+        attn_config={"clip_qkv": 1e4, "kv_n_heads": 3, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 1, "ffn_act_fn": {"name": "silu"}},
+        num_hidden_layers=3,
+        rope_parameters=LINEAR,
+    ),
     _case("gpt2-plain", num_key_value_heads=None, n_inner=None, n_positions=64),
     _case(
         "gpt2-untied",
@@ -2516,7 +2532,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         model = auto(config, attn_implementation=attention_of(config), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("router.scale", "per_expert_scale", "output_scale")):
+            part = name.replace("norm_attn_norm", "")  # of which DBRX's attention is a part
+            if "norm" in part or name.endswith(("router.scale", "per_expert_scale", "output_scale")):
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1

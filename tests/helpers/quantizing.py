@@ -106,6 +106,11 @@ EVEN = {
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
     **{name: {"num_attention_heads": 2} for name in ("bitnet", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt")},
     "opt": {"num_attention_heads": 2, "ffn_dim": 96},
+    "dbrx": {
+        "d_model": 64,
+        "num_attention_heads": 2,
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "gptj": {"num_attention_heads": 2, "num_key_value_heads": 2, "rotary_dim": 16},
     **{
         name: {"head_dim": 32, "hidden_size_per_layer_input": 32, "laurel_rank": 32}

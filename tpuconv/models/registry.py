@@ -151,6 +151,7 @@ FAMILIES: Mapping[str, str] = {
     "bitnet": "tpuconv.models.bitnet.family:FAMILY",
     "bloom": "tpuconv.models.bloom.family:FAMILY",
     "mpt": "tpuconv.models.mpt.family:FAMILY",
+    "dbrx": "tpuconv.models.dbrx.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
