@@ -106,6 +106,7 @@ EVEN = {
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
     **{name: {"num_attention_heads": 2} for name in ("bitnet", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt")},
     "opt": {"num_attention_heads": 2, "ffn_dim": 96},
+    "jetmoe": {"kv_channels": 32, "num_key_value_heads": 2},
     "dbrx": {
         "d_model": 64,
         "num_attention_heads": 2,

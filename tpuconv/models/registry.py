@@ -152,6 +152,7 @@ FAMILIES: Mapping[str, str] = {
     "bloom": "tpuconv.models.bloom.family:FAMILY",
     "mpt": "tpuconv.models.mpt.family:FAMILY",
     "dbrx": "tpuconv.models.dbrx.family:FAMILY",
+    "jetmoe": "tpuconv.models.jetmoe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
