@@ -111,6 +111,75 @@ QWEN_3_8_FLASH_NEXT = {
         "split_ngram_parts": 128,
     },
 }
+BLOOM = {
+    "architectures": ["BloomForCausalLM"],
+    "model_type": "bloom",
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "n_embed": 14336,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "pretraining_tp": 4,
+    "slow_but_exact": False,
+    "vocab_size": 250880,
+}
+MPT_7B = {
+    "architectures": ["MPTForCausalLM"],
+    "model_type": "mpt",
+    "attn_config": {
+        **{"alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": None},
+        **{"attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False},
+        "softmax_scale": None,
+    },
+    "d_model": 4096,
+    "emb_pdrop": 0,
+    "embedding_fraction": 1.0,
+    "expansion_ratio": 4,
+    "init_config": {"fan_mode": "fan_in", "name": "kaiming_normal_"},
+    "init_device": "cpu",
+    "learned_pos_emb": True,
+    "logit_scale": None,
+    "max_seq_len": 2048,
+    "n_heads": 32,
+    "n_layers": 32,
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "tokenizer_name": "EleutherAI/gpt-neox-20b",
+    "verbose": 0,
+    "vocab_size": 50432,
+}
+FALCON_RW_1B = {
+    "architectures": ["FalconForCausalLM"],
+    "model_type": "falcon",
+    "alibi": True,
+    "apply_residual_connection_post_layernorm": False,
+    "bias": True,
+    "hidden_size": 2048,
+    "multi_query": False,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "parallel_attn": False,
+    "vocab_size": 50304,
+}
+DBRX = {
+    "architectures": ["DbrxForCausalLM"],
+    "model_type": "dbrx",
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "d_model": 6144,
+    "emb_pdrop": 0.0,
+    "ffn_config": {
+        **{"ffn_hidden_size": 10752, "model_type": "", "moe_jitter_eps": 0.01, "moe_loss_weight": 0.05},
+        **{"moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "max_seq_len": 32768,
+    "n_heads": 48,
+    "n_layers": 40,
+    "router_aux_loss_coef": 0.05,
+    "vocab_size": 100352,
+}
 RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
@@ -119,6 +188,10 @@ RELEASES = [
     pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
     pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
     pytest.param(QWEN_3_8_FLASH_NEXT, 176, id="Qwen3.8-Flash-Next"),  # 51 of them in the table of n-grams
+    pytest.param(BLOOM, 176.2, id="BLOOM"),
+    pytest.param(MPT_7B, 6.65, id="MPT-7B"),
+    pytest.param(FALCON_RW_1B, 1.31, id="Falcon-RW-1B"),
+    pytest.param(DBRX, 131.6, id="DBRX"),
 ]
 
 
@@ -138,6 +211,18 @@ def test_releases_are_read(raw: dict[str, Any], billions: float) -> None:
 def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
     family = find_family(raw)
     assert parameters(family, family.read_config(raw)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_mosaics_objects_are_read() -> None:
+    """Their keys are those of config.json; of DBRX transformers reads no `rope_theta` there, and writes another."""
+    config = find_family(DBRX).check_config(DBRX).config
+    assert (config.rope.theta, config.axes["K"], config.axes["M"], config.clip_qkv) == (500000, 8, 10752, 8)
+    with pytest.raises(ConfigError, match="rope_theta=500000 outside rope_parameters, 10000"):
+        find_family(DBRX).check_config(DBRX | {"rope_parameters": {"rope_theta": 10000, "rope_type": "default"}})
+    with pytest.raises(ConfigError, match="attn_config=8 is no object"):
+        find_family(DBRX).check_config(DBRX | {"attn_config": 8})
+    with pytest.raises(UnsupportedConfig, match="alibi_bias_max=16"):
+        find_family(MPT_7B).check_config(MPT_7B | {"attn_config": MPT_7B["attn_config"] | {"alibi_bias_max": 16}})
 
 
 @pytest.mark.parametrize("infinity", [1e308, {"__float__": "Infinity"}])

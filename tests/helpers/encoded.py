@@ -157,7 +157,7 @@ ENCODINGS = {
     int4_asymmetric: compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
 }
 IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
-OF_NEOX = (".query_key_value", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
+OF_NEOX = (".query_key_value", ".Wqkv", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
 OF_DEEPSEEK = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wk", ".wkv", ".wgate", ".wo_a", ".wo_b")
 OF_MISTRAL = (".wq", ".wo", ".wkv_b")
 OF_STREAMS = (

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tpuconv.verify.reference import READ_WITHIN, whole_config
+from tpuconv.verify.reference import READ_WITHIN, attention_of, whole_config
 
 SIZES = {
     "vocab_size": 101,
@@ -803,7 +803,6 @@ CASES: list[Case] = [
         num_local_experts=90,
         num_experts_per_tok=4,
         intermediate_size=20,
-        initializer_range=0.1,
         tie_word_embeddings=True,
         num_hidden_layers=3,
     ),
@@ -1485,7 +1484,6 @@ CASES: list[Case] = [
         sliding_window=5,
         global_attn_every_n_layers=2,
         num_hidden_layers=3,
-        initializer_range=0.1,
     ),
     _case(
         "afmoe-all-experts",  # more experts than tokens
@@ -2257,6 +2255,82 @@ CASES: list[Case] = [
         layer_norm_epsilon=1e-3,
         tie_word_embeddings=False,
     ),
+    _case(
+        "falcon-distances",  # Falcon-RW
+        num_key_value_heads=None,
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+    ),
+    _case(
+        "falcon-distances-of-groups",
+        num_key_value_heads=None,
+        alibi=True,
+        num_kv_heads=3,
+        new_decoder_architecture=True,
+        num_hidden_layers=3,
+        tie_word_embeddings=False,
+    ),
+    _case("bitnet-plain", hidden_act="relu2", rms_norm_eps=1e-3),
+    _case(
+        "bitnet-biases",
+        hidden_act="relu2",
+        attention_bias=True,
+        num_key_value_heads=None,
+        num_hidden_layers=3,
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=True,
+    ),
+    _case("bloom-plain", num_key_value_heads=None),
+    _case(
+        "bloom-untied",
+        num_key_value_heads=None,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False,
+    ),
+    _case("mpt-plain", num_key_value_heads=None, max_seq_len=64, init_device="meta"),
+    _case(
+        "mpt-clipped",
+        num_key_value_heads=None,
+        num_attention_heads=4,
+        max_seq_len=64,
+        attn_config={"clip_qkv": 1.5, "softmax_scale": 0.4},
+        num_hidden_layers=3,
+        layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False,
+    ),
+    _case(
+        "dbrx-plain",
+        d_model=48,
+        attn_config={"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500.0},
+        ffn_config={"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 3},
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    _case(
+        "dbrx-unclipped",  # transformers needs a number
+        d_model=48,
+        num_key_value_heads=3,
+        attn_config={"clip_qkv": 1e4, "kv_n_heads": 3, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 1, "ffn_act_fn": {"name": "silu"}},
+        num_hidden_layers=3,
+        rope_parameters=LINEAR,
+    ),
+    _case("jetmoe-plain", num_attention_heads=4, kv_channels=12, num_local_experts=5),
+    _case(
+        "jetmoe-more-heads",
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        kv_channels=8,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        num_hidden_layers=3,
+        rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+        tie_word_embeddings=False,
+    ),
     _case("gpt2-plain", num_key_value_heads=None, n_inner=None, n_positions=64),
     _case(
         "gpt2-untied",
@@ -2468,10 +2542,11 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        model = auto(config, attn_implementation="eager", dtype=torch.float32).eval()
+        model = auto(config, attn_implementation=attention_of(config), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("router.scale", "per_expert_scale", "output_scale")):
+            part = name.replace("norm_attn_norm", "")  # of which DBRX's attention is a part
+            if "norm" in part or name.endswith(("router.scale", "per_expert_scale", "output_scale")):
                 parameter.uniform_(0.5, 1.5)
                 if case.family in CENTERED and "linear_attn" not in name:
                     parameter -= 1

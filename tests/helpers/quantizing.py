@@ -104,8 +104,14 @@ EVEN = {
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
-    **{name: {"num_attention_heads": 2} for name in ("gpt2", "gpt_bigcode", "gpt_neo")},
+    **{name: {"num_attention_heads": 2} for name in ("bitnet", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt")},
     "opt": {"num_attention_heads": 2, "ffn_dim": 96},
+    "jetmoe": {"kv_channels": 32, "num_key_value_heads": 2},
+    "dbrx": {
+        "d_model": 64,
+        "num_attention_heads": 2,
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "gptj": {"num_attention_heads": 2, "num_key_value_heads": 2, "rotary_dim": 16},
     **{
         name: {"head_dim": 32, "hidden_size_per_layer_input": 32, "laurel_rank": 32}

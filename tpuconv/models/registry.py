@@ -148,6 +148,11 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_vl": "tpuconv.models.hunyuan_vl.family:FAMILY",
     "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
     "falcon": "tpuconv.models.falcon.family:FAMILY",
+    "bitnet": "tpuconv.models.bitnet.family:FAMILY",
+    "bloom": "tpuconv.models.bloom.family:FAMILY",
+    "mpt": "tpuconv.models.mpt.family:FAMILY",
+    "dbrx": "tpuconv.models.dbrx.family:FAMILY",
+    "jetmoe": "tpuconv.models.jetmoe.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

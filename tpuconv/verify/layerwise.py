@@ -25,7 +25,7 @@ from tpuconv.mapping.table import MappingTable
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.sources.source import open_source
-from tpuconv.verify.reference import empty_weights, reference_class, reference_config
+from tpuconv.verify.reference import attention_of, empty_weights, reference_class, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """The largest error of a layer on the reference's input, by dtype. Rounding gives about 1e-6 in float32 and 1e-2 in the
@@ -127,7 +127,7 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
     return float(np.sqrt(difference / max(size, 1e-300)))
 
 
-LAYER_NAMES = ("layers", "h")
+LAYER_NAMES = ("layers", "h", "blocks")
 """The names that transformers' models have for the list of their layers."""
 
 NORM_NAMES = (
@@ -138,10 +138,10 @@ NORM_NAMES = (
 DECODER_NAMES = ("language_model", "text_model", "decoder")
 """The names that they have for what is a decoder of text, where this is a part of them."""
 
-POSITION_NAMES = ("wpe", "embed_positions")
-"""The names that they have for learned positions."""
+INPUT_NAMES = {"wpe": "positions.", "embed_positions": "positions.", "word_embeddings_layernorm": "embed_norm."}
+"""The names that they have for what makes the first layer's input besides the embedding, and ours."""
 
-RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2, "falcon": 2}
+RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2, "falcon": 2, "bloom": 2, "mpt": 2}
 """Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
 them and that the model does not unpack."""
 
@@ -173,7 +173,8 @@ class _Reference:
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
             auto = reference_class(config)
-            self.model = auto.from_config(config, dtype=self.dtype, attn_implementation="eager").eval()
+            attention = attention_of(config)
+            self.model = auto.from_config(config, dtype=self.dtype, attn_implementation=attention).eval()
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
@@ -208,9 +209,9 @@ class _Reference:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(embedding, "embed.")
         self._fill(self.norm, "norm.")
-        for name in POSITION_NAMES:
+        for name, target in INPUT_NAMES.items():
             if hasattr(self.decoder, name):
-                self._fill(getattr(self.decoder, name), "positions.")
+                self._fill(getattr(self.decoder, name), target)
 
         with ExitStack() as stack:
             for layer in self.layers:

@@ -75,6 +75,12 @@ def reference_class(config: Any, returns: str = LOGITS) -> Any:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
+def attention_of(config: Any) -> str:
+    """Returns in which of transformers' forms of attention the model of a config is computed. With "eager" transformers
+    5.23 adds the biases of Falcon's ALiBi twice: to the scores, and again with the mask."""
+    return "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
+
+
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
     """Suppresses torch's warning about weights without elements, which a model without shared experts has."""
@@ -125,7 +131,7 @@ def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, return
                     source,
                     config=config,
                     dtype=getattr(torch, dtype),
-                    attn_implementation="eager",
+                    attn_implementation=attention_of(config),
                     trust_remote_code=False,
                     use_safetensors=True,
                 )

@@ -35,7 +35,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window), scale=self.scale, cap=self.cap)), kv
+        visible_BTS, bias_BNS = step.visible(window), self.score_bias(step)
+        return self.o(attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=bias_BNS)), kv
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the values [B, T, K, H]."""
@@ -45,6 +46,10 @@ class Attention(nnx.Module):
         """Returns queries and keys with rotary positions."""
         cos_sin = step.cos_sin_in(q_BTNH.dtype)
         return apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
+
+    def score_bias(self, step: Step) -> jax.Array | None:
+        """Returns what is added to the scores of each head and key [B, N, S]; None in families without."""
+        return None
 
 
 class NormedAttention(Attention):
@@ -77,6 +82,25 @@ class NormedAttention(Attention):
     def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys before they get rotary positions."""
         return (self.q_norm(q_BTNH), self.k_norm(k_BTKH)) if hasattr(self, "q_norm") else (q_BTNH, k_BTKH)
+
+
+class ClippedAttention(NormedAttention):
+    """Attention whose queries, keys and values are limited to between -`clip_qkv` and `clip_qkv` of config.json, if it
+    has a number there: queries and keys after their norms, if they have any, and before they get rotary positions."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.limit = config.clip_qkv
+
+    def values(self, x_BTD: jax.Array) -> jax.Array:
+        return self._clipped(super().values(x_BTD))
+
+    def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_BTNH, k_BTKH = super().normalized(q_BTNH, k_BTKH)
+        return self._clipped(q_BTNH), self._clipped(k_BTKH)
+
+    def _clipped(self, x: jax.Array) -> jax.Array:
+        return x if self.limit is None else jnp.clip(x, -self.limit, self.limit)
 
 
 class GatedMLP(nnx.Module):

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig, UsageError, shorten
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import ROPE_KEYS
 from tpuconv.sources.config import changed, parts_of
@@ -132,6 +132,21 @@ def near_key(key: str, *known: Collection[str]) -> str:
 def without_keys(raw: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Returns a parsed config.json without these keys, which are removed from its `text_config` too."""
     return changed(raw, lambda part: {key: value for key, value in part.items() if key not in keys})
+
+
+def unnested(raw: Mapping[str, Any], *objects: str) -> dict[str, Any]:
+    """Returns a parsed config.json with the keys of some of its objects beside its own, which win.
+
+    Raises:
+        ConfigError: one of them is no object.
+    """
+    out: dict[str, Any] = {}
+    for key in objects:
+        inner = raw.get(key)
+        if not isinstance(inner, Mapping | None):
+            raise ConfigError(f"config.json: {key}={short(inner)} is no object")
+        out |= inner or {}
+    return out | {key: value for key, value in raw.items() if key not in objects}
 
 
 def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]:

@@ -22,15 +22,11 @@ GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
-class PositionedConfig(DecoderConfig):
-    """A decoder with learned positions, which are added to the embeddings of tokens, and without rotary ones. Without
-    `intermediate_size` an MLP is four times as wide as the model. Defaults are those of GPT-2.
-
-    Class attribute: `first_position` is the row of the first position.
-    """
+class UnrotatedConfig(DecoderConfig):
+    """A decoder without rotary positions. Without `intermediate_size` an MLP is four times as wide as the model.
+    Defaults are those of GPT-2."""
 
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
-    first_position: ClassVar[int] = 0
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -60,15 +56,29 @@ class PositionedConfig(DecoderConfig):
     def axes(self) -> dict[str, Any]:
         width = self.intermediate_size or 4 * self.hidden_size
         heads = {"K": self.key_heads, "G": self.num_attention_heads // self.key_heads}
-        return {**super().axes, **heads, "F": width, "v": self.max_position_embeddings + self.first_position}
-
-    @property
-    def position_limit(self) -> int | None:
-        return self.max_position_embeddings
+        return {**super().axes, **heads, "F": width}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         return (None,) * self.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class PositionedConfig(UnrotatedConfig):
+    """A decoder with learned positions, which are added to the embeddings of tokens.
+
+    Class attribute: `first_position` is the row of the first position.
+    """
+
+    first_position: ClassVar[int] = 0
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "v": self.max_position_embeddings + self.first_position}
+
+    @property
+    def position_limit(self) -> int | None:
+        return self.max_position_embeddings
 
 
 def norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
@@ -92,7 +102,11 @@ MASKS = {"bias": "the causal mask", "masked_bias": "the score of a masked key"}
 
 
 def gpt_tables(
-    rows: tuple[Map, ...], others: tuple[Map, ...] = (), head: tuple[Map, ...] = (), masks: str = "attn."
+    rows: tuple[Map, ...],
+    others: tuple[Map, ...] = (),
+    head: tuple[Map, ...] = (),
+    masks: str = "attn.",
+    embed: str = "wte.weight",
 ) -> list[MappingTable]:
     """Returns the tables of a family with the prefix `transformer.`, and without, as GPT-2 is released.
 
@@ -101,10 +115,11 @@ def gpt_tables(
         others: rows besides those of the layers, the embedding and the last norm.
         head: rows of the head besides its matrix.
         masks: how the names of `MASKS` begin in a layer.
+        embed: the name of the embedding.
     """
     tables = []
     for prefix in ("transformer.", ""):
-        outside = (Map("wte.weight", "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
+        outside = (Map(embed, "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
         tables.append(
             MappingTable(
                 (
@@ -114,7 +129,7 @@ def gpt_tables(
                     *head,
                 ),
                 ignore={f"{prefix}h.{{L}}.{masks}{array}": why for array, why in MASKS.items()},
-                copies={"lm_head.weight": f"{prefix}wte.weight"},
+                copies={"lm_head.weight": prefix + embed},
                 variant="" if prefix else "without transformer.",
             )
         )

@@ -16,10 +16,10 @@ from tpuconv.models.registry import Family
 class Config(DecoderConfig):
     """The keys of config.json. `new_decoder_architecture` is that of Falcon 40B and later: attention and MLP side by
     side, and groups of heads. Without it `multi_query` says that all heads share one key and one value, whatever
-    `num_kv_heads` is."""
+    `num_kv_heads` is. With `alibi` attention is biased by distance, and there are no rotary positions."""
 
     model_type: ClassVar[str] = "falcon"
-    only: ClassVar = {"activation": ("gelu",), "alibi": (False, None)}
+    only: ClassVar = {"activation": ("gelu",)}
     hf_names: ClassVar[Mapping[str, str]] = {
         "intermediate_size": "ffn_hidden_size",
         "num_key_value_heads": "num_kv_heads",
@@ -44,6 +44,7 @@ class Config(DecoderConfig):
     use_parallel_residual: bool = True
     num_ln_in_parallel_attn: int | None = None
     attention_bias: bool = False
+    alibi: bool | None = False
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -60,6 +61,10 @@ class Config(DecoderConfig):
             kv_heads = 1 if self.multi_query else heads
         width = self.intermediate_size or 4 * self.hidden_size
         return {**super().axes, "K": kv_heads, "G": heads // kv_heads, "F": width}
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (None if self.alibi else self.rope,) * self.num_hidden_layers
 
     @property
     def one_norm(self) -> bool:
@@ -113,7 +118,7 @@ TABLE = MappingTable(
 
 FAMILY = Family(
     name="falcon",
-    summary="Falcon 7B, 11B, 40B, 180B",
+    summary="Falcon 7B, 11B, 40B, 180B, Falcon-RW",
     config=Config,
     table=TABLE,
     model="tpuconv.models.falcon.modules:Model",

@@ -1,13 +1,39 @@
 """Falcon (arXiv:2311.16867)."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.alibi import alibi_slopes
+from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Keys, LayerNorm, gelu
 from tpuconv.models.falcon.family import Config
 from tpuconv.models.gpt_neox import modules as gpt_neox
+
+
+class Attention(blocks.Attention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D], perhaps biased by distance. Also returns the keys and values
+    of all tokens so far."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
+        self.heads = config.num_attention_heads if config.alibi else 0
+        self.factor: float = config.axes["H"] ** -0.5
+
+    def score_bias(self, step: Step) -> jax.Array | None:
+        """Slopes, positions and their products are rounded to bfloat16, as in training, and have the factor that the
+        products of queries and keys have."""
+        if not self.heads:
+            return None
+        slopes_N, pos_BS = jnp.asarray(alibi_slopes(self.heads)), step.pos_BS.astype(jnp.float32)
+        return in_bfloat16(in_bfloat16(slopes_N)[:, None] * in_bfloat16(pos_BS)[:, None, :]) * self.factor
+
+
+def in_bfloat16(x: jax.Array) -> jax.Array:
+    """Returns x, rounded to what bfloat16 has, in float32. The compiler may leave out a cast there and back."""
+    rounded: jax.Array = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return rounded
 
 
 class MLP(blocks.PlainMLP):
@@ -23,7 +49,7 @@ class MLP(blocks.PlainMLP):
 class OneNormBlock(blocks.ParallelBlock):
     """One layer: attention and MLP, both after the same norm, with one residual connection."""
 
-    attention_type = gpt_neox.Attention
+    attention_type = Attention
     mlp_type = MLP
     norm_type = LayerNorm
 
@@ -31,6 +57,7 @@ class OneNormBlock(blocks.ParallelBlock):
 class TwoNormBlock(gpt_neox.Block):
     """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
 
+    attention_type = Attention
     mlp_type = MLP
 
 

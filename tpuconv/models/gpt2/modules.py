@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.gpt import PositionedConfig
+from tpuconv.models.common.gpt import UnrotatedConfig
 from tpuconv.models.common.layers import Keys, LayerNorm
 from tpuconv.models.common.positions import PositionedDecoder
 from tpuconv.models.phi.modules import MLP
@@ -16,7 +16,7 @@ class Attention(blocks.Attention):
     """Attention without rotary positions, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so
     far."""
 
-    def __init__(self, config: PositionedConfig, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: UnrotatedConfig, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, bias=True, out_bias=True, dtype=dtype, keys=keys)
 
 

@@ -33,7 +33,7 @@ class MLP(blocks.PlainMLP):
 class Block(blocks.PreNormBlock):
     """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
 
-    attention_type = Attention
+    attention_type: ClassVar[Callable[..., Any]] = Attention
     mlp_type: ClassVar[Callable[..., Any]] = MLP
     norm_type = LayerNorm
 
