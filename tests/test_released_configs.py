@@ -285,6 +285,35 @@ def test_a_release_with_code_of_its_own() -> None:
     assert family.table_for(names).variant == "model.language_model.model."
 
 
+def test_the_older_keys_of_dots3_note() -> None:
+    """Of releases: what they say of layers with a window, of those with experts, and of indexers."""
+    raw = {
+        "architectures": ["Dots3NoteForConditionalGeneration"],
+        "model_type": "dots3_note",
+        "num_hidden_layers": 6,
+        "layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": [1, 1, 0, 1, 1, 1],
+        "sliding_window_size": 128,
+        "moe_shared_expert_intermediate_size": 768,
+        "rope_theta": 10000.0,
+        "swa_rope_theta": 500.0,
+        "swa_head_dim": 192,
+        "swa_qk_nope_head_dim": 128,
+        "swa_kv_lora_rank": 256,
+        "vision_config": {},
+        "audio_config": {},
+    }
+    config = find_family(raw).check_config(raw).config
+    assert (config.axes["f"], config.axes["I"], config.axes["W"]) == ((0, 1, 5), (0, 2), 768)
+    assert config.windows == (None, None, 128, 128, 128, None)
+    assert [rope.theta for rope in config.ropes] == [10000.0, 10000.0, 500.0, 500.0, 500.0, 10000.0]
+    assert (config.layer_sizes[2]["P"], config.layer_sizes[2]["R"], config.layer_sizes[2]["C"]) == (128, 64, 256)
+    assert not find_family(raw).check_config(raw | {"use_dsa": False}).config.axes["f"]
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        find_family(raw).check_config(raw | {"use_dsa": None, "per_layer_config": {"2": {}, "3": {"v_head_dim": 2}}})
+
+
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)

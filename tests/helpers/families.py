@@ -114,6 +114,7 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
+    **dict.fromkeys(("dots3_note_text", "dots3_note"), "layers with a window have sizes of their own"),
     "mistral_large4": "as glm_moe_dsa",
     "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
@@ -303,6 +304,10 @@ VISION: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": SIGLIP_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
     "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
+    "dots3_note": {
+        **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"adapter_in_dim": 8, "adapter_out_dim": 48, "mlp_layer_types": ["dense"]},
+    },
 }
 """The `vision_config` of families inside multimodal models."""
 BESIDE_TEXT = {
@@ -321,6 +326,12 @@ BESIDE_TEXT = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 8},
+    "dots3_note": {
+        "audio_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+            **{"adapter_input_size": 8, "adapter_out_dim": 48, "downsample_hidden_size": 4, "feature_size": 8},
+        }
+    },
 }
 """Further sizes beside the `text_config`."""
 
@@ -366,6 +377,22 @@ MINIMAX_M3 = {
     "index_topk_blocks": 2,
 }
 """Blocks of which tests have more than are selected."""
+
+DOTS3 = {
+    **DEEPSEEK | INDEXED,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "shared_experts_intermediate_size": 18,
+    "sliding_window": 6,
+    "swa_num_attention_heads": 3,
+    "swa_num_key_value_heads": 3,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 30,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 14,
+}
+"""Layers with a window have other heads, of another size."""
 
 LARGE4 = {
     "num_key_value_heads": 6,
@@ -2329,6 +2356,33 @@ CASES: list[Case] = [
         final_logit_softcapping=20.0,
         tie_word_embeddings=False,
     ),
+    _case("dots3_note_text-plain", **DOTS3),
+    _case(
+        "dots3_note_text-full",  # without indexers
+        **DOTS3 | {"n_group": 1, "topk_group": 1, "sliding_window": 4},
+        use_dsa=False,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        n_shared_experts=2,
+        routed_scaling_factor=1.7,
+        norm_topk_prob=False,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "full_attention": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+        },
+    ),
+    _case("dots3_note-plain", **DOTS3),
+    _case(
+        "dots3_note-window",  # a window in all layers
+        **DOTS3 | {"num_hidden_layers": 3, "swa_qk_rope_head_dim": 8},
+        layer_types=["sliding_attention"] * 3,
+        first_k_dense_replace=0,
+        swa_rope_theta=70.0,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3n-plain", **GEMMA3N),
     _case("gemma3n-own-head", **GEMMA3N | {"num_kv_shared_layers": 0, "sliding_window": 4}, tie_word_embeddings=False),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
@@ -2392,6 +2446,7 @@ COMPUTED_BY = {
     "qwen2_5_omni": "qwen2",
     "step3p7": "step3p5",
     "minimax_m3_vl": "minimax_m3_vl_text",
+    "dots3_note": "dots3_note_text",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",

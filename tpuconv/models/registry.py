@@ -148,6 +148,8 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_vl": "tpuconv.models.hunyuan_vl.family:FAMILY",
     "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
     "falcon": "tpuconv.models.falcon.family:FAMILY",
+    "dots3_note_text": "tpuconv.models.dots3_note_text.family:FAMILY",
+    "dots3_note": "tpuconv.models.dots3_note.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
