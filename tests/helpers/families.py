@@ -72,9 +72,9 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
-            if self.family == "granite_docling":
-                vision["out_hidden_size"] = sizes["hidden_size"]
-            beside = BESIDE_TEXT.get(self.family, {})
+            beside = deepcopy(BESIDE_TEXT.get(self.family, {}))
+            for part in (vision, beside.get("audio_config", {})):
+                part |= {key: sizes["hidden_size"] for key in AS_WIDE_AS_TEXT.get(self.family, ()) if key in part}
             if self.family in OMNI:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
                 thinker = parts | {"tie_word_embeddings": tied}
@@ -145,7 +145,15 @@ NO_SCAN = {
     **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers differ in having indexers and experts"),
     **dict.fromkeys(
-        ("mellum-dense-layers", "laguna-elements", "flint-plain", "axk1-plain", "axk2-plain"), "as deepseek_v3"
+        (
+            "mellum-dense-layers",
+            "muse_spark-dense-layers",
+            "laguna-elements",
+            "flint-plain",
+            "axk1-plain",
+            "axk2-plain",
+        ),
+        "as deepseek_v3",
     ),
 }
 REPEATING = {
@@ -296,9 +304,10 @@ VISION: dict[str, dict[str, Any]] = {
     "glm_ocr": GLM_VISION,
     "paddleocr_vl": SIGLIP_VISION,
     "hunyuan_vl": HUNYUAN_VISION,
-    "granite_docling": SIGLIP_VISION,
+    "granite_docling": SIGLIP_VISION | {"out_hidden_size": 48},
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
+    "muse_spark": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen2_5_omni": QWEN_VISION | {"fullatt_block_indexes": [0]},
     "minimax_m3_vl": SIGLIP_VISION,
@@ -313,6 +322,13 @@ VISION: dict[str, dict[str, Any]] = {
 BESIDE_TEXT = {
     "kimi_k25": {"projection_hidden_size": 8},
     "muse_glimmer": {"out_hidden_size": 32, "projector_hidden_size": 8},
+    "muse_spark": {
+        **{"out_hidden_size": 32, "projector_hidden_size": 8},
+        "audio_config": {
+            **{"patch_sizes": [2], "hidden_sizes": [8], "depths": [1], "num_hidden_layers": 1},
+            **{"out_hidden_size": 48, "conv_kernel_size": 3},
+        },
+    },
     "gemma3n": {
         "initializer_range": SIZES["initializer_range"],
         "audio_config": {
@@ -334,6 +350,12 @@ BESIDE_TEXT = {
     },
 }
 """Further sizes beside the `text_config`."""
+AS_WIDE_AS_TEXT = {
+    "granite_docling": ("out_hidden_size",),
+    "muse_spark": ("out_hidden_size",),
+    "dots3_note": ("adapter_out_dim",),
+}
+"""Sizes of what sees or hears that have to be the text model's `hidden_size`."""
 
 DEEPSEEK = {
     "num_key_value_heads": None,
@@ -378,6 +400,13 @@ MINIMAX_M3 = {
 }
 """Blocks of which tests have more than are selected."""
 
+MUSE_SPARK = {
+    "head_dim": 14,
+    "moe_intermediate_size": 20,
+    "moe_hidden_size": 28,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+}
 DOTS3 = {
     **DEEPSEEK | INDEXED,
     "num_hidden_layers": 4,
@@ -2356,6 +2385,26 @@ CASES: list[Case] = [
         final_logit_softcapping=20.0,
         tie_word_embeddings=False,
     ),
+    _case(  # with the default factor attention is so sharp that it enlarges what float32 rounds
+        "muse_spark-plain", **MUSE_SPARK, num_hidden_layers=5, sliding_window=6, qk_scale_factor=2.0
+    ),
+    _case(
+        "muse_spark-dense-layers",  # and more experts than tokens
+        **MUSE_SPARK | {"head_dim": 10, "num_local_experts": 81, "num_experts_per_tok": 2},
+        num_hidden_layers=4,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        sliding_window=4,
+        layer_types=MIXED,
+        rope_parameters=LLAMA3,
+        layer_rope_theta=[500.0, 500.0, 0, 0],
+        attention_bias=True,
+        routed_scaling_factor=1.7,
+        residual_gate_temperature=0.05,  # so that some factors are the smallest
+        qk_scale_factor=1.7,
+        output_multiplier=0.7,
+        final_logit_softcapping=3.0,
+        post_norm_eps=1e-3,
+    ),
     _case("dots3_note_text-plain", **DOTS3),
     _case(
         "dots3_note_text-full",  # without indexers
@@ -2488,7 +2537,16 @@ def one_fast_of_each(
 
 CENTERED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("step3p5", "step3p7", "muse_glimmer", "minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp_text", "qwen4_exp"),
+    *(
+        "step3p5",
+        "step3p7",
+        "muse_glimmer",
+        "muse_spark",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
+        "qwen4_exp_text",
+        "qwen4_exp",
+    ),
 }
 """Families whose norms multiply by 1 + w."""
 

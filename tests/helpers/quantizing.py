@@ -64,6 +64,7 @@ EVEN = {
         }
         for name in ("dots3_note_text", "dots3_note")
     },
+    "muse_spark": {"head_dim": 32, "moe_intermediate_size": 64, "moe_hidden_size": 32},
     "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "helium": {"num_attention_heads": 2, "head_dim": 32},
     "granitemoe_swa": {"head_dim": 32, "shared_intermediate_size": 64},

@@ -150,6 +150,7 @@ FAMILIES: Mapping[str, str] = {
     "falcon": "tpuconv.models.falcon.family:FAMILY",
     "dots3_note_text": "tpuconv.models.dots3_note_text.family:FAMILY",
     "dots3_note": "tpuconv.models.dots3_note.family:FAMILY",
+    "muse_spark": "tpuconv.models.muse_spark.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
