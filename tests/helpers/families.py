@@ -147,7 +147,7 @@ NO_SCAN = {
     **dict.fromkeys(
         (
             "mellum-dense-layers",
-            "muse_spark-dense-layers",
+            "deepseek_ocr2-plain",
             "laguna-elements",
             "flint-plain",
             "axk1-plain",
@@ -313,6 +313,22 @@ VISION: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": SIGLIP_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
     "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
+    "deepseek_ocr2": {
+        "sam_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 4, "mlp_dim": 8},
+            **{"image_size": 32, "window_size": 2, "global_attn_indexes": [0], "downsample_channels": [4, 8]},
+        },
+        "encoder_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+            **{"intermediate_size": 16, "vocab_size": 3},
+        },
+    },
+    "cosmos3_omni": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "aria": SIGLIP_VISION,
+    "cosmos3_edge": {
+        **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"patch_size": 4, "num_patches": 4},
+    },
     "dots3_note": {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
         **{"adapter_in_dim": 8, "adapter_out_dim": 48, "mlp_layer_types": ["dense"]},
@@ -342,6 +358,8 @@ BESIDE_TEXT = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 8},
+    "cosmos3_edge": {"projector_hidden_size": 8},
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
     "dots3_note": {
         "audio_config": {
             **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
@@ -400,6 +418,17 @@ MINIMAX_M3 = {
 }
 """Blocks of which tests have more than are selected."""
 
+DEEPSEEK_OCR2 = {"moe_intermediate_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 3}
+PHI4_TOWERS = {
+    "vision_config": {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"image_size": 28, "patch_size": 14, "crop_size": 28},
+    },
+    "audio_config": {
+        **{"hidden_size": 16, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 16, "input_size": 8},
+        **{"nemo_conv_channels": 8, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16},
+    },
+}
 MUSE_SPARK = {
     "head_dim": 14,
     "moe_intermediate_size": 20,
@@ -2386,7 +2415,7 @@ CASES: list[Case] = [
         tie_word_embeddings=False,
     ),
     _case(  # with the default factor attention is so sharp that it enlarges what float32 rounds
-        "muse_spark-plain", **MUSE_SPARK, num_hidden_layers=5, sliding_window=6, qk_scale_factor=2.0
+        "muse_spark-plain", **MUSE_SPARK, num_hidden_layers=3, sliding_window=6, qk_scale_factor=2.0
     ),
     _case(
         "muse_spark-dense-layers",  # and more experts than tokens
@@ -2404,6 +2433,68 @@ CASES: list[Case] = [
         output_multiplier=0.7,
         final_logit_softcapping=3.0,
         post_norm_eps=1e-3,
+    ),
+    _case("deepseek_ocr2-plain", **DEEPSEEK_OCR2, num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "sparse"]),
+    _case(
+        "deepseek_ocr2-groups",
+        **DEEPSEEK_OCR2 | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
+        topk_method="group_limited_greedy",
+        num_hidden_layers=3,
+        mlp_layer_types=["sparse"] * 3,
+        n_shared_experts=1,
+        routed_scaling_factor=1.7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        rope_parameters=LINEAR,
+    ),
+    _case("cosmos3_omni-plain", head_dim=10, rope_parameters=MROPE | {"mrope_section": [1, 2, 2]}),
+    _case(
+        "cosmos3_omni-biases",
+        head_dim=14,
+        num_hidden_layers=3,
+        num_key_value_heads=6,
+        attention_bias=True,
+        rope_parameters=MROPE | {"mrope_section": [3, 2, 2]},
+        rms_norm_eps=1e-3,
+    ),
+    _case("cosmos3_edge-plain", head_dim=10, rope_parameters=MROPE | {"mrope_section": [1, 2, 2]}),
+    _case(
+        "cosmos3_edge-biases",
+        head_dim=14,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 60.0, "mrope_section": [3, 2, 2]},
+        rms_norm_eps=1e-3,
+    ),
+    _case("phi4_multimodal-plain", **PHI4_TOWERS, num_hidden_layers=3),
+    _case(
+        "phi4_multimodal-longrope",
+        **PHI4_TOWERS,
+        num_key_value_heads=6,
+        sliding_window=5,
+        rms_norm_eps=1e-3,
+        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
+        original_max_position_embeddings=6,
+        tie_word_embeddings=True,
+    ),
+    _case("aria-plain", head_dim=10, moe_num_experts=6, moe_topk=3),
+    _case(
+        "aria-shared",  # and more experts than tokens
+        head_dim=14,
+        num_hidden_layers=3,
+        num_key_value_heads=None,
+        moe_num_experts=81,
+        moe_topk=2,
+        moe_num_shared_experts=1,
+        attention_bias=True,
+        rope_parameters=LLAMA3,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
     ),
     _case("dots3_note_text-plain", **DOTS3),
     _case(
@@ -2496,6 +2587,9 @@ COMPUTED_BY = {
     "step3p7": "step3p5",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "dots3_note": "dots3_note_text",
+    "cosmos3_omni": "qwen3",
+    "phi4_multimodal": "phi3",
+    "cosmos3_edge": "arcee",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",

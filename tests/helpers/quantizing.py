@@ -64,6 +64,12 @@ EVEN = {
         }
         for name in ("dots3_note_text", "dots3_note")
     },
+    "deepseek_ocr2": {"num_attention_heads": 2, "moe_intermediate_size": 64},
+    **{
+        name: {"head_dim": 32, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+        for name in ("cosmos3_omni", "cosmos3_edge")
+    },
+    "phi4_multimodal": {"num_attention_heads": 2},
     "muse_spark": {"head_dim": 32, "moe_intermediate_size": 64, "moe_hidden_size": 32},
     "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "helium": {"num_attention_heads": 2, "head_dim": 32},
