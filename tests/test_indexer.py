@@ -15,7 +15,13 @@ from tpuconv.models.registry import get_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
-NAMES = ["deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "mistral_large4-plain"]
+NAMES = [
+    "deepseek_v32-plain",
+    "glm_moe_dsa-plain",
+    "glm_moe_dsa-shared",
+    "mistral_large4-plain",
+    "dots3_note_text-plain",
+]
 LENGTH, PROMPT = 60, 45
 
 

@@ -581,7 +581,8 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     raw = case.hf_config().to_diff_dict()
     hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
-    windowed = {"mistral", "ministral3", "mixtral", "qwen3_moe", "phi3", "starcoder2", "phimoe", "deepseek_v4"}
+    windowed = {"mistral", "ministral3", "mixtral", "qwen3_moe", "phi3", "phi4_multimodal", "starcoder2"}
+    windowed |= {"phimoe", "deepseek_v4"}
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
     windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]

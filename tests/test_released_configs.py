@@ -370,6 +370,35 @@ def test_a_release_with_code_of_its_own() -> None:
     assert family.table_for(names).variant == "model.language_model.model."
 
 
+def test_the_older_keys_of_dots3_note() -> None:
+    """Of releases: what they say of layers with a window, of those with experts, and of indexers."""
+    raw = {
+        "architectures": ["Dots3NoteForConditionalGeneration"],
+        "model_type": "dots3_note",
+        "num_hidden_layers": 6,
+        "layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": [1, 1, 0, 1, 1, 1],
+        "sliding_window_size": 128,
+        "moe_shared_expert_intermediate_size": 768,
+        "rope_theta": 10000.0,
+        "swa_rope_theta": 500.0,
+        "swa_head_dim": 192,
+        "swa_qk_nope_head_dim": 128,
+        "swa_kv_lora_rank": 256,
+        "vision_config": {},
+        "audio_config": {},
+    }
+    config = find_family(raw).check_config(raw).config
+    assert (config.axes["f"], config.axes["I"], config.axes["W"]) == ((0, 1, 5), (0, 2), 768)
+    assert config.windows == (None, None, 128, 128, 128, None)
+    assert [rope.theta for rope in config.ropes] == [10000.0, 10000.0, 500.0, 500.0, 500.0, 10000.0]
+    assert (config.layer_sizes[2]["P"], config.layer_sizes[2]["R"], config.layer_sizes[2]["C"]) == (128, 64, 256)
+    assert not find_family(raw).check_config(raw | {"use_dsa": False}).config.axes["f"]
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        find_family(raw).check_config(raw | {"use_dsa": None, "per_layer_config": {"2": {}, "3": {"v_head_dim": 2}}})
+
+
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)
@@ -378,3 +407,47 @@ def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     assert not why("model.language_model.layers.15.mlp.down_proj.weight")
     with pytest.raises(UnsupportedConfig, match="attention_bias=True"):
         family.check_config(raw | {"text_config": {"attention_bias": True}})
+
+
+PHI_4_MULTIMODAL = {
+    "architectures": ["Phi4MMForCausalLM"],
+    "model_type": "phi4mm",
+    "audio_processor": {"name": "cascades"},
+    "embd_layer": {"embedding_cls": "image_audio"},
+    "img_processor": None,
+    "num_attention_heads": 24,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "speech_lora": {"r": 320},
+    "tie_word_embeddings": True,
+    "vision_lora": {"r": 256},
+}
+
+
+def test_adapters_of_phi_4_multimodal_are_left_out() -> None:
+    """Of the release with code of its own, whose matrices have adapters for images and for sound."""
+    family = find_family(PHI_4_MULTIMODAL)
+    config = family.check_config(PHI_4_MULTIMODAL).config
+    assert (config.rope.type, config.rope_dim, config.tie_word_embeddings) == ("longrope", 96, True)
+    qkv = "model.layers.0.self_attn.qkv_proj"
+    table = family.table_for([f"{qkv}.base_layer.weight", f"{qkv}.lora_A.vision.weight"])
+    why = table.ignored(config)
+    assert table.variant == "base_layer"
+    assert all(why(f"{qkv}.lora_{x}.{kind}.weight") for x in "AB" for kind in ("vision", "speech"))
+    assert why("model.embed_tokens_extend.audio_embed.encoder.after_norm.weight")
+    assert not why(f"{qkv}.base_layer.weight")
+
+
+@pytest.mark.parametrize("name", ["cosmos3_omni", "cosmos3_edge"])
+def test_what_generates_is_left_out_of_cosmos(name: str) -> None:
+    raw = {"model_type": name, "text_config": {}, "vision_config": {}}
+    family = find_family(raw)
+    why = family.table.ignored(family.check_config(raw).config)
+    for generator in ("layers.3.self_attn.add_q_proj.weight", "layers.3.mlp_moe_gen.up_proj.weight", "proj_in.weight"):
+        assert why(generator)
+    assert not why("layers.3.self_attn.to_q.weight")
+    older = [f"layers.3.self_attn.{x}_proj.weight" for x in "qkvo"]
+    assert family.table_for([*older, "norm.weight"]).variant == "older."

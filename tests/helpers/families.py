@@ -72,9 +72,9 @@ class Case:
         if self.family in VISION:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
-            if self.family == "granite_docling":
-                vision["out_hidden_size"] = sizes["hidden_size"]
-            beside = BESIDE_TEXT.get(self.family, {})
+            beside = deepcopy(BESIDE_TEXT.get(self.family, {}))
+            for part in (vision, beside.get("audio_config", {})):
+                part |= {key: sizes["hidden_size"] for key in AS_WIDE_AS_TEXT.get(self.family, ()) if key in part}
             if self.family in OMNI:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
                 thinker = parts | {"tie_word_embeddings": tied}
@@ -114,6 +114,7 @@ NO_SCAN = {
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
+    **dict.fromkeys(("dots3_note_text", "dots3_note"), "layers with a window have sizes of their own"),
     "mistral_large4": "as glm_moe_dsa",
     "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
@@ -144,7 +145,15 @@ NO_SCAN = {
     **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers differ in having indexers and experts"),
     **dict.fromkeys(
-        ("mellum-dense-layers", "laguna-elements", "flint-plain", "axk1-plain", "axk2-plain"), "as deepseek_v3"
+        (
+            "mellum-dense-layers",
+            "deepseek_ocr2-plain",
+            "laguna-elements",
+            "flint-plain",
+            "axk1-plain",
+            "axk2-plain",
+        ),
+        "as deepseek_v3",
     ),
 }
 REPEATING = {
@@ -295,19 +304,47 @@ VISION: dict[str, dict[str, Any]] = {
     "glm_ocr": GLM_VISION,
     "paddleocr_vl": SIGLIP_VISION,
     "hunyuan_vl": HUNYUAN_VISION,
-    "granite_docling": SIGLIP_VISION,
+    "granite_docling": SIGLIP_VISION | {"out_hidden_size": 48},
     "step3p7": SIGLIP_VISION,
     "muse_glimmer": KIMI_VISION,
+    "muse_spark": KIMI_VISION,
     "qwen3_omni_moe": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen2_5_omni": QWEN_VISION | {"fullatt_block_indexes": [0]},
     "minimax_m3_vl": SIGLIP_VISION,
     "gemma4_unified": {"mm_embed_dim": 8, "mm_posemb_size": 4, "patch_size": 2, "pooling_kernel_size": 1},
     "gemma3n": SIGLIP_VISION | {"vocab_size": 3, "vocab_offset": 1000, "rms_norm_eps": 1e-6},
+    "deepseek_ocr2": {
+        "sam_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 4, "mlp_dim": 8},
+            **{"image_size": 32, "window_size": 2, "global_attn_indexes": [0], "downsample_channels": [4, 8]},
+        },
+        "encoder_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+            **{"intermediate_size": 16, "vocab_size": 3},
+        },
+    },
+    "cosmos3_omni": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "aria": SIGLIP_VISION,
+    "cosmos3_edge": {
+        **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"patch_size": 4, "num_patches": 4},
+    },
+    "dots3_note": {
+        **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"adapter_in_dim": 8, "adapter_out_dim": 48, "mlp_layer_types": ["dense"]},
+    },
 }
 """The `vision_config` of families inside multimodal models."""
 BESIDE_TEXT = {
     "kimi_k25": {"projection_hidden_size": 8},
     "muse_glimmer": {"out_hidden_size": 32, "projector_hidden_size": 8},
+    "muse_spark": {
+        **{"out_hidden_size": 32, "projector_hidden_size": 8},
+        "audio_config": {
+            **{"patch_sizes": [2], "hidden_sizes": [8], "depths": [1], "num_hidden_layers": 1},
+            **{"out_hidden_size": 48, "conv_kernel_size": 3},
+        },
+    },
     "gemma3n": {
         "initializer_range": SIZES["initializer_range"],
         "audio_config": {
@@ -321,8 +358,22 @@ BESIDE_TEXT = {
         },
     },
     "minimax_m3_vl": {"projector_hidden_size": 8},
+    "cosmos3_edge": {"projector_hidden_size": 8},
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
+    "dots3_note": {
+        "audio_config": {
+            **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+            **{"adapter_input_size": 8, "adapter_out_dim": 48, "downsample_hidden_size": 4, "feature_size": 8},
+        }
+    },
 }
 """Further sizes beside the `text_config`."""
+AS_WIDE_AS_TEXT = {
+    "granite_docling": ("out_hidden_size",),
+    "muse_spark": ("out_hidden_size",),
+    "dots3_note": ("adapter_out_dim",),
+}
+"""Sizes of what sees or hears that have to be the text model's `hidden_size`."""
 
 DEEPSEEK = {
     "num_key_value_heads": None,
@@ -366,6 +417,40 @@ MINIMAX_M3 = {
     "index_topk_blocks": 2,
 }
 """Blocks of which tests have more than are selected."""
+
+DEEPSEEK_OCR2 = {"moe_intermediate_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 3}
+PHI4_TOWERS = {
+    "vision_config": {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"image_size": 28, "patch_size": 14, "crop_size": 28},
+    },
+    "audio_config": {
+        **{"hidden_size": 16, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 16, "input_size": 8},
+        **{"nemo_conv_channels": 8, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16},
+    },
+}
+MUSE_SPARK = {
+    "head_dim": 14,
+    "moe_intermediate_size": 20,
+    "moe_hidden_size": 28,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+}
+DOTS3 = {
+    **DEEPSEEK | INDEXED,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "shared_experts_intermediate_size": 18,
+    "sliding_window": 6,
+    "swa_num_attention_heads": 3,
+    "swa_num_key_value_heads": 3,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 30,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 14,
+}
+"""Layers with a window have other heads, of another size."""
 
 LARGE4 = {
     "num_key_value_heads": 6,
@@ -2403,6 +2488,115 @@ CASES: list[Case] = [
         final_logit_softcapping=20.0,
         tie_word_embeddings=False,
     ),
+    _case(  # with the default factor attention is so sharp that it enlarges what float32 rounds
+        "muse_spark-plain", **MUSE_SPARK, num_hidden_layers=3, sliding_window=6, qk_scale_factor=2.0
+    ),
+    _case(
+        "muse_spark-dense-layers",  # and more experts than tokens
+        **MUSE_SPARK | {"head_dim": 10, "num_local_experts": 81, "num_experts_per_tok": 2},
+        num_hidden_layers=4,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        sliding_window=4,
+        layer_types=MIXED,
+        rope_parameters=LLAMA3,
+        layer_rope_theta=[500.0, 500.0, 0, 0],
+        attention_bias=True,
+        routed_scaling_factor=1.7,
+        residual_gate_temperature=0.05,  # so that some factors are the smallest
+        qk_scale_factor=1.7,
+        output_multiplier=0.7,
+        final_logit_softcapping=3.0,
+        post_norm_eps=1e-3,
+    ),
+    _case("deepseek_ocr2-plain", **DEEPSEEK_OCR2, num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "sparse"]),
+    _case(
+        "deepseek_ocr2-groups",
+        **DEEPSEEK_OCR2 | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
+        topk_method="group_limited_greedy",
+        num_hidden_layers=3,
+        mlp_layer_types=["sparse"] * 3,
+        n_shared_experts=1,
+        routed_scaling_factor=1.7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        rope_parameters=LINEAR,
+    ),
+    _case("cosmos3_omni-plain", head_dim=10, rope_parameters=MROPE | {"mrope_section": [1, 2, 2]}),
+    _case(
+        "cosmos3_omni-biases",
+        head_dim=14,
+        num_hidden_layers=3,
+        num_key_value_heads=6,
+        attention_bias=True,
+        rope_parameters=MROPE | {"mrope_section": [3, 2, 2]},
+        rms_norm_eps=1e-3,
+    ),
+    _case("cosmos3_edge-plain", head_dim=10, rope_parameters=MROPE | {"mrope_section": [1, 2, 2]}),
+    _case(
+        "cosmos3_edge-biases",
+        head_dim=14,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 60.0, "mrope_section": [3, 2, 2]},
+        rms_norm_eps=1e-3,
+    ),
+    _case("phi4_multimodal-plain", **PHI4_TOWERS, num_hidden_layers=3),
+    _case(
+        "phi4_multimodal-longrope",
+        **PHI4_TOWERS,
+        num_key_value_heads=6,
+        sliding_window=5,
+        rms_norm_eps=1e-3,
+        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
+        original_max_position_embeddings=6,
+        tie_word_embeddings=True,
+    ),
+    _case("aria-plain", head_dim=10, moe_num_experts=6, moe_topk=3),
+    _case(
+        "aria-shared",  # and more experts than tokens
+        head_dim=14,
+        num_hidden_layers=3,
+        num_key_value_heads=None,
+        moe_num_experts=81,
+        moe_topk=2,
+        moe_num_shared_experts=1,
+        attention_bias=True,
+        rope_parameters=LLAMA3,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case("dots3_note_text-plain", **DOTS3),
+    _case(
+        "dots3_note_text-full",  # without indexers
+        **DOTS3 | {"n_group": 1, "topk_group": 1, "sliding_window": 4},
+        use_dsa=False,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        n_shared_experts=2,
+        routed_scaling_factor=1.7,
+        norm_topk_prob=False,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "full_attention": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+        },
+    ),
+    _case("dots3_note-plain", **DOTS3),
+    _case(
+        "dots3_note-window",  # a window in all layers
+        **DOTS3 | {"num_hidden_layers": 3, "swa_qk_rope_head_dim": 8},
+        layer_types=["sliding_attention"] * 3,
+        first_k_dense_replace=0,
+        swa_rope_theta=70.0,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3n-plain", **GEMMA3N),
     _case("gemma3n-own-head", **GEMMA3N | {"num_kv_shared_layers": 0, "sliding_window": 4}, tie_word_embeddings=False),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
@@ -2466,6 +2660,10 @@ COMPUTED_BY = {
     "qwen2_5_omni": "qwen2",
     "step3p7": "step3p5",
     "minimax_m3_vl": "minimax_m3_vl_text",
+    "dots3_note": "dots3_note_text",
+    "cosmos3_omni": "qwen3",
+    "phi4_multimodal": "phi3",
+    "cosmos3_edge": "arcee",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",
@@ -2507,7 +2705,16 @@ def one_fast_of_each(
 
 CENTERED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("step3p5", "step3p7", "muse_glimmer", "minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp_text", "qwen4_exp"),
+    *(
+        "step3p5",
+        "step3p7",
+        "muse_glimmer",
+        "muse_spark",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
+        "qwen4_exp_text",
+        "qwen4_exp",
+    ),
 }
 """Families whose norms multiply by 1 + w."""
 

@@ -55,6 +55,22 @@ EVEN = {
         for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4")
     },
     "axk2": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32, "gated_norm_rank": 32},
+    **{
+        name: {
+            **MLA,
+            **{"num_key_value_heads": 4, "index_head_dim": 32, "shared_experts_intermediate_size": 64, "head_dim": 64},
+            **{"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_kv_lora_rank": 64, "swa_head_dim": 64},
+            **{"swa_q_lora_rank": 32, "swa_qk_nope_head_dim": 32, "swa_qk_rope_head_dim": 32, "swa_v_head_dim": 32},
+        }
+        for name in ("dots3_note_text", "dots3_note")
+    },
+    "deepseek_ocr2": {"num_attention_heads": 2, "moe_intermediate_size": 64},
+    **{
+        name: {"head_dim": 32, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+        for name in ("cosmos3_omni", "cosmos3_edge")
+    },
+    "phi4_multimodal": {"num_attention_heads": 2},
+    "muse_spark": {"head_dim": 32, "moe_intermediate_size": 64, "moe_hidden_size": 32},
     "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "helium": {"num_attention_heads": 2, "head_dim": 32},
     "granitemoe_swa": {"head_dim": 32, "shared_intermediate_size": 64},

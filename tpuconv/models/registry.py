@@ -153,6 +153,14 @@ FAMILIES: Mapping[str, str] = {
     "mpt": "tpuconv.models.mpt.family:FAMILY",
     "dbrx": "tpuconv.models.dbrx.family:FAMILY",
     "jetmoe": "tpuconv.models.jetmoe.family:FAMILY",
+    "dots3_note_text": "tpuconv.models.dots3_note_text.family:FAMILY",
+    "dots3_note": "tpuconv.models.dots3_note.family:FAMILY",
+    "muse_spark": "tpuconv.models.muse_spark.family:FAMILY",
+    "deepseek_ocr2": "tpuconv.models.deepseek_ocr2.family:FAMILY",
+    "cosmos3_omni": "tpuconv.models.cosmos3_omni.family:FAMILY",
+    "cosmos3_edge": "tpuconv.models.cosmos3_edge.family:FAMILY",
+    "phi4_multimodal": "tpuconv.models.phi4_multimodal.family:FAMILY",
+    "aria": "tpuconv.models.aria.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

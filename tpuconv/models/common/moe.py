@@ -110,6 +110,7 @@ def routed(
     x_BTD: jax.Array,
     ids_BTX: jax.Array,
     weights_BTX: jax.Array,
+    norm: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Returns the weighted sum [B, T, D] of the outputs of each token's experts.
 
@@ -122,12 +123,15 @@ def routed(
         x_BTD: tokens.
         ids_BTX: the X experts of each token.
         weights_BTX: their weights.
+        norm: what is applied to the output of each expert before the sum. Not linear, so that on a mesh it needs the
+            output of all chips that have a part of the width.
     """
     E = experts[0].kernel.shape[0]
     mesh = automatic_mesh()
     if mesh is None:
         rows = Rows.of(x_BTD, ids_BTX, E, E)
-        return rows.summed(feed(*experts, rows), weights_BTX)
+        y = feed(*experts, rows)
+        return rows.summed(y if norm is None else norm(y), weights_BTX)
 
     sizes = dict(mesh.shape)
     graphs, states = zip(*map(nnx.split, experts), strict=True)
@@ -139,7 +143,7 @@ def routed(
     specs = tuple(_spec(expert, state, sizes, parts[2]) for expert, state in zip(experts, states, strict=True))
     batch = PartitionSpec(partition("B", x_BTD.shape[:1], sizes, ACTIVATIONS)[0])  # type: ignore[no-untyped-call]
 
-    def on_one_chip(states: Any, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
+    def on_one_chip(states: Any, norm: Any, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
         local: list[Expert] = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
         count = local[0].kernel.shape[0]
         ids_BTX = ids_BTX - (jax.lax.axis_index(by_expert) * count if by_expert else 0)
@@ -150,11 +154,15 @@ def routed(
             if expert.bias is not None and expert.letters == "EMD" and by_width:  # added on one chip of the width only
                 expert.bias[...] = jnp.where(jax.lax.axis_index(by_width) == 0, expert.bias[...], 0)
         y = jnp.where((rows.expert < count)[:, None], feed(*local, rows), 0)
-        y_BTD: jax.Array = jax.lax.psum(rows.summed(y, weights_BTX), (*by_expert, *by_width))  # type: ignore[no-untyped-call]
+        parts_of_sum = (*by_expert, *by_width)
+        if norm is not None:
+            y, parts_of_sum = norm(jax.lax.psum(y, by_width)), by_expert  # type: ignore[no-untyped-call]
+        y_BTD: jax.Array = jax.lax.psum(rows.summed(y, weights_BTX), parts_of_sum)  # type: ignore[no-untyped-call]
         return y_BTD
 
-    sharded = jax.shard_map(on_one_chip, in_specs=(specs, batch, batch, batch), out_specs=batch, check_vma=False)
-    return sharded(states, x_BTD, ids_BTX, weights_BTX)
+    in_specs = (specs, PartitionSpec(), batch, batch, batch)  # type: ignore[no-untyped-call]
+    sharded = jax.shard_map(on_one_chip, in_specs=in_specs, out_specs=batch, check_vma=False)
+    return sharded(states, norm, x_BTD, ids_BTX, weights_BTX)
 
 
 def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Aria, of which the text model is converted."""

@@ -1,0 +1,1 @@
+"""Cosmos 3 Edge, of which the text model is converted."""

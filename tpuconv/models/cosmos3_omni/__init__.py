@@ -1,0 +1,1 @@
+"""Cosmos 3, of which the text model is converted."""

@@ -1,0 +1,1 @@
+"""DeepSeek-OCR 2, of which the text model is converted."""

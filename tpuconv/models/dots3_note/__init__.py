@@ -1,0 +1,1 @@
+"""dots3.note, of which the text model is converted."""

@@ -1,0 +1,31 @@
+"""dots3.note: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, tables
+from tpuconv.models.dots3_note_text import family as dots3_note_text
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, dots3_note_text.Config):
+    """The keys of `text_config`, which releases have at the root."""
+
+    model_type: ClassVar[str] = "dots3_note"
+    flat: ClassVar[bool] = True
+
+
+TABLE, *VARIANTS = tables(
+    dots3_note_text.TABLE, "model.", {"vision_encoder": SEES, "audio_encoder": HEARS, "audio_adapter": HEARS}
+)
+
+FAMILY = Family(
+    name="dots3_note",
+    summary="dots3.note, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.dots3_note.modules:Model",
+    architectures={"Dots3NoteForConditionalGeneration": "dots3_note", "Dots3NoteForCausalLM": "dots3_note"},
+)

@@ -1,0 +1,1 @@
+"""dots3.note, the text model saved on its own."""

@@ -1,0 +1,1 @@
+"""Muse Spark, of which the text model is converted."""

@@ -1,0 +1,1 @@
+"""Phi-4-multimodal, of which the text model is converted."""
