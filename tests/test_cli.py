@@ -528,7 +528,7 @@ def test_interrupted_where_a_lock_is_taken_it_ends_all_the_same(event, function)
 
 
 CONFIGS = {
-    "unknown architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, 5, "no family reads"),
+    "unknown architecture": ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, 5, "no family reads"),
     "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),
     "unknown key": ({"attention_chunk_size": 4}, 5, "--allow-config attention_chunk_size"),
     "quantized": ({"quantization_config": {"quant_method": "aqlm"}}, 5, "quant_method='aqlm' is not implemented"),
