@@ -198,6 +198,23 @@ def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypat
     assert set(objects(ROOT)) == {"out.tpuconv/claim", "out.tpuconv/plan.done"}
 
 
+def test_a_clock_that_another_process_cleared_is_written_again(bucket, monkeypatch):
+    """As the process that publishes does it."""
+    cleared, facts = [], buckets.facts
+
+    def cleared_once(path):
+        if path.name.startswith("clock-") and not cleared:
+            cleared.append(path.name)
+            bucket.delete([f"out.tpuconv/{path.name}"])
+        return facts(path)
+
+    with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
+        monkeypatch.setattr(buckets, "facts", cleared_once)
+        assert journal._now() > 0
+        assert cleared
+    assert not [name for name in objects(ROOT) if "clock" in name]
+
+
 def test_an_entry_of_other_keys_is_refused(bucket):
     with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
         journal.begin()

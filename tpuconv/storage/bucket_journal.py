@@ -43,6 +43,8 @@ from tpuconv.storage.sinks import BucketSink, is_mark
 HEARTBEAT_SECONDS = 60
 LAPSED_SECONDS = 300
 """Age of a claim after which its process is taken for dead."""
+CLOCK_ATTEMPTS = 3
+"""A process that publishes clears the work, with the clocks of others."""
 
 CLAIM = "claim"
 CLAIM_SCHEMA = {"fingerprint": str, "process": str, "by": str}
@@ -142,12 +144,13 @@ class BucketJournal(JournalEntries):
     def _now(self) -> float:
         """The time of the server, in seconds: clocks of hosts differ."""
         clock = self.work / f"clock-{self._process}"
-        buckets.put_object(clock, b"")
-        found = buckets.facts(clock)
-        buckets.remove_objects(self.work, [clock.name])
-        if found is None:
-            raise BucketError(f"{clock} was written, and is not there", hint="run again")
-        return found.modified.timestamp()
+        for _ in range(CLOCK_ATTEMPTS):
+            buckets.put_object(clock, b"")
+            found = buckets.facts(clock)
+            buckets.remove_objects(self.work, [clock.name])
+            if found is not None:
+                return found.modified.timestamp()
+        raise BucketError(f"{clock} was written, and is not there", hint="run again")
 
     def _other_writer(self) -> OutputError:
         return OutputError(
