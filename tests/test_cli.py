@@ -485,6 +485,7 @@ def test_interrupted_it_promises_no_more_than_is_kept(monkeypatch, capsys):
     monkeypatch.setattr("tpuconv.models.registry.family_names", interrupt)
     monkeypatch.setattr(sys, "argv", ["tpuconv", "families"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler of the tests' own process stays
+    monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="130"):
         cli.main()
     assert capsys.readouterr().err.strip() == "Interrupted."
@@ -524,6 +525,38 @@ def test_interrupted_where_a_lock_is_taken_it_ends_all_the_same(event, function)
     done = subprocess.run(
         [sys.executable, "-c", STOPPED, event, function], capture_output=True, text=True, timeout=60, check=False
     )
+    assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
+
+
+COLLECTED = """
+import gc, signal, time
+from tpuconv.commands.process import run
+
+def _xla_gc_callback(phase, info):
+    if phase == "start":
+        signal.raise_signal(signal.SIGINT)
+
+class Freed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def collect():
+    gc.callbacks.append(_xla_gc_callback)
+    gc.collect()
+    gc.callbacks.remove(_xla_gc_callback)
+    time.sleep(20)
+
+def free():
+    Freed()
+    time.sleep(20)
+
+run(%s)
+"""
+
+
+@pytest.mark.parametrize("work", ["collect", "free"])
+def test_interrupted_while_garbage_is_collected_it_ends_all_the_same(work):
+    done = subprocess.run([sys.executable, "-c", COLLECTED % work], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 

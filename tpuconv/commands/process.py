@@ -67,7 +67,9 @@ def _run(command: Callable[[], Any]) -> None:
         cause = e.__cause__ if isinstance(e, click.Abort) and e.__cause__ else e
         if is_interruption(cause):  # work that a signal interrupts may fail in its own way
             say("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
-            sys.exit(EXIT_CODES[_signals[0] if _signals else signal.SIGINT])
+            sys.stderr.flush()
+            # XLA's threads may still compute: it crashes if the interpreter is taken apart meanwhile.
+            os._exit(EXIT_CODES[_signals[0] if _signals else signal.SIGINT])
         if isinstance(e, click.exceptions.NoArgsIsHelpError):
             e.show(sys.stderr)
             sys.exit(2)
@@ -146,20 +148,22 @@ class _Interrupted(KeyboardInterrupt):
 LOCKING = frozenset(f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__"))
 """Functions of the standard library that take or release locks of threads, by their qualified names: an exception in
 one of them leaves a lock taken for ever, and the thread that needs it next would never end."""
+COLLECTING = frozenset({"_xla_gc_callback", "__del__"})
+"""Functions that the collection of garbage calls, by their names: what one of them raises is dropped."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGINT and SIGTERM: the work stops. In two places it cannot: while an extension module is imported
-    (some make an ImportError of an exception then, others end the process), and in `LOCKING`. So a timer asks again a
-    little later. If other code makes another exception of this one, that does not matter: `run` looks at the signals
-    that arrived."""
+    """The handler of SIGINT and SIGTERM: the work stops. In three places it cannot: while an extension module is
+    imported (some make an ImportError of an exception then, others end the process), in `LOCKING` and in `COLLECTING`.
+    So a timer asks again a little later. If other code makes another exception of this one, that does not matter: `run`
+    looks at the signals that arrived."""
     if number != signal.SIGALRM:
         _signals.append(number)
     while frame is not None:
         code = frame.f_code
         loads = code.co_name in ("create_module", "exec_module")
         loads = loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader)
-        if loads or code.co_qualname in LOCKING:
+        if loads or code.co_qualname in LOCKING or code.co_name in COLLECTING:
             signal.signal(signal.SIGALRM, _interrupt)
             signal.setitimer(signal.ITIMER_REAL, 0.01)
             return
