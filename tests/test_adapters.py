@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
+from helpers.commands import tpuconv
 from helpers.conversions import restore, same_bits
 from helpers.encoded import encoded, int4_asymmetric
 from helpers.families import CASES, FIRST, Case
@@ -219,6 +220,26 @@ def test_what_an_adapter_changes_is_not_passed_through(tmp_path: Path) -> None:
     assert {n for n in plain if not same_bits(plain[n], changed[n])} == {
         f"layers.1.attn.q.kernel{part}" for part in (".array.qvalue", ".array.scale")
     }
+
+
+def test_what_is_merged_is_said(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    name = "model.layers.1.self_attn.q_proj"
+    adapter = lora(tmp_path / "lora", matrices(name, *read_tensors(tmp_path / "hf")[f"{name}.weight"].shape))
+    options = ("--adapter", f"{adapter}:0.5")
+    for more in (("--dry-run",), ()):
+        facts = json.loads(tpuconv("convert", tmp_path / "hf", tmp_path / "json", *options, *more, "--json").stdout)
+        assert facts["adapters"] == [{"name": adapter, "weight": 0.5, "changes": 1}]
+        said = tpuconv("convert", tmp_path / "hf", tmp_path / "out", *options, *more).stdout
+        assert "weight 0.5: changes 1 tensor\n" in said
+
+
+def test_an_adapter_of_another_model_is_named(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapter = lora(tmp_path / "lora", matrices("model.layers.1.self_attn.q_proj", 3, 5))
+    with pytest.raises(MappingError, match="do not fit each other") as error:
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[adapter])
+    assert error.value.hint.startswith("check that each adapter was trained on this model")
 
 
 @pytest.mark.parametrize("target", ["tpuconv", "huggingface"])

@@ -13,7 +13,7 @@ import pytest
 
 import tpuconv
 from tpuconv import api
-from tpuconv.errors import TpuconvError
+from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.verify import benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -72,3 +72,11 @@ def test_importing_it_imports_neither_numpy_nor_jax():
     program = "import sys, tpuconv.api, tpuconv.cli; print({'numpy', 'jax', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("given", [{"dtype": "bf16"}, {"encoding": "kept"}], ids=str)
+def test_a_value_that_is_not_known_is_a_mistake(given):
+    (name,) = given
+    with pytest.raises(UsageError, match=f"{name} cannot be") as error:
+        api.plan(EXAMPLE, **given)
+    assert "give one of" in error.value.hint

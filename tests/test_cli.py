@@ -25,10 +25,12 @@ from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
 from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import cli
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.registry import family_names, find_family, get_family
 from tpuconv.names import collapse
 from tpuconv.sources.headers import read_header
 from tpuconv.targets.registry import get_target
+from tpuconv.verify.reference import reference_config
 
 COMMANDS = (
     "convert",
@@ -185,6 +187,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 # -- generate, benchmark -----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_export_is_to_be_written_again(converted, tmp_path):
+    tpuconv("export", converted / "tiny-qwen3-orbax", "back", cwd=tmp_path)
+    (tmp_path / "back" / "config.json").write_text("{}")
+    said = tpuconv("verify", "back", cwd=tmp_path, code=10).stderr
+    assert "write the safetensors again" in said
+    assert "--update" not in said
+
+
+def test_a_model_that_transformers_does_not_know_is_not_compared(tmp_path):
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen99"}))
+    with pytest.raises(UnsupportedConfig, match="has no model of type 'qwen99'"):
+        reference_config(tmp_path)
 
 
 def test_the_example_writes_on(converted):

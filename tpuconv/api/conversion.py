@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
 
 
+CONVERSION_DTYPES = ("auto", "bfloat16", "float32")
+ENCODING_CHOICES = ("dequantize", "keep")
+
+
 def convert(
     src: str | Path,
     out: str | Location | None = None,
@@ -160,6 +164,9 @@ def _options(
     from tpuconv.convert.plan.types import Options
     from tpuconv.sources.adapter import read_adapter
 
+    for name, value, known in (("dtype", dtype, CONVERSION_DTYPES), ("encoding", encoding, ENCODING_CHOICES)):
+        if value not in known:
+            raise UsageError(f"{name} cannot be {value!r}", hint=f"give one of {', '.join(known)}")
     return Options(
         dtype=dtype,
         scan_layers=scan_layers,
@@ -331,6 +338,7 @@ def _run(
         resumed_bytes=resumed,
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
+        adapters=plan.options.adapters,
         skipped=plan.skipped,
         ignored_config=plan.ignored_config,
         quantization=report(raw) if raw and plan.quantization else None,

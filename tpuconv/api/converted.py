@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
+    from tpuconv.sources.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Conversion:
         resumed_bytes: how many of them an earlier run had converted.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
+        adapters: what was merged.
         skipped: source tensors that are not converted, and why.
         ignored_config: keys of config.json that are not read, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
@@ -48,6 +50,7 @@ class Conversion:
     resumed_bytes: int
     seconds: float
     peak_memory_bytes: int
+    adapters: Sequence["Adapter"]
     skipped: Sequence["Skip"]
     ignored_config: Sequence["IgnoredKey"]
     quantization: "Report | None"
@@ -79,6 +82,7 @@ class Conversion:
             "resumed_bytes": self.resumed_bytes,
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
+            "adapters": [adapter.to_summary() for adapter in self.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "ignored_config": [key.to_json() for key in self.ignored_config],
         }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Skip
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.report import Report
+    from tpuconv.sources.adapter import Adapter
 
 
 @options.command(
@@ -134,6 +135,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
             f"peak memory {format_size(done.peak_memory_bytes)}"
             + (f", {format_size(done.resumed_bytes)} from an earlier run" if done.resumed_bytes else ""),
         )
+    _show_adapters(done.adapters)
     _show_ignored(done.ignored_config)
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
@@ -159,6 +161,7 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
     arrays, source = plan.plan.arrays, plan.plan.source
     title = f"{source.name}: {plan.plan.family}"
     console().print(tensor_table(title, plan.files) if plan.files else _arrays_of(title, plan))
+    _show_adapters(plan.plan.options.adapters)
     _show_ignored(plan.plan.ignored_config)
     show_skipped("not converted", plan.plan.skipped, " tensors,")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
@@ -216,6 +219,14 @@ def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table
 def in_files(files: "Sequence[Sequence[ExportTensor]]") -> str:
     """How many tensors go to how many files."""
     return f"{sum(map(len, files))} tensors in {len(files)} {'files' if len(files) > 1 else 'file'}"
+
+
+def _show_adapters(adapters: "Sequence[Adapter]") -> None:
+    """A line for each adapter that is merged."""
+    for facts in (adapter.to_summary() for adapter in adapters):
+        count = facts["changes"]
+        tensors = f"{count} tensors" if count > 1 else f"{count} tensor"
+        show(f"  adapter {facts['name']}, weight {facts['weight']:g}: changes {tensors}")
 
 
 def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:

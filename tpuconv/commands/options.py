@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tpuconv.api.conversion import CONVERSION_DTYPES, ENCODING_CHOICES
 from tpuconv.api.ray_tasks import Result, on_ray
 from tpuconv.commands.params import ByteSize, File, LocationParam, Name, Numbers, RayAddress
 from tpuconv.errors import UsageError
@@ -105,7 +106,7 @@ limits = stacked(
 
 encoding = click.option(
     "--encoding",
-    type=click.Choice(["dequantize", "keep"]),
+    type=click.Choice(ENCODING_CHOICES),
     default="dequantize",
     show_default=True,
     help="FP8, INT8, INT4 and FP4 weights: decode them to bfloat16, or keep quantized values and scales as they are.",
@@ -131,9 +132,7 @@ scheme = click.option(
 
 
 def _dtype(help: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True, help=help
-    )
+    return click.option("--dtype", type=click.Choice(CONVERSION_DTYPES), default="auto", show_default=True, help=help)
 
 
 dtype = _dtype("Dtype of parameters and activations; auto is the checkpoint's.")

@@ -31,7 +31,11 @@ def load_tokenizer(folder: Path) -> Any:
         ConfigError: transformers cannot load it.
     """
     if not has_tokenizer(folder):
-        raise UsageError(f"{folder} has no tokenizer", hint="copy tokenizer.json and tokenizer_config.json into it")
+        raise UsageError(
+            f"{folder} has no tokenizer",
+            hint="copy tokenizer.json and tokenizer_config.json into it; in a checkpoint, `tpuconv verify --update` "
+            "then takes them into the manifest",
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError:

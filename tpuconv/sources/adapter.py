@@ -75,6 +75,10 @@ class Adapter:
         """What the manifest says about it."""
         return {"name": self.name, "weight": self.weight, "xxh3_128": self.digest}
 
+    def to_summary(self) -> dict[str, Any]:
+        """What a conversion says about it: `changes` is how many tensors it changes, experts of a layer as one."""
+        return {"name": self.name, "weight": self.weight, "changes": len(self.changes) + len(self.experts)}
+
 
 def read_adapter(given: str) -> Adapter:
     """Reads the adapter of a folder or a Hub id, perhaps followed by a colon and a weight: `my-lora:0.5`.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpuconv.errors import ConfigError, UsageError
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
 from tpuconv.sources.config import read_config, read_json
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE
@@ -43,13 +43,23 @@ def whole_config(raw: Mapping[str, Any]) -> Any:
 
 
 def reference_config(source: Path) -> Any:
-    """Returns transformers' config object of the source."""
-    from transformers import AutoConfig
+    """Returns transformers' config object of the source.
+
+    Raises:
+        UnsupportedConfig: transformers does not know the type of the model.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     raw = read_json(source / CONFIG_FILE, ConfigError)
     if raw.get("model_type") in READ_WITHIN:
         return whole_config(raw)
     if (other := READ_AS.get(raw.get("model_type", ""))) is None:
+        if (kind := raw.get("model_type")) not in CONFIG_MAPPING:
+            raise UnsupportedConfig(
+                f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",
+                hint="try another version of transformers; `tpuconv verify` alone compares with the checksums",
+            )
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.model_type in READ_ALONE:
             config.text_config.tie_word_embeddings = config.tie_word_embeddings

@@ -346,6 +346,7 @@ class Plan:
             "family": self.family,
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
             "mapped": self.mapped,
+            "adapters": [adapter.to_summary() for adapter in self.options.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "ignored_config": [key.to_json() for key in self.ignored_config],
             "unmapped": list(self.unmapped),
@@ -378,12 +379,13 @@ class Plan:
                 hint="--encoding dequantize decodes them",
             )
         if self.faults:
+            adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
             raise MappingError(
                 f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
                 f"{self.family} do not fit each other",
                 details=shorten(self.faults),
-                hint="check that config.json is that of these files, its numbers of layers and sizes too, and that all "
-                f"files are there; `tpuconv families {self.family} --table` shows what the family reads",
+                hint=f"check {adapters}that config.json is that of these files, its numbers of layers and sizes too, "
+                f"and that all files are there; `tpuconv families {self.family} --table` shows what the family reads",
             )
 
 
