@@ -577,6 +577,27 @@ def test_interrupted_while_garbage_is_collected_it_ends_all_the_same(work):
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
+NOTED = """
+import signal, sys
+from tpuconv.commands.process import run
+
+def work():
+    sys.stdout.write("written")
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as e:
+        e.add_note("a note of another library")
+        raise
+
+run(work)
+"""
+
+
+def test_interrupted_it_keeps_what_was_written_and_shows_no_other_notes():
+    done = subprocess.run([sys.executable, "-c", NOTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "written", "Interrupted.")
+
+
 CONFIGS = {
     "unknown architecture": ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, 5, "no family reads"),
     "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),

@@ -56,7 +56,9 @@ def test_the_names_choose_the_table(family: Any) -> None:
         assert family.table_for(names) is family.table_for(encoded) is table
         assert family.table_of(table.variant) is table
     assert family.table_for(["other"]) is family.table
-    assert len({table.fingerprint for table in (family.table, *family.variants)}) in (1, 2, 3, 4, 6)
+    names_of_parts = any(table.variant.startswith("older.") for table in family.variants)  # two sets, in Cosmos 3
+    fingerprints = {table.fingerprint for table in (family.table, *family.variants)}
+    assert len(fingerprints) in ((4,) if names_of_parts else (1, 2, 3, 6))
     with pytest.raises(UsageError, match="no variant 'x'"):
         family.table_of("x")
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
 
 
-CONVERSION_DTYPES = ("auto", "bfloat16", "float32")
+DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
+"""What `dtype` and `encoding` may be; `--dtype` of every command."""
 
 
 def convert(
@@ -164,7 +165,7 @@ def _options(
     from tpuconv.convert.plan.types import Options
     from tpuconv.sources.adapter import read_adapter
 
-    for name, value, known in (("dtype", dtype, CONVERSION_DTYPES), ("encoding", encoding, ENCODING_CHOICES)):
+    for name, value, known in (("dtype", dtype, DTYPE_CHOICES), ("encoding", encoding, ENCODING_CHOICES)):
         if value not in known:
             raise UsageError(f"{name} cannot be {value!r}", hint=f"give one of {', '.join(known)}")
     return Options(

@@ -53,12 +53,13 @@ class Verification:
         """Raises CorruptOutput if there are faults."""
         if self.faults:
             count = len(self.faults)
-            again = "convert the checkpoint again, with --overwrite; if a file was changed on purpose, "
-            again += "`tpuconv verify --update` takes the change into the manifest"
             raise CorruptOutput(
                 f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
                 details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
-                hint=again if self.arrays else "write the safetensors again, with --overwrite",
+                hint="convert the checkpoint again, with --overwrite; if a file was changed on purpose, "
+                "`tpuconv verify --update` takes the change into the manifest"
+                if self.arrays
+                else "write the safetensors again, with --overwrite",
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tpuconv.api.conversion import CONVERSION_DTYPES, ENCODING_CHOICES
+from tpuconv.api.conversion import DTYPE_CHOICES, ENCODING_CHOICES
 from tpuconv.api.ray_tasks import Result, on_ray
 from tpuconv.commands.params import ByteSize, File, LocationParam, Name, Numbers, RayAddress
 from tpuconv.errors import UsageError
@@ -132,7 +132,7 @@ scheme = click.option(
 
 
 def _dtype(help: str) -> Callable[[Any], Any]:
-    return click.option("--dtype", type=click.Choice(CONVERSION_DTYPES), default="auto", show_default=True, help=help)
+    return click.option("--dtype", type=click.Choice(DTYPE_CHOICES), default="auto", show_default=True, help=help)
 
 
 dtype = _dtype("Dtype of parameters and activations; auto is the checkpoint's.")

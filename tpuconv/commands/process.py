@@ -24,6 +24,8 @@ from tpuconv.sizes import format_size
 from tpuconv.text import plain
 
 EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
+KEPT = "What is done is kept: the same command continues from there."
+"""The note of an interruption of work that a rerun continues."""
 GC_THRESHOLD = 20_000
 """Objects between two collections of garbage. Imports and tracing make many objects that stay, and the default of 700
 has the collector look through them again and again: 0.5 s of a quantization. What holds much memory in cycles of
@@ -66,8 +68,11 @@ def _run(command: Callable[[], Any]) -> None:
         # Click makes an Abort of a KeyboardInterrupt, and of an EOFError.
         cause = e.__cause__ if isinstance(e, click.Abort) and e.__cause__ else e
         if is_interruption(cause):  # work that a signal interrupts may fail in its own way
-            say("\n" + " ".join(["Interrupted.", *getattr(cause, "__notes__", ())]), err=True)
-            sys.stderr.flush()
+            kept = [KEPT] if KEPT in getattr(cause, "__notes__", ()) else []  # jax adds notes of its own
+            say("\n" + " ".join(["Interrupted.", *kept]), err=True)
+            with suppress(ResourceError):  # what was written until now, if it can be
+                sys.stdout.flush()
+                sys.stderr.flush()
             # XLA's threads may still compute: it crashes if the interpreter is taken apart meanwhile.
             os._exit(EXIT_CODES[_signals[0] if _signals else signal.SIGINT])
         if isinstance(e, click.exceptions.NoArgsIsHelpError):

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tpuconv.commands.console import console, say, styled
-from tpuconv.commands.process import is_interruption
+from tpuconv.commands.process import KEPT, is_interruption
 from tpuconv.memory import peak_memory
 from tpuconv.progress import Listener, Progress
 from tpuconv.sizes import format_size
@@ -46,7 +46,7 @@ def resumable(as_json: bool) -> Iterator[Listener]:
             yield listen
         except BaseException as e:
             if began and is_interruption(e):
-                e.add_note("What is done is kept: the same command continues from there.")
+                e.add_note(KEPT)
             raise
 
 

@@ -223,6 +223,20 @@ class MappingTable:
         for row in self.rows:
             _row_layout(row)
 
+    def renamed(
+        self, rename: Callable[[str], str], *, ignore: Mapping[str, str] | None = None, variant: str = ""
+    ) -> "MappingTable":
+        """The same rows with other names of source tensors, those that `rename` gives to each name, and to each pattern
+        of what is not converted. `ignore` is not converted besides; `variant` is that of the new table."""
+        return MappingTable(
+            [replace(row, hf=tuple(map(rename, row.hf_names))) for row in self.rows],
+            ignore={**{rename(name): why for name, why in self.ignore.items()}, **(ignore or {})},
+            copies={rename(copy): rename(original) for copy, original in self.copies.items()},
+            variant=variant,
+            returns=self.returns,
+            axes=self.axes,
+        )
+
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
         """The number of source tensors that `bind` names, without listing them."""
         sizes = {x: len(value) for x, value in self._values(config, include_mtp).items()}

@@ -7,9 +7,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.afmoe.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, attention, times
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, times
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 
 
@@ -24,10 +23,8 @@ class Attention(blocks.NormedAttention):
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
         self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window)) * nnx.sigmoid(self.gate(x_BTD))), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
 
 
 class Router(deepseek_v3.Router):

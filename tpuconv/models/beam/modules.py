@@ -10,9 +10,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.beam.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, apply_rope, attention, soft_capped, times
+from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, apply_rope, soft_capped, times
 from tpuconv.models.deepseek_v3.modules import MoE
 
 GROWTH, CONTEXT = 0.1, 2048
@@ -33,11 +32,8 @@ class Attention(blocks.NormedAttention):
         self.gate_bias = nnx.Param(jnp.zeros(config.axes["N"], dtype))
         self.has_rope = config.ropes[layer] is not None
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        gate_BTNH = nnx.sigmoid(self.gate(x_BTD) + self.gate_bias[...][:, None])
-        return self.o(attention(q_BTNH, kv, step.visible(window)) * gate_BTNH), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD) + self.gate_bias[...][:, None])
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)

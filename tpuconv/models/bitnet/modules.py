@@ -7,9 +7,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.bitnet.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Keys, RMSNorm, attention
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Keys, RMSNorm
 
 
 class Attention(blocks.Attention):
@@ -20,10 +19,8 @@ class Attention(blocks.Attention):
         super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
         self.sub_norm = RMSNorm("NH", config.axes, config.rms_norm_eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
-        return self.o(self.sub_norm(attention(q_BTNH, kv, step.visible(window)))), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return self.sub_norm(y_BTNH)
 
 
 class MLP(blocks.GatedMLP):

@@ -36,7 +36,8 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         visible_BTS, bias_BNS = step.visible(window), self.score_bias(step)
-        return self.o(attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=bias_BNS)), kv
+        y_BTNH = attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=bias_BNS)
+        return self.o(self.gated(x_BTD, y_BTNH)), kv
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the values [B, T, K, H]."""
@@ -46,6 +47,10 @@ class Attention(nnx.Module):
         """Returns queries and keys with rotary positions."""
         cos_sin = step.cos_sin_in(q_BTNH.dtype)
         return apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
+
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        """Returns the output [B, T, N, H] of each head, which gates made of `x_BTD`, or a norm, may change."""
+        return y_BTNH
 
     def score_bias(self, step: Step) -> jax.Array | None:
         """Returns what is added to the scores of each head and key [B, N, S]; None in families without."""

@@ -5,7 +5,7 @@ A model without logits has the family's table without the head: `headed` makes i
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.errors import ConfigError
@@ -139,10 +139,4 @@ def _prefix(table: MappingTable) -> str:
 
 def _without_prefix(table: MappingTable) -> MappingTable:
     prefix = _prefix(table)
-    return MappingTable(
-        [replace(row, hf=tuple(name.removeprefix(prefix) for name in row.hf_names)) for row in table],
-        ignore={name.removeprefix(prefix): why for name, why in table.ignore.items()},
-        copies={a.removeprefix(prefix): b.removeprefix(prefix) for a, b in table.copies.items()},
-        variant=f"{table.variant} without {prefix}",
-        returns=table.returns,
-    )
+    return table.renamed(lambda name: name.removeprefix(prefix), variant=f"{table.variant} without {prefix}")

@@ -81,7 +81,7 @@ class Expert(nnx.Module):
 
 class Experts(nnx.Module):
     """Experts that are gated MLPs (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The result is the sum of the outputs of
-    each token's X experts `ids_BTX`, weighted by `weights_BTX`."""
+    each token's X experts `ids_BTX`, weighted by `weights_BTX`, each after `norm` if there is one."""
 
     def __init__(
         self, sizes: Mapping[str, int], act: Callable[[jax.Array], jax.Array], *, dtype: DTypeLike, keys: Keys
@@ -91,13 +91,19 @@ class Experts(nnx.Module):
         self.up = Expert("EDM", sizes, dtype=dtype, keys=keys)
         self.down = Expert("EMD", sizes, dtype=dtype, keys=keys)
 
-    def __call__(self, x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        ids_BTX: jax.Array,
+        weights_BTX: jax.Array,
+        norm: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
         act = self.act
 
         def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
             return down(act(gate(rows.x, rows)) * up(rows.x, rows), rows)
 
-        return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX)
+        return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX, norm)
 
 
 EXPERT_RULES: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}

@@ -7,7 +7,7 @@ model is `model.language_model.`, and the head at the root. `tables` has a table
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
@@ -61,10 +61,9 @@ def tables(
     patterns = {f"{name}.*": why for name, why in outside.items()} | dict(tensors)
     skipped = {f"{front}{pattern}": why for pattern, why in patterns.items() for front in ("", "model.")}
     return tuple(
-        MappingTable(
-            [replace(row, hf=tuple(_inside(name, prefix, head) for name in row.hf_names)) for row in text],
-            ignore={**{_inside(name, prefix, head): why for name, why in text.ignore.items()}, **skipped},
-            copies={_inside(a, prefix, head): _inside(b, prefix, head) for a, b in text.copies.items()},
+        text.renamed(
+            partial(_inside, prefix=prefix, head=head),
+            ignore=skipped,
             variant=name + ("" if prefix == released else prefix),
         )
         for prefix, head in sorted(prefixes.items(), key=lambda item: item[0] != released)

@@ -1,7 +1,7 @@
 """Cosmos 3: the text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import MappingTable
@@ -45,13 +45,10 @@ def cosmos_tables(text: MappingTable, outside: Mapping[str, str]) -> tuple[Mappi
             name = name.replace(old, new)
         return name
 
-    newer = MappingTable(
-        [replace(row, hf=tuple(map(renamed, row.hf_names))) for row in text], ignore=text.ignore, copies=text.copies
-    )
     prefixes = {"": "lm_head.", "model.language_model.": "lm_head."}
     return tuple(
         table
-        for name, own in (("", newer), ("older.", text))
+        for name, own in (("", text.renamed(renamed)), ("older.", text))
         for table in tables(own, "", outside, tensors=GENERATOR, name=name, prefixes=prefixes)
     )
 

@@ -7,9 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import NormedAttention
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope
 from tpuconv.models.lfm2 import modules as lfm2
 from tpuconv.models.lfm3.family import Config
 
@@ -23,11 +22,11 @@ class Attention(NormedAttention):
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
         self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=dtype, keys=keys) if config.use_attention_gate else None
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), step.cos_sin)
-        kv = append_kv(kv, apply_rope(self.k_norm(self.k(x_BTD)), step.cos_sin), self.values(x_BTD), step.slot)
-        y_BTNH = attention(q_BTNH, kv, step.visible(window))
-        return self.o(y_BTNH if self.gate is None else y_BTNH * nnx.sigmoid(self.gate(x_BTD))[..., None]), kv
+    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        return apply_rope(self.q_norm(q_BTNH), step.cos_sin), apply_rope(self.k_norm(k_BTKH), step.cos_sin)
+
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH if self.gate is None else y_BTNH * nnx.sigmoid(self.gate(x_BTD))[..., None]
 
 
 class Block(lfm2.Block):

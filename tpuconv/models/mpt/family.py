@@ -1,17 +1,18 @@
 """MPT: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.gpt import GPT_QKV, UnrotatedConfig
 from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(UnrotatedConfig):
+class Config(ClippedConfig, UnrotatedConfig):
     """The keys of config.json, and of `attn_config` in it."""
 
     model_type: ClassVar[str] = "mpt"
@@ -55,11 +56,6 @@ class Config(UnrotatedConfig):
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         return super().in_our_keys(unnested(raw, "attn_config"))
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.clip_qkv is not None and self.clip_qkv <= 0:
-            yield f"clip_qkv={self.clip_qkv} is not positive"
 
 
 TABLE = MappingTable(

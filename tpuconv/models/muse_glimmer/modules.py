@@ -5,14 +5,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import (
     CenteredRMSNorm,
     Einsum,
     Keys,
     ScaledRMSNorm,
-    attention,
     normalize,
     soft_capped,
     times,
@@ -31,10 +29,8 @@ class Attention(blocks.Attention):
         self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
         self.eps, self.factor = config.rms_norm_eps, config.qk_scale_factor
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window)) * nnx.sigmoid(self.gate(x_BTD))), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         q_BTNH, k_BTKH = (normalize(x, 1, self.eps).astype(x.dtype) for x in (q_BTNH, k_BTKH))

@@ -8,10 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, RMSNorm, attention, normalize
-from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, RMSNorm, normalize
+from tpuconv.models.common.moe import Experts
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.muse_glimmer import modules as muse_glimmer
 from tpuconv.models.muse_spark.family import Config
@@ -23,11 +22,8 @@ LEAST_KEPT = 1e-3
 class Attention(muse_glimmer.Attention):
     """Muse Glimmer's attention. The output of each head is normalized before its gate."""
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        y_BTNH = normalize(attention(q_BTNH, kv, step.visible(window)), 1, self.eps).astype(x_BTD.dtype)
-        return self.o(y_BTNH * nnx.sigmoid(self.gate(x_BTD))), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return super().gated(x_BTD, normalize(y_BTNH, 1, self.eps).astype(x_BTD.dtype))
 
 
 class FirstScaledRMSNorm(RMSNorm):
@@ -61,14 +57,8 @@ class MoE(Experts):
         self.from_latent = Einsum("BTC,CD->BTD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        act = self.act
-
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(act(gate(rows.x, rows)) * up(rows.x, rows), rows)
-
         x_BTC = self.latent_norm(self.to_latent(x_BTD))
-        experts = (self.gate, self.up, self.down)
-        return self.from_latent(routed(feed, experts, x_BTC, *self.router(x_BTD), self.expert_norm))
+        return self.from_latent(super().__call__(x_BTC, *self.router(x_BTD), self.expert_norm))
 
 
 class GatedResidual(nnx.Module):

@@ -25,23 +25,17 @@ class PlainLayerNorm(nnx.Module):
         return normalize(centered, 1, self.eps).astype(x.dtype)
 
 
-class Attention(blocks.Attention):
+class Attention(blocks.ClippedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far.
     Queries, keys and values may be clipped. Rotary positions are in float32."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
-        self.limit = config.clip_qkv
-
-    def clipped(self, x: jax.Array) -> jax.Array:
-        """Returns x, no element of which is farther from 0 than `clip_qkv`."""
-        return x if self.limit is None else jnp.clip(x, -self.limit, self.limit)
-
-    def values(self, x_BTD: jax.Array) -> jax.Array:
-        return self.clipped(self.v(x_BTD))
+        bias = config.attention_bias
+        super().__init__(config, bias=bias, out_bias=bias, normed=False, dtype=dtype, keys=keys)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        return apply_rope(self.clipped(q_BTNH), step.cos_sin), apply_rope(self.clipped(k_BTKH), step.cos_sin)
+        q_BTNH, k_BTKH = self.normalized(q_BTNH, k_BTKH)
+        return apply_rope(q_BTNH, step.cos_sin), apply_rope(k_BTKH, step.cos_sin)
 
 
 class Block(blocks.PreNormBlock):

@@ -1,10 +1,10 @@
 """OLMoE: config and mapping table."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
@@ -22,7 +22,7 @@ from tpuconv.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Config(ChosenExperts, DecoderConfig):
+class Config(ClippedConfig, ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
     model_type: ClassVar[str] = "olmoe"
@@ -43,11 +43,6 @@ class Config(ChosenExperts, DecoderConfig):
     rope: Rope = PLAIN_ROPE
     attention_bias: bool = False
     clip_qkv: float | None = None
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.clip_qkv is not None and self.clip_qkv <= 0:
-            yield f"clip_qkv={self.clip_qkv} is not positive"
 
 
 TABLE = decoder_table(

@@ -1,6 +1,6 @@
 """Phi-4-multimodal: the text model's config and mapping table."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import MappingTable
@@ -37,14 +37,7 @@ def phi4_table(name: str, text: MappingTable) -> MappingTable:
     return table
 
 
-BESIDE_ADAPTERS = MappingTable(
-    [
-        replace(row, hf=tuple(name.replace("_proj.", "_proj.base_layer.") for name in row.hf_names))
-        for row in phi3.TABLE
-    ],
-    ignore=phi3.TABLE.ignore,
-    copies=phi3.TABLE.copies,
-)
+BESIDE_ADAPTERS = phi3.TABLE.renamed(lambda name: name.replace("_proj.", "_proj.base_layer."))
 """With the names of matrices that have adapters."""
 
 FAMILY = Family(

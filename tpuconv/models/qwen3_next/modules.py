@@ -7,10 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
-from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, attention
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys
 from tpuconv.models.common.mtp import JoinedLayer
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
 from tpuconv.models.qwen2_moe.modules import MoE
@@ -27,10 +25,8 @@ class Attention(blocks.NormedAttention):
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
         self.gate = Einsum("BTD,DNH->BTNH", config.axes, bias=bias, dtype=dtype, keys=keys)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window)) * nnx.sigmoid(self.gate(x_BTD))), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
 
 
 class DeltaBlock(HybridBlock):

@@ -129,7 +129,7 @@ class Attention(qwen3_next.Attention):
         new = IndexKeys(self.indexer.k(x_BTD))
         index = new if index is None else write_slots(index, new, step.slot)
         y_BTNH = attention(q_BTNH, kv, self.indexer(x_BTD, index, step, step.visible(window)))
-        return self.o(y_BTNH * nnx.sigmoid(self.gate(x_BTD))), (kv, index)
+        return self.o(self.gated(x_BTD, y_BTNH)), (kv, index)
 
 
 class GatedDeltaNet(DeltaNet):
