@@ -193,8 +193,9 @@ def test_one_layer_is_in_memory_however_rarely_garbage_is_collected(orbax):
     assert live[2] <= live[1]
 
 
-def test_samples_leave_nothing_in_memory_however_rarely_garbage_is_collected(orbax):
-    manifest = read_manifest(orbax(ONE_OF_EACH["qwen3"], "bfloat16"))
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])  # with attributes that have a hash, and without
+def test_samples_leave_nothing_in_memory_however_rarely_garbage_is_collected(family, orbax):
+    manifest = read_manifest(orbax(ONE_OF_EACH[family], "bfloat16"))
     runner, live = LayerRunner(manifest, DATA.length), []
     weights, states_TW = runner.weights("layers.0"), next(runner.embedded(DATA.ids()))
     gc.disable()

@@ -186,7 +186,7 @@ def saved(hf):
 
 ODD = (
     *("llama-linear", "gpt_oss-many-experts", "qwen3_moe-many-experts", "deepseek_v3-all-experts"),
-    *("minimax_m2-many-experts", "granitemoe_swa-many-experts"),
+    *("minimax_m2-many-experts", "granitemoe_swa-many-experts", "muse_spark-plain"),
 )
 """Cases without a matrix whose sizes are both multiples of 8, which GPTQ's words hold."""
 

@@ -6,8 +6,9 @@ GLM-5's selected tokens). Then it is behind the hidden states of each token, as 
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -105,9 +106,10 @@ class LayerRunner:
         self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
         pos_BT = jnp.arange(length)[None]
         self.steps = Steps.of(config, pos_BT, pos_BT, 0)
+        self._graphs: list[Any] = []
         # Not by nnx.jit, whose modules are in cycles of references: they would hold the arrays of each sample.
-        self._run = jax.jit(_run, static_argnames=("graph", "window"))
-        self._observe = jax.jit(_observe, static_argnames=("graph", "window"))
+        self._run = jax.jit(partial(_by_number, _run, self._graphs), static_argnames=("number", "window"))
+        self._observe = jax.jit(partial(_by_number, _observe, self._graphs), static_argnames=("number", "window"))
         self._sources = [self.model.source_of(i) for i in range(layers)]
         self._plan_columns(length)
 
@@ -228,9 +230,9 @@ class LayerRunner:
                 x_BTD = norm(jnp.asarray(x_TD[:, : self.hidden])[None])
                 return [Observed({"kernel": (0,)}, np.asarray(x_BTD[0]), None)]
         i = int(stage.rpartition(".")[2])
-        graph, state = _split(self.model.layers[i], stage, weights)
+        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
-            seen = self._observe(graph, state, *self._arguments(i, x_TD), window=self.windows[i])
+            seen = self._observe(number, state, *self._arguments(i, x_TD), window=self.windows[i])
         out = []
         for key, (x, counts_E) in seen.items():
             products = (product.rpartition(":") for product in key.split(" ")[1:])
@@ -255,9 +257,9 @@ class LayerRunner:
     def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
         """The states [T, W] after a layer."""
         i = int(stage.rpartition(".")[2])
-        graph, state = _split(self.model.layers[i], stage, weights)
+        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
-            y_BTD, result = self._run(graph, state, *self._arguments(i, x_TD), window=self.windows[i])
+            y_BTD, result = self._run(number, state, *self._arguments(i, x_TD), window=self.windows[i])
         if self.width == self.hidden:
             return np.asarray(y_BTD[0])
         states_TW = x_TD.copy()
@@ -265,6 +267,13 @@ class LayerRunner:
         if i in self._handed:
             self._handed[i].write(states_TW, self.model.handed_on(result))
         return states_TW
+
+    def _numbered(self, graph: Any, state: Any) -> tuple[int, Any]:
+        """The number of a graph, by which a function is compiled once for equal ones, and the state. A graph may have
+        attributes without a hash, and cannot be a static argument then."""
+        if graph not in self._graphs:
+            self._graphs.append(graph)
+        return self._graphs.index(graph), state
 
     def logits_weights(self) -> Weights:
         """Reads what makes logits of the last hidden states, in float32: the norm, and the head or, if it is tied, the
@@ -302,6 +311,10 @@ def _names(modules: Mapping[str, Any]) -> dict[str, Any]:
         for prefix, module in modules.items()
         for path, value in nnx.to_flat_state(nnx.state(module))
     }
+
+
+def _by_number(function: Callable[..., Any], graphs: Sequence[Any], number: int, *arguments: Any, window: int) -> Any:
+    return function(graphs[number], *arguments, window)
 
 
 def _run(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
