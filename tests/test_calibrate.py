@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,10 +326,19 @@ def test_an_expert_without_tokens_is_rounded_to_nearest_and_said_so(orbax, tmp_p
 @pytest.mark.slow
 def test_hessians_that_are_not_held_at_once_give_the_same_bits(orbax, tmp_path, monkeypatch):
     ckpt = orbax(ONE_OF_EACH["qwen3_moe"], "bfloat16")
+    observe, runs = LayerRunner.observe, Counter()
+
+    def counted(self, stage, weights, x_TD):
+        runs[stage] += 1
+        return observe(self, stage, weights, x_TD)
+
     quantize(ckpt, tmp_path / "a", config(), DATA)
     monkeypatch.setattr(calibrate_stage, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(LayerRunner, "observe", counted)
     quantize(ckpt, tmp_path / "b", config(), DATA)
     assert same_arrays(tmp_path / "a", tmp_path / "b")
+    # Once to see the inputs' widths, then once for all Hessians of the stage.
+    assert set(runs.values()) == {1 + DATA.samples}
 
 
 def same_arrays(a: Path, b: Path) -> bool:

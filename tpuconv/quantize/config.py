@@ -310,7 +310,7 @@ def gate_from_text(text: str) -> tuple[str, float]:
     except ValueError:
         bound = -1.0
     if name not in GATE_LIMITS or not 0 <= bound <= GATE_LIMITS[name]:
-        known = ", ".join(f"{known} from 0 to {most:g}" for known, most in GATE_LIMITS.items())
+        known = ", ".join(f"{known} from 0 to {most:,.0f}" for known, most in GATE_LIMITS.items())
         raise UsageError(f"'{text}' is not a gate", hint=f"write top1=0.99; known are {known}")
     return name, bound
 

@@ -30,21 +30,25 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
     Raises:
         ConfigError: a rule does nothing.
     """
-    faults = []
+    faults, shadowed = [], False
     for i, rule in enumerate(config.rules):
         matched = [path for path in modules if re.fullmatch(rule.module_path, path)]
         if i in unmatched and matched:
             earlier_line = config.rules[config.rule_of(matched[0])].line
             faults.append(f"line {rule.line}: '{rule.module_path}': line {earlier_line} already matches these modules")
+            shadowed = True
         elif i in unmatched:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no module with a product")
         elif rule.weight_qtype and not rule.act_qtype and i not in used:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no product with a weight")
     if faults:
         raise ConfigError(
-            f"{len(faults)} of the rules of {config.name} have no effect",
+            f"{len(faults)} of the {len(config.rules)} rules of {config.name} "
+            + ("has no effect" if len(faults) == 1 else "have no effect"),
             details=faults,
-            hint="modules have names like " + ", ".join(_examples(modules)),
+            hint=("the first rule that matches counts: put the narrower one first; " if shadowed else "")
+            + "modules have names like "
+            + ", ".join(_examples(modules)),
         )
 
 

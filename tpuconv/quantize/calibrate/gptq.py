@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpuconv.compiled import compiled
+from tpuconv.quantize.calibrate.triangular import factorize_in_place, invert_in_place
 from tpuconv.quantize.encode import values_of_bytes
 
 INPUTS_AT_ONCE = 128
@@ -78,9 +79,6 @@ def factorize(hessian: np.ndarray, damping: float, act_order: bool) -> Factor:
     Raises:
         SingularHessian: it has no inverse, or is not finite.
     """
-    from scipy.linalg import get_lapack_funcs
-
-    potrf, trtri = get_lapack_funcs(("potrf", "trtri"), (hessian,))
     diagonal = np.diag(hessian)
     if not np.isfinite(diagonal).all() or not diagonal.any():
         raise SingularHessian
@@ -91,11 +89,8 @@ def factorize(hessian: np.ndarray, damping: float, act_order: bool) -> Factor:
         matrix = np.asfortranarray(hessian[np.ix_(backwards, backwards)])
         at = np.arange(len(matrix))
         matrix[at, at] = np.where(diagonal[backwards] == 0, 1, diagonal[backwards]) + damping * mean
-        lower, failed = potrf(matrix, lower=1, clean=1, overwrite_a=1)
-        if not failed:
-            inverse, failed = trtri(lower, lower=1, overwrite_c=1)
-        if not failed and np.isfinite(inverse).all():
-            return Factor(inverse[::-1, ::-1], order)
+        if factorize_in_place(matrix) and invert_in_place(matrix) and np.isfinite(matrix).all():
+            return Factor(matrix[::-1, ::-1], order)
         damping *= 10
     raise SingularHessian
 
@@ -112,7 +107,10 @@ def adjusted(kernel: np.ndarray, factor: Factor, scales: KernelScales, grid: Gri
     Returns:
         The number of each value in the grid [I, O], as uint8.
     """
+    from scipy.linalg import get_blas_funcs
+
     weights = np.ascontiguousarray(kernel[factor.order])
+    (gemm,) = get_blas_funcs(("gemm",), (weights,))
     rows = scales.row_of_I[factor.order]
     middles = (grid.values[1:] + grid.values[:-1]) / 2
     chosen = np.empty(weights.shape, np.uint8)
@@ -123,7 +121,8 @@ def adjusted(kernel: np.ndarray, factor: Factor, scales: KernelScales, grid: Gri
         errors = np.empty_like(weights[block])
         _round_block(weights[block], upper, *of_rows, grid.values, middles, chosen[block], errors)
         rest = slice(start + INPUTS_AT_ONCE, None)
-        weights[rest] -= factor.upper[block, rest].T @ errors
+        if len(weights[rest]):  # weights -= upper^T errors, in place; in BLAS's order of axes, transposed
+            gemm(-1.0, errors.T, factor.upper[block, rest], 1.0, weights[rest].T, overwrite_c=1)
     out = np.empty_like(chosen)
     out[factor.order] = chosen
     return out

@@ -2,6 +2,7 @@
 expert."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import numpy as np
@@ -9,8 +10,10 @@ import numpy as np
 from tpuconv.quantize.calibrate.gptq import Factor, Grid, KernelScales, adjusted, output_errors
 from tpuconv.quantize.encode import QwixEncoder
 
-COLUMN_BYTES = 128 << 20
-"""Bytes of the columns of a matrix, in float32, that are rounded at once: columns do not depend on each other."""
+COLUMN_BYTES = 32 << 20
+"""Bytes of the columns of a matrix, in float32, that a thread rounds at once: columns do not depend on each other."""
+THREADS = 4
+"""Threads that round columns. Products of matrices have threads of their own."""
 
 
 class Rounding:
@@ -73,7 +76,8 @@ class Rounding:
         byte_values = np.zeros(256, np.float32)
         byte_values[self.grid.qbytes] = self.grid.values
         step = max(1, COLUMN_BYTES // (4 * len(kernel)))
-        for start in range(0, kernel.shape[1], step):
+
+        def round_columns(start: int) -> tuple[float, float]:
             columns = slice(start, start + step)
             part, of_part = np.ascontiguousarray(kernel[:, columns]), scales.outputs(start, start + step)
             nearest = output_errors(hessian, of_part.weights(byte_values[qbytes[:, columns]]) - part)
@@ -81,8 +85,12 @@ class Rounding:
             errors = output_errors(hessian, of_part.weights(self.grid.values[chosen]) - part)
             better = errors < nearest
             qbytes[:, columns] = np.where(better, self.grid.qbytes[chosen], qbytes[:, columns])
-            self.nearest += float(nearest.sum())
-            self.calibrated += float(np.where(better, errors, nearest).sum())
+            return float(nearest.sum()), float(np.where(better, errors, nearest).sum())
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for nearest, calibrated in pool.map(round_columns, range(0, kernel.shape[1], step)):
+                self.nearest += nearest
+                self.calibrated += calibrated
         view[...] = qbytes.reshape(view.shape)
 
     def _matrices(self, x: np.ndarray) -> np.ndarray:

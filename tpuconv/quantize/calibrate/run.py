@@ -196,7 +196,8 @@ class LayerwiseCalibration:
         def samples() -> Iterator[np.ndarray]:
             return (self._sample(runner, states, number) for number in range(self.data.samples))
 
-        (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings)
+        folder = states.path.parent
+        (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder)
         return self._finish(runner, stage, weights, roundings, found)
 
     def _smooth(

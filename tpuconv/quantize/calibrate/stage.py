@@ -1,20 +1,28 @@
 """The parameters of one stage of a model, rounded by GPTQ: the Hessians of its inputs are added up over all samples, as
-many at once as memory allows, and each serves all products of its input."""
+many at once as memory allows, and each serves all products of its input. Those of many experts are too many: then the
+inputs are kept in files, so that the stage runs once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
 from tpuconv.errors import SourceError
 from tpuconv.quantize.calibrate.gptq import SingularHessian, factorize
-from tpuconv.quantize.calibrate.layers import LayerRunner, Weights
+from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
 from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.config import Calibration
 from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.storage import disk
 
 Samples = Callable[[], Iterator[np.ndarray]]
 """Yields the hidden states [T, D] of each sample before a stage, each time that it is called."""
+_Hessian = tuple[int, int, int, list[Rounding]]
+"""The numbers of an input and of an expert, the width of the input, and what is rounded by the Hessian of these."""
+EachSample = Callable[[], Iterator[Sequence[Observed]]]
+"""Yields the inputs of a stage's products on each sample, each time that it is called."""
 
 
 def rounding_of(
@@ -46,6 +54,7 @@ def rounded_by_gptq(
     samples: Samples,
     encoder_sets: Sequence[Mapping[str, QwixEncoder]],
     settings: Calibration,
+    folder: Path,
 ) -> list[dict[str, Rounding]]:
     """The quantized parameters of a stage, for each set of encoders, by their names in a model of separate layers.
     Those whose inputs are not seen are left out.
@@ -57,10 +66,15 @@ def rounded_by_gptq(
         samples: what runs through it.
         encoder_sets: of the parameters, by their names in the checkpoint.
         settings: of GPTQ.
+        folder: for files with inputs. They are removed again.
+
+    Raises:
+        SourceError: a parameter is not finite.
+        ResourceError: the disk is full.
     """
     seen = runner.observe(stage, weights, next(samples()))
     results: list[dict[str, Rounding]] = [{} for _ in encoder_sets]
-    hessians: list[tuple[int, int, int, list[Rounding]]] = []
+    hessians: list[_Hessian] = []
     for number, observed in enumerate(seen):
         of_input = []
         for kernel, summed in observed.summed_axes.items():
@@ -74,26 +88,71 @@ def rounded_by_gptq(
         if of_input:
             hessians += [(number, expert, observed.x.shape[1], of_input) for expert in range(experts)]
     del seen
-    while hessians:
-        count, room = 0, HESSIAN_BYTES
-        while count < len(hessians) and (not count or hessian_bytes(hessians[count][2]) <= room):
-            room -= hessian_bytes(hessians[count][2])
-            count += 1
-        sums = _sums(runner, stage, weights, samples, [item[:3] for item in hessians[:count]])
-        for _, expert, _, of_input in hessians[:count]:
-            _round(of_input, expert, sums.pop(0), settings)
-        del hessians[:count]
+
+    def run() -> Iterator[Sequence[Observed]]:
+        return (runner.observe(stage, weights, x_TD) for x_TD in samples())
+
+    parts = list(_parts(hessians))
+    with nullcontext(run) if len(parts) < 2 else _kept(run(), folder) as each_sample:
+        for part in parts:
+            sums = _sums(each_sample, [item[:3] for item in part])
+            for _, expert, _, of_input in part:
+                _round(of_input, expert, sums.pop(0), settings)
     return results
 
 
-def _sums(
-    runner: LayerRunner, stage: str, weights: Weights, samples: Samples, places: Sequence[tuple[int, int, int]]
-) -> list[np.ndarray]:
+def _parts(hessians: Sequence[_Hessian]) -> Iterator[Sequence[_Hessian]]:
+    """The Hessians in parts that fit in memory, or are a single one."""
+    start = held = 0
+    for at, (_, _, width, _) in enumerate(hessians):
+        held += hessian_bytes(width)
+        if held > HESSIAN_BYTES and at > start:
+            yield hessians[start:at]
+            start, held = at, hessian_bytes(width)
+    if hessians:
+        yield hessians[start:]
+
+
+@contextmanager
+def _kept(each_sample: Iterator[Sequence[Observed]], folder: Path) -> Iterator[EachSample]:
+    """Writes the inputs of all samples to files, one for each input. Within the `with` they are read from there."""
+    paths: list[Path] = []
+    forms: list[list[tuple[Mapping[str, tuple[int, ...]], int, tuple[int, ...], np.ndarray | None]]] = []
+
+    def read() -> Iterator[Sequence[Observed]]:
+        for sample in forms:
+            yield [
+                Observed(axes, np.memmap(path, np.float32, "r", offset, shape), counts_E)
+                for path, (axes, offset, shape, counts_E) in zip(paths, sample, strict=True)
+            ]
+
+    try:
+        with ExitStack() as stack:
+            for seen in each_sample:
+                if not forms:
+                    paths += [folder / f"input-{number}" for number in range(len(seen))]
+                    files = [stack.enter_context(disk.Writer(path, read_soon=True)) for path in paths]
+                    sizes = [0] * len(seen)
+                forms.append(
+                    [
+                        (each.summed_axes, size, each.x.shape, each.counts_E)
+                        for each, size in zip(seen, sizes, strict=True)
+                    ]
+                )
+                for number, each in enumerate(seen):
+                    files[number].write(np.ascontiguousarray(each.x))
+                    sizes[number] += each.x.nbytes
+        yield read
+    finally:
+        for path in paths:
+            disk.remove(path)
+
+
+def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
     """The Hessians [I, I] of inputs, over all samples. `places` has for each the number of the input, the expert, and
     I."""
     hessians = [np.zeros((width, width), np.float32) for *_, width in places]
-    for x_TD in samples():
-        seen = runner.observe(stage, weights, x_TD)
+    for seen in each_sample():
         for hessian, (number, expert, _) in zip(hessians, places, strict=True):
             rows, counts_E = seen[number].x, seen[number].counts_E
             if counts_E is not None:

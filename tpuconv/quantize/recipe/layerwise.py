@@ -272,8 +272,9 @@ class LayerwiseProbe:
         assert self._samples is not None
         assert self._calibration is not None
         sequences = self._samples
+        settings, folder = self._calibration[0], samples.path.parent
         return rounded_by_gptq(
-            sequences.runner, stage, weights, lambda: sequences.read(samples), encoder_sets, self._calibration[0]
+            sequences.runner, stage, weights, lambda: sequences.read(samples), encoder_sets, settings, folder
         )
 
     def _advanced(self, stage: str, weights: Weights, samples: HiddenStates | None) -> HiddenStates | None:

@@ -1,0 +1,50 @@
+"""Cholesky factors and inverses by blocks, compared with NumPy's."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpuconv.quantize.calibrate import triangular
+
+WIDEST = 28_672
+"""Inputs of the MLP of a Llama 70B, where LAPACK's own factorization crashes."""
+
+
+@given(st.integers(1, 40), st.sampled_from([1, 3, 8, 64]), st.sampled_from(["f", "d"]), st.integers(0, 99))
+def test_by_blocks_as_at_once(n, block, dtype, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2 * n, n))
+    hessian = (x.T @ x + np.eye(n)).astype(dtype)
+    want = np.linalg.cholesky(hessian.astype(np.float64))
+    matrix = np.asfortranarray(np.tril(hessian) + np.triu(np.full((n, n), 7), 1).astype(dtype))  # the rest is not read
+    largest = 1e-5 if dtype == "f" else 1e-12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triangular, "ROWS_OF_BLOCK", block)
+        assert triangular.factorize_in_place(matrix)
+        assert np.abs(matrix - want).max() <= largest * np.abs(want).max()
+        assert triangular.invert_in_place(matrix)
+    inverse = np.linalg.inv(want)
+    assert np.abs(matrix - inverse).max() <= largest * np.linalg.cond(want) * np.abs(inverse).max()
+    assert not np.triu(matrix, 1).any()
+
+
+@pytest.mark.parametrize("place", [0, 5, 19])
+def test_what_has_no_factor_or_inverse(place, monkeypatch):
+    monkeypatch.setattr(triangular, "ROWS_OF_BLOCK", 8)
+    matrix = np.asfortranarray(np.eye(20))
+    matrix[place, place] = -1
+    assert not triangular.factorize_in_place(matrix.copy("F"))
+    matrix[place, place] = 0
+    assert not triangular.invert_in_place(matrix.copy("F"))
+
+
+@pytest.mark.slow
+def test_a_wide_matrix():
+    """Half a minute, and 3.3 GB."""
+    matrix = np.full((WIDEST, WIDEST), 0.5, np.float32, order="F")
+    matrix[np.arange(WIDEST), np.arange(WIDEST)] = 2
+    assert triangular.factorize_in_place(matrix)
+    last = matrix[-1].astype(np.float64)
+    assert last @ last == pytest.approx(2, rel=1e-4)
+    assert last @ matrix[0] == pytest.approx(0.5, rel=1e-4)
