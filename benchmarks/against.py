@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from convert import Run, empty_page_cache, make_checkpoint, measure, spread
+from convert import CONFIG, Run, empty_page_cache, make_checkpoint, measure, spread
 
 READ = """
 import mmap, os, sys
@@ -49,7 +49,7 @@ def main() -> None:
 
     tpuconv = [sys.executable, "-m", "tpuconv"]
     try:
-        total = make_checkpoint(work / "hf")
+        total = make_checkpoint(work / "hf", CONFIG)
         for _ in range(args.pairs):
             for name in checkouts:
                 ckpt, out = work / f"{name}-orbax", work / "out"

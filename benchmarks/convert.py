@@ -24,8 +24,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -74,14 +76,14 @@ class Run:
         return self.user + self.system
 
 
-def make_checkpoint(folder: Path) -> int:
+def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> int:
     """Writes weights of N(0, 0.02) in bfloat16, in the shards of a real checkpoint. Returns the number of bytes."""
     from tpuconv.models.registry import find_family
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    family = find_family(CONFIG)
-    bindings = family.table.bind(family.config.from_hf(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
+    family = find_family(config)
+    bindings = family.table.bind(family.config.from_hf(config))
     shapes = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes.items():
@@ -166,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        total = make_checkpoint(work / "hf")
+        total = make_checkpoint(work / "hf", CONFIG)
         tpuconv = [sys.executable, "-m", "tpuconv", "convert", str(work / "hf"), str(work / "out")]
         commands = {
             "copy": ["cp", "-r", str(work / "hf"), str(work / "out")],

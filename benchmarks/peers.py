@@ -94,19 +94,18 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="the Python of an environment with llmcompressor")
     parser.add_argument("--folder", type=Path, help="where to work; three times the checkpoint must fit")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer make a trial")
+    parser.add_argument("--layers", type=int, default=28, help="fewer make a trial")
     args = parser.parse_args()
     # Both compute on the CPU. Nobody reads bars of progress, which would fill the pipe of errors.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     versions = subprocess.run([args.python, "-c", VERSIONS], capture_output=True, text=True, check=False)
     if versions.returncode:
         raise SystemExit(f"{args.python} has no llmcompressor:\n{versions.stderr}")
-    CONFIG["num_hidden_layers"] = args.layers
     work = Path(tempfile.mkdtemp(dir=args.folder))
     source, cold = work / "hf", True
     runs: dict[str, dict[str, list[Run]]] = {scheme: {} for scheme in SCHEMES}
     try:
-        total = make_checkpoint(source)
+        total = make_checkpoint(source, CONFIG | {"num_hidden_layers": args.layers})
         print(versions.stdout)
         print("| what | tensors | dtype | equal | elements differ | largest difference | zeros of the other sign |")
         print("|---|---|---|---|---|---|---|")

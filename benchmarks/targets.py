@@ -1,8 +1,9 @@
 """Compares conversions for other programs, and `tpuconv.load`, with a copy and with a plain read of the same bytes.
 
-    python benchmarks/targets.py [--folder DIR] [--pairs N]
+    python benchmarks/targets.py [--folder DIR] [--pairs N] [--layers N]
 
-Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16). In each round, with an empty page cache (as root):
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), or one of more layers. In each round, with an empty
+page cache (as root):
 
     copy             cp -r, then sync
     convert          to our own tree
@@ -24,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 from against import READ
-from convert import Run, empty_page_cache, make_checkpoint, measure, spread
+from convert import CONFIG, Run, empty_page_cache, make_checkpoint, measure, spread
 
 IMPORT = "import jax, tpuconv.restore; jax.devices()"
 LOAD = """
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to work; four times the checkpoint must fit")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=28)
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=args.folder))
     source, ckpt, out = work / "hf", work / "ckpt", work / "out"
@@ -62,7 +64,7 @@ def main() -> None:
     }
     runs: dict[str, list[Run]] = {name: [] for name in (*writing, *reading)}
     try:
-        total = make_checkpoint(source)
+        total = make_checkpoint(source, CONFIG | {"num_hidden_layers": args.layers})
         measure([*convert, str(ckpt)])
         for _ in range(args.pairs):
             for name, command in (writing | reading).items():

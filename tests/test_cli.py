@@ -70,6 +70,7 @@ def few_prompts(prompts) -> Path:
 def test_the_commands_work_one_after_the_other_as_they_stand(converted):
     assert sorted(os.listdir(converted)) == ["tiny-qwen3-orbax"]
     assert "tiny-qwen3-orbax, the newest checkpoint in this folder" in tpuconv("verify", cwd=converted).stdout
+    assert "tiny-qwen3-orbax, this folder" in tpuconv("verify", cwd=converted / "tiny-qwen3-orbax").stdout
     compared = tpuconv("verify", "--compare-hf", cwd=converted).stdout
     assert "tiny-qwen3-orbax, the newest checkpoint in this folder" in compared
     assert "failed" not in compared
@@ -372,7 +373,13 @@ def test_families_are_listed_with_their_tables():
     table = tpuconv("families", "llama", "--table").stdout
     assert "(N H) D -> D N H" in table
     assert "H head dimension" in table
-    assert "the nearest is llama" in tpuconv("families", "lama", code=2).stderr
+    assert "near are llama" in tpuconv("families", "lama", code=2).stderr
+    of_type = json.loads(tpuconv("families", "mistral", "--json").stdout)["families"]
+    assert [family["name"] for family in of_type] == ["llama"]
+    wrapper = json.loads(tpuconv("families", "internvl", "--json").stdout)
+    assert [row["model_type"] for row in wrapper["wrappers"]] == ["internvl"]
+    assert wrapper["families"] == []
+    assert "internvl.qwen3" in tpuconv("families", "internvl").stdout
 
 
 def test_families_of_a_target_are_listed_with_how_they_are_loaded():

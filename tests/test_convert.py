@@ -486,8 +486,9 @@ def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
     inode = out.stat().st_ino
     convert(folder, out)  # of this very plan: nothing to do
     assert out.stat().st_ino == inode
-    with pytest.raises(OutputError, match="exists already"):
+    with pytest.raises(OutputError, match="exists already, and is not what this command writes") as info:
         convert(folder, out, Options(dtype="float32"))
+    assert info.value.details == ("options.dtype: made with 'auto', now 'float32'",)
     assert_same(restore(out), expected(folder, Options()))
     convert(folder, out, Options(dtype="float32"), overwrite=True)
     assert_same(restore(out), expected(folder, Options(dtype="float32")))
@@ -495,8 +496,10 @@ def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(OutputError, match="that tpuconv did not write"):
-        convert(folder, theirs, overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="that tpuconv did not write") as info:
+            convert(folder, theirs, overwrite=overwrite)
+        assert "give --overwrite" not in info.value.hint
     assert (theirs / "thesis.txt").read_text() == "ten years of work"
     with pytest.raises(UsageError, match="source folder"):
         convert(folder, folder / "out")

@@ -267,6 +267,17 @@ def test_another_model_is_refused(changes, message, maxtext, tmp_path):
         api.export(ckpt, tmp_path / "back", config=other)
 
 
+def test_a_config_of_more_layers_is_told_which_are_missing(qwen3, tmp_path):
+    deeper = random_checkpoint(tmp_path / "other", qwen3_config(num_hidden_layers=9))
+    api.convert(qwen3, tmp_path / "ours")
+    ckpt = save_standard(tmp_path / "ckpt", trained_tree(tmp_path / "ours"))
+    error = refusal(ckpt, deeper)
+    assert "as tpuconv has it" in error.message
+    assert error.details[0].startswith("layers.{")
+    assert "...8}." in error.details[0]
+    assert not any("not a parameter" in line for line in error.details)
+
+
 def test_one_tensor_of_two_dtypes_is_refused(hf, orbax, tmp_path):
     """DeepSeek V3 has one tensor for keys and values, which are two parameters."""
     case = FIRST["deepseek_v3"]

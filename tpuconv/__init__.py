@@ -15,8 +15,12 @@ def __getattr__(name: str) -> Any:
         from tpuconv.api import models
 
         return getattr(models, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tpuconv")
     raise AttributeError(f"module 'tpuconv' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "Any"})
+    return sorted({*globals(), *__all__, "__version__"} - {"TYPE_CHECKING", "Any"})

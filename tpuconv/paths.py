@@ -1,5 +1,6 @@
-"""Paths that other libraries cannot take as they are."""
+"""Paths that other libraries cannot take as they are, and paths that a user mistyped."""
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import overload
 
 from tpuconv.location import BucketPath, Location
-from tpuconv.text import has_surrogates
+from tpuconv.text import has_surrogates, plain
 
 
 @overload
@@ -31,3 +32,14 @@ def plain_path(folder: Location) -> Iterator[Location]:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
+
+
+def near_folders(path: Path) -> str | None:
+    """A hint that names folders with a similar name beside `path`; None if there are none."""
+    try:
+        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, folders, n=3)
+    shown = " or ".join(plain(str(path.parent / name)) for name in near)
+    return f"did you mean the folder {shown}?" if near else None

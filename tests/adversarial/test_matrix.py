@@ -390,7 +390,7 @@ def test_row_11_resumed_with_other_options(hf, tmp_path):
         assert f"\n  {difference}\n  ->" in err, err
     change_tensors(hf, lambda tensors: tensors[UP].fill(1))
     err = tpuconv("convert", hf, out, code=9).stderr
-    assert "\n  source.files of weights: not the same as at the beginning\n" in err
+    assert "\n  source.files of weights: not the same as before\n" in err
     (hf / "config.json").write_text(json.dumps(qwen3_config(rope_theta=5.0)))
     assert "\n  source.config.json: not the same" in tpuconv("convert", hf, out, code=9).stderr
     tpuconv("convert", hf, out, "--overwrite")

@@ -106,14 +106,16 @@ def generator(
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
+
+    manifest = read_manifest(to_location(ckpt))
+    check_logits(manifest)
+    # These take seconds, in which a mistake would not be said yet.
     from tpuconv.models.generate import Sampling
     from tpuconv.models.speculate import check_greedy
     from tpuconv.models.stored import check_cache_dtype
     from tpuconv.models.text_generator import TextGenerator
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
-    manifest = read_manifest(to_location(ckpt))
-    check_logits(manifest)
     check_cache_dtype(manifest, cache_dtype)
     sampling = Sampling(temperature, top_k, top_p)
     if speculate:

@@ -20,6 +20,7 @@ from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
 from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes, short
 from tpuconv.layout import Shape
 from tpuconv.location import SCHEMES, BucketPath, Location
+from tpuconv.paths import near_folders
 from tpuconv.storage.hashes import hash_bytes, stamp
 from tpuconv.storage.places import is_file, names_in
 
@@ -58,6 +59,10 @@ def locate_tree(folder: Location) -> Location:
         SourceError: the folder cannot be read.
     """
     _key_value_store(folder)
+    if isinstance(folder, Path) and not folder.exists():
+        raise UsageError(
+            f"{folder} does not exist", hint=near_folders(folder) or "give the folder of a checkpoint, or of a run"
+        )
     if (tree := _tree_at(folder)) is not None:
         return tree
     for parent in (folder, folder / RUN_FOLDER):

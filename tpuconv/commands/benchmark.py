@@ -110,5 +110,5 @@ def _footer(found: api.Benchmark) -> str:
     return (
         f"limits {'measured here' if limits.measured else 'of the chip'}: {format_size(limits.bandwidth)}/s, "
         f"{limits.peak / 1e12:.3g} TFLOP/s; {', '.join(f'{k} {v}' for k, v in machine.versions.items())}; "
-        f"{found.source} at {found.commit or 'no commit'}"
+        f"{found.source}{f' at {found.commit}' if found.commit else ''}"
     )

@@ -1,7 +1,9 @@
 """What a terminal shows: text, JSON, tables. Foreign text (names, paths, messages) is made `plain` here, wherever it
 stands; it never is markup."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,23 @@ NAME_WIDTH = 24  # to which names are broken before a column is left out
 def say(text: str, nl: bool = True, err: bool = False) -> None:
     """Writes text as it is: foreign text in it must be `plain`."""
     click.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+def say_error(kind: str, text: str) -> None:
+    """Writes an error, whose text must be `plain`, to stderr. For a terminal lines are broken between words; what
+    follows of a line is indented."""
+    shown = f"{kind}: {text}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        shown = "\n".join(_between_words(line, width) for line in shown.split("\n"))
+    say(click.style(kind, fg="red", bold=True) + shown.removeprefix(kind), err=True)
+
+
+def _between_words(line: str, width: int) -> str:
+    begin = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return textwrap.fill(
+        line, width, subsequent_indent=begin, drop_whitespace=True, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -6,14 +6,16 @@ import click
 
 from tpuconv import api
 from tpuconv.commands import options
-from tpuconv.commands.console import Table, console, lines, print_json, show
+from tpuconv.commands.console import Table, console, lines, print_json, say, show
 from tpuconv.commands.params import Name
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import short
+from tpuconv.text import plain
 
 if TYPE_CHECKING:
     from tpuconv.convert.proposal import FamilyProposal
     from tpuconv.models.registry import Family
+    from tpuconv.models.wrappers import Wrapper
 
 
 @options.command(
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 )
 @click.argument("name", required=False)
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
-@click.option("--target", type=Name(), help="List those that this target of `convert --target` has.")
+@click.option("--target", type=Name(), metavar="NAME", help="List those that this target of `convert --target` has.")
 @click.option(
     "--new",
     type=Name(),
@@ -35,13 +37,11 @@ if TYPE_CHECKING:
 )
 @options.as_json
 def families(name: str | None, as_table: bool, target: str | None, new: str | None, as_json: bool) -> None:
-    """List the model families that can be converted, or one of them; with --table its mapping of every tensor.
+    """List the model families that can be converted, or that of NAME, a family or a model_type of config.json; with
+    --table its mapping of every tensor.
 
     With --new read the config.json and the headers of SRC, a Hub id or a folder with safetensors, and no weights.
     """
-    from tpuconv.models.registry import family_names, get_family
-    from tpuconv.models.wrappers import WRAPPERS
-
     if new is not None:
         if name or as_table or target:
             raise UsageError("--new goes with no other option than --json", hint="`tpuconv families NAME --table`")
@@ -59,8 +59,7 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
             )
         _show_target(target, name, as_json)
         return
-    chosen = [get_family(each) for each in ([name] if name else family_names())]
-    wrappers = [] if name else list(WRAPPERS.values())
+    chosen, wrappers = _all() if name is None else _named(name)
     if as_json:
         listed = {"wrappers": [wrapper.to_json() for wrapper in wrappers]} if wrappers else {}
         print_json({"families": [_to_json(family) for family in chosen], **listed})
@@ -71,7 +70,8 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
         table = Table("families", ("name", "architectures", "converts"), optional=("architectures",))
         for family in chosen:
             table.add_row(family.name, lines(family.architectures), family.summary)
-        console().print(table)
+        if chosen:
+            console().print(table)
         if wrappers:
             columns = ("model_type", "architecture", "models", "text models")
             table = Table("text models inside multimodal models", columns, optional=("architecture",))
@@ -79,6 +79,33 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
                 row = (wrapper.model_type, wrapper.architecture, wrapper.models)
                 table.add_row(*row, lines(wrapper.families))
             console().print(table)
+
+
+def _all() -> "tuple[list[Family], list[Wrapper]]":
+    """All families, and the multimodal models that have the text models of some. One that cannot be imported is named
+    on stderr."""
+    from tpuconv.models.registry import family_names, get_family
+    from tpuconv.models.wrappers import WRAPPERS
+
+    found = []
+    for name in family_names():
+        try:
+            found.append(get_family(name))
+        except UsageError as error:
+            say(f"note: {plain(str(error))}", err=True)
+    return found, list(WRAPPERS.values())
+
+
+def _named(name: str) -> "tuple[list[Family], list[Wrapper]]":
+    """The family of this name or of this model_type, or the multimodal model of this model_type.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from tpuconv.models.registry import named_family
+    from tpuconv.models.wrappers import WRAPPERS
+
+    return ([], [WRAPPERS[name]]) if name in WRAPPERS else ([named_family(name)], [])
 
 
 def _to_json(family: "Family") -> dict[str, Any]:

@@ -88,6 +88,7 @@ def generate(
     """Continue prompts with the model of CKPT, the newest checkpoint in the current folder by default."""
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
+    options.require_mode("--chat", chat, "system")
     texts = _all_prompts(prompts, prompt_file)
     with all_processes(distributed):
         folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json, own=True)

@@ -10,7 +10,8 @@ from tpuconv.location import Location
 def chosen_checkpoint(
     ckpt: Location | None, doing: str, *, quiet: bool, own: bool = False, quantized: bool | None = None
 ) -> Location:
-    """The checkpoint that was given, or the newest one in the current folder, which is said unless `quiet`.
+    """The checkpoint that was given, or the newest one in the current folder, which may be one itself. That is said
+    unless `quiet`.
 
     Args:
         ckpt: what the user gave.
@@ -25,7 +26,9 @@ def chosen_checkpoint(
     if ckpt is not None:
         return ckpt
     newest = _newest_checkpoint(own, quantized)
-    if not quiet:
+    if not quiet and newest == Path():
+        show(f"{doing} ", (Path.cwd().name, "bold"), ", this folder.")
+    elif not quiet:
         show(f"{doing} ", (str(newest), "bold"), ", the newest checkpoint in this folder.")
     return newest
 
@@ -35,7 +38,8 @@ def _newest_checkpoint(own: bool, quantized: bool | None) -> Path:
     from tpuconv.names import MANIFEST
     from tpuconv.storage.sealed import CHECKPOINT, kind_of
 
-    found = [path for path in Path().glob(f"*/{MANIFEST}") if kind_of(path.parent) in (CHECKPOINT, None)]
+    here = [Path(MANIFEST)] if Path(MANIFEST).is_file() else Path().glob(f"*/{MANIFEST}")
+    found = [path for path in here if kind_of(path.parent) in (CHECKPOINT, None)]
     found.sort(key=lambda path: path.stat().st_mtime_ns)
     if own:
         found = [path for path in found if read_manifest(path.parent).target == OWN_TARGET]

@@ -46,8 +46,8 @@ class Command(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Examples"):
-            for example in self.examples:
-                formatter.write_text(example)
+            for example in self.examples:  # on one line each, to be copied
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
 def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]:
@@ -119,6 +119,7 @@ quantize = click.option(
 target = click.option(
     "--target",
     type=Name(),
+    metavar="NAME",
     default="tpuconv",
     show_default=True,
     help="The program that the output is for: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, a plugin's.",
@@ -152,7 +153,8 @@ gate = click.option(
     multiple=True,
     metavar="NAME=BOUND",
     callback=lambda ctx, param, value: _parsed_gates(value),
-    help="A bound that must hold, such as top1=0.99 or mean_kl=0.01. May be repeated.",
+    help="A bound that must hold: top1=0.99, the share of tokens whose most likely successor stays the same (without "
+    "those that have two), or mean_kl=0.01. May be repeated.",
 )
 
 speculate = click.option(
@@ -198,14 +200,14 @@ processes = stacked(
     click.option(
         "--distributed",
         is_flag=True,
-        help="Convert only a part, as one of several processes; the cluster says which, or how many with "
-        "--process-count.",
+        help="Do only a part, as one of several processes; the cluster says which, and --process-count how many if it "
+        "does not.",
     ),
     click.option(
         "--process-index",
         type=click.IntRange(min=0),
         metavar="I",
-        help="Convert only a part, as process I of several, from 0. The last one to end publishes OUT.",
+        help="Do only a part, as process I of several, from 0. The last one to end publishes OUT.",
     ),
     click.option("--process-count", type=click.IntRange(min=1), metavar="N", help="How many processes there are."),
     click.option(

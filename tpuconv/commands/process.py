@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 import click
 
 from tpuconv import libtpu
-from tpuconv.commands.console import print_json, say
+from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError
 from tpuconv.memory import address_space_limit
@@ -186,10 +186,9 @@ def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = N
     if as_json:
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
         print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
-    name = click.style(type(error).__name__, fg="red", bold=True)
     hint = error.hint and plain(error.hint, "\n")  # it may end with a line to be copied
     shown = TpuconvError(plain(error.message), details=[*map(plain, error.details)], hint=hint)
-    say(f"{name}: {shown}", err=True)
+    say_error(type(error).__name__, str(shown))
     sys.exit(error.exit_code)
 
 

@@ -165,8 +165,8 @@ def quantize(
     quantize_model = options.on_processes(api.quantize, ray, distributed, process_index, process_count)
     if config is None and not measuring:
         raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
-    if config is not None:
-        find_config(config)  # so that a mistake in it is reported before one in CKPT
+    if config is not None and find_config(config).calibration is None:  # read before CKPT, to report its mistakes first
+        options.require_mode("a config that has `calibration`", False, "samples", "length")
     doing = "Measuring" if measuring else "Quantizing"
     chosen = chosen_checkpoint(ckpt, doing, quiet=as_json, own=True, quantized=False)
     if config is None:

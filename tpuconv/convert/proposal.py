@@ -278,11 +278,14 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     unfit = {row.jax_names[0] for row in fit.unfit_rows}
     yield f'"""{kind}: config and mapping table. A draft, made of {near}: each guess is to be checked."""'
     yield ""
-    yield "from collections.abc import Mapping"
+    rows = [_row_of(pattern, sizes, fit.config.axes) for pattern, sizes in left.items()]
+    if fit.candidate.refused:
+        yield "from collections.abc import Mapping"
     yield "from dataclasses import dataclass"
-    yield "from typing import Any, ClassVar"
+    yield f"from typing import {'Any, ' if fit.candidate.refused else ''}ClassVar"
     yield ""
-    yield "from tpuconv.mapping.table import Map, MappingTable"
+    has_rows = any(row.startswith("Map") for row in rows)
+    yield f"from tpuconv.mapping.table import {'Map, ' if has_rows else ''}MappingTable"
     yield f"from {fit.family.config.__module__} import Config as Near"
     yield f"from {fit.family.config.__module__} import TABLE as NEAR"
     yield "from tpuconv.models.registry import Family"
@@ -305,16 +308,16 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
             yield f"    # {short(key)}: {short(value)}"
     yield ""
     yield ""
-    yield "ABSENT: tuple[str, ...] = ("
-    yield from (f"    {_literal(each)}," for each in sorted(unfit))
-    yield ")"
-    yield f'"""Parameters of {near} that this family does not have."""'
-    yield ""
+    if unfit:
+        yield "ABSENT = ("
+        yield from (f"    {_literal(each)}," for each in sorted(unfit))
+        yield ")"
+        yield f'"""Parameters of {near} that this family does not have."""'
+        yield ""
     yield "TABLE = MappingTable("
     yield "    ("
-    yield "        *(row for row in NEAR if row.jax_names[0] not in ABSENT),"
-    for pattern, sizes in left.items():
-        yield f"        {_row_of(pattern, sizes, fit.config.axes)}"
+    yield "        *(row for row in NEAR if row.jax_names[0] not in ABSENT)," if unfit else "        *NEAR,"
+    yield from (f"        {row}" for row in rows)
     yield "    ),"
     yield "    ignore=NEAR.ignore,"
     yield "    copies=NEAR.copies,"

@@ -316,6 +316,15 @@ def get_family(name: str) -> Family:
     return plugin
 
 
+def named_family(name: str) -> Family:
+    """Returns the family of this name, or the one that reads this model type.
+
+    Raises:
+        UsageError: there is none, or its package cannot be imported.
+    """
+    return get_family(name) if name in FAMILIES else family_of_type(name) or get_family(name)
+
+
 @cache
 def family_of_type(model_type: str) -> Family | None:
     """Returns the family that reads a model type; None if there is none."""
@@ -359,13 +368,13 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             raise UnsupportedConfig(
                 f"{family.name} reads model_type '{model_type}', but not its architecture "
                 + ", ".join(name[:100] for name in other[:10]),
-                hint=_suggestion(other[0], list(family.architectures)),
+                hint=f"of this model_type it reads {', '.join(causal)}",
             )
     text = hf_config.get("text_config")
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
     raise UnsupportedConfig(
         f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})",
-        hint=f"{_suggestion(model_type, sorted(known))}; `tpuconv families --new SRC` compares the model with them",
+        hint=_suggestion(model_type, known) + "; `tpuconv families --new SRC` compares the model with each",
     )
 
 
@@ -376,6 +385,6 @@ def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:
     return not family.text_types or kind is None or kind in family.text_types
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.8)  # similar enough to be a typing error
-    return (f"the nearest is {near[0]}; " if near else "") + f"known are {', '.join(sorted(known))}"
+def _suggestion(name: str, known: Collection[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=3)
+    return (f"near are {', '.join(near)}; " if near else "") + "`tpuconv families` lists all"

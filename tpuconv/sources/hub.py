@@ -7,10 +7,11 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, to_location
+from tpuconv.paths import near_folders
 from tpuconv.sources.config import read_config
 from tpuconv.sources.download import DownloadProgress
 from tpuconv.sources.files import CONFIG_FILE
-from tpuconv.sources.hub_errors import client_errors, near_folders
+from tpuconv.sources.hub_errors import client_errors
 from tpuconv.sources.repository import Repository, Resolved
 from tpuconv.text import plain
 

@@ -10,18 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tpuconv.errors import HubError, ResourceError, TpuconvError
-from tpuconv.text import plain
-
-
-def near_folders(path: Path) -> str | None:
-    """A hint that names folders with a similar name beside `path`; None if there are none."""
-    try:
-        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
-    except OSError:
-        return None
-    near = difflib.get_close_matches(path.name, folders, n=3)
-    shown = " or ".join(plain(str(path.parent / name)) for name in near)
-    return f"did you mean the folder {shown}?" if near else None
+from tpuconv.paths import near_folders
 
 
 @contextmanager

@@ -37,7 +37,8 @@ from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
-from tpuconv.storage.journal import ENTRY_SCHEMAS, JournalEntries, State, exists_already, unfinished
+from tpuconv.storage.journal import ENTRY_SCHEMAS, JournalEntries, State
+from tpuconv.storage.refusals import exists_already, unfinished
 from tpuconv.storage.sinks import BucketSink, is_mark
 
 HEARTBEAT_SECONDS = 60
@@ -283,8 +284,7 @@ class BucketJournal(JournalEntries):
         """Whether there is an output, which may be replaced. Raises OutputError if it may not."""
         if not buckets.names(self.out):
             return False
-        why = sealed.why_not_ours(self.out) if self.overwrite else []
-        if error := exists_already(self.out, why, overwrite=self.overwrite):
+        if error := exists_already(self.out, self.facts, overwrite=self.overwrite):
             raise error
         return True
 

@@ -26,7 +26,6 @@ finds:
 import fcntl
 import json
 import os
-import re
 import stat
 import threading
 from abc import ABC, abstractmethod
@@ -39,6 +38,7 @@ from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import Location
 from tpuconv.storage import disk, sealed
+from tpuconv.storage.refusals import exists_already, unfinished
 from tpuconv.storage.sealed import STAGED
 from tpuconv.storage.sinks import FolderSink, Sink
 
@@ -166,29 +166,6 @@ class RunJournal(Protocol):
 
     def publish(self) -> None:
         """Makes what was written the output. It must be complete and hold its manifest."""
-
-
-def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
-    """The error for unfinished work of another plan, whose entry is `began`."""
-    return OutputError(
-        f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
-        details=differences(began["facts"], facts),
-        hint="run it with what it began with to finish it, or give --overwrite to begin anew",
-    )
-
-
-def exists_already(out: Location, why_foreign: list[str], *, overwrite: bool) -> OutputError | None:
-    """The error for an output that exists, whose reasons not to be replaced are `why_foreign`; None if it may be
-    replaced."""
-    if not overwrite:
-        return OutputError(f"{out} exists already", hint="choose another OUT, or give --overwrite to replace it")
-    if why_foreign:
-        return OutputError(
-            f"{out} exists and holds files that tpuconv did not write, so --overwrite does not replace it",
-            details=why_foreign,
-            hint="choose another OUT, or move away what is not tpuconv's",
-        )
-    return None
 
 
 class Journal(JournalEntries):
@@ -397,8 +374,7 @@ class Journal(JournalEntries):
         with disk.writing(self.out):
             if not os.path.lexists(self.out):
                 return
-            why = sealed.why_not_ours(self.out) if self.overwrite else []
-            if error := exists_already(self.out, why, overwrite=self.overwrite):
+            if error := exists_already(self.out, self.facts, overwrite=self.overwrite):
                 raise error
 
     def discard(self) -> None:
@@ -412,33 +388,6 @@ class Journal(JournalEntries):
         for name in sorted(disk.entries(self.folder), key=lambda name: (name == "complete.done", name)):
             if name != WORK:
                 disk.remove(self.folder / name)
-
-
-def differences(began: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The differences between two mappings, one line per key: `options.dtype: began with 'auto', now 'float32'`. For
-    two hashes it only says that they differ."""
-    lines = []
-    for key in dict.fromkeys([*began, *now]):
-        old, new = began.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += differences(old, new, f"{prefix}{key}.")
-        elif _is_hash(old) and _is_hash(new) and old != new:
-            lines.append(f"{prefix}{key}: not the same as at the beginning")
-        elif old != new:
-            began_as = "without" if old is None else f"with {_value_text(old)}"
-            lines.append(f"{prefix}{key}: began {began_as}, now {_value_text(new)}")
-    return lines
-
-
-def _is_hash(value: Any) -> bool:
-    """Whether a value is a hash, which tells a reader nothing. A commit id, of 40 digits, does."""
-    return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value_text(item)}" for key, item in value.items() if not _is_hash(item))
-    return "nothing" if value is None else repr(value)
 
 
 def same_file(fd: int, path: Path) -> bool:

@@ -21,6 +21,7 @@ from tpuconv.errors import BucketError, CorruptOutput, SourceError, TpuconvError
 from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_bytes
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
+from tpuconv.paths import near_folders
 from tpuconv.storage.disk import PARTIAL, replace_file
 from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import is_there, names_in, stamp_of
@@ -109,7 +110,10 @@ def seal_of(data: bytes) -> str | None:
 def _read_manifest(path: Location) -> bytes:
     with suppress(OSError, ValueError):
         if isinstance(path, Path) and not os.path.lexists(path.parent):
-            raise UsageError(f"{path.parent} does not exist", hint="make a checkpoint with `tpuconv convert SRC`")
+            raise UsageError(
+                f"{path.parent} does not exist",
+                hint=near_folders(path.parent) or "make a checkpoint with `tpuconv convert SRC`",
+            )
         if not is_there(path):
             if is_there(path.parent.parent / MANIFEST):
                 raise UsageError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.errors import UsageError
-from tpuconv.models.registry import all_families, family_names, get_family
+from tpuconv.models.registry import all_families, family_names, get_family, named_family
 from tpuconv.targets.target import Target
 
 
@@ -36,9 +36,9 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
         UsageError: there is no such family, or the target does not have it.
     """
     if target.trees is None:
-        names = [get_family(family).name] if family else family_names()
+        names = [named_family(family).name] if family else family_names()
         return [Support(name, get_family(name).summary, target.layer_axis is not None, ()) for name in names]
-    types = get_family(family).architectures.values() if family else ()
+    types = named_family(family).architectures.values() if family else ()
     found = []
     for name, trees in target.trees.items():
         if family is None or name == family or name in types:

@@ -101,7 +101,8 @@ def explain_tree(
         except UnsupportedConfig:
             if target is not None:
                 raise
-    best = min(found, key=lambda form: (len(form.missing) + len(form.unknown), len(form.missing)))
+    # By patterns: of a config with another number of layers most arrays are missing, and yet only that is wrong.
+    best = min(found, key=lambda form: (len(collapse(form.missing)) + len(collapse(form.unknown)), len(form.missing)))
     if not best.names:
         raise MappingError(
             f"no array of {tree.folder} has the name of a parameter of {family.name}"
