@@ -373,7 +373,7 @@ def test_families_are_listed_with_their_tables():
     table = tpuconv("families", "llama", "--table").stdout
     assert "(N H) D -> D N H" in table
     assert "H head dimension" in table
-    assert "near are llama" in tpuconv("families", "lama", code=2).stderr
+    assert "did you mean llama" in tpuconv("families", "lama", code=2).stderr
     of_type = json.loads(tpuconv("families", "mistral", "--json").stdout)["families"]
     assert [family["name"] for family in of_type] == ["llama"]
     wrapper = json.loads(tpuconv("families", "internvl", "--json").stdout)

@@ -920,7 +920,7 @@ def test_the_family_of_a_config() -> None:
 def test_an_unknown_model_is_told_of_the_nearest_families() -> None:
     with pytest.raises(UnsupportedConfig, match="no family reads model_type 'mixtral2'") as error:
         find_family({"model_type": "mixtral2", "architectures": ["Mixtral2ForCausalLM"]})
-    assert str(error.value.hint).startswith("near are mixtral")
+    assert str(error.value.hint).startswith("did you mean mixtral")
     assert "`tpuconv families` lists all" in str(error.value.hint)
 
 
@@ -939,7 +939,7 @@ def test_tensors_that_are_not_converted() -> None:
 @pytest.mark.parametrize(
     ("raw", "error", "message"),
     [
-        ({"model_type": "llama5"}, UnsupportedConfig, "(?s)no family reads model_type 'llama5'.*near are llama"),
+        ({"model_type": "llama5"}, UnsupportedConfig, "(?s)no family reads model_type 'llama5'.*did you mean llama"),
         (
             {"model_type": "llama", "architectures": ["LlamaForTokenClassification"]},
             UnsupportedConfig,
@@ -958,7 +958,7 @@ def test_no_family_for_a_config(raw: dict[str, Any], error: type[TpuconvError], 
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"(?s)no family 'lama'.*near are llama"):
+    with pytest.raises(UsageError, match=r"(?s)no family 'lama'.*did you mean llama"):
         get_family("lama")
 
 

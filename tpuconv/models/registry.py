@@ -387,4 +387,4 @@ def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:
 
 def _suggestion(name: str, known: Collection[str]) -> str:
     near = get_close_matches(name, sorted(known), n=3)
-    return (f"near are {', '.join(near)}; " if near else "") + "`tpuconv families` lists all"
+    return (f"did you mean {' or '.join(near)}? " if near else "") + "`tpuconv families` lists all"
