@@ -14,6 +14,7 @@ page cache (as root):
     huggingface int8 convert --target huggingface --quantize int8_weight_only
     int8, int4       convert --quantize int8_weight_only, and int4_weight_only, whose codes are compressed
     read             every byte of our checkpoint, file after file, past the page cache
+    read and keep    the same into memory that stays, several files at a time: what a loader cannot do without
     import           Python, jax and the modules that `load` needs
     load             tpuconv.load of it
     load by Orbax    the same with Orbax reading the arrays
@@ -39,6 +40,24 @@ from safetensors.numpy import save_file
 QUANTIZED = ("int8", "int4")
 RANK = 16
 
+KEEP = """
+import mmap, os, sys
+from concurrent.futures import ThreadPoolExecutor
+paths = [os.path.join(root, name) for root, _, names in os.walk(sys.argv[1]) for name in names]
+sizes = [-(-os.path.getsize(path) // 4096) * 4096 for path in paths]
+memory = mmap.mmap(-1, sum(sizes))
+memory.madvise(mmap.MADV_HUGEPAGE)
+def read(number):
+    own = memoryview(memory)[sum(sizes[:number]) : sum(sizes[: number + 1])]
+    fd, at = os.open(paths[number], os.O_RDONLY | os.O_DIRECT), 0
+    while count := os.readv(fd, [own[at : at + (4 << 20)]]) if at < len(own) else 0:
+        at += count
+        if count % 4096:
+            break
+    os.close(fd)
+with ThreadPoolExecutor(os.cpu_count()) as pool:
+    list(pool.map(read, range(len(paths))))
+"""
 IMPORT = "import jax, tpuconv.restore; jax.devices()"
 LOAD = """
 import sys, jax, tpuconv
@@ -98,6 +117,7 @@ def main() -> None:
     python = [sys.executable, "-c"]
     reading = {
         "read": [*python, READ, str(ckpt)],
+        "read and keep": [*python, KEEP, str(ckpt)],
         "import": [*python, IMPORT],
         "load": [*python, LOAD, str(ckpt)],
         "load by Orbax": [*python, LOAD, str(ckpt), "orbax"],
