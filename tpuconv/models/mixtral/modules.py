@@ -5,29 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.blocks import Attention
+from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 from tpuconv.models.common.moe import Experts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.mixtral.family import Config
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
-
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
-        self.q = Einsum("BTD,DNH->BTNH", sizes, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
-        kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
 
 
 class MoE(Experts):

@@ -1,62 +1,27 @@
 """Qwen3, dense (arXiv:2505.09388)."""
 
-import jax
-from flax import nnx
+from typing import Any
+
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
-from tpuconv.models.qwen3.family import Config
+from tpuconv.models.common import blocks
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Keys
 
 
-class Attention(nnx.Module):
+class Attention(blocks.NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
     and keys are normalized, each head separately."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.attention_bias
-        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.q_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
-        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), cos_sin)
-        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
-        return self.o(attention(q_BTNH, kv, step.visible(window))), kv
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        bias = config.attention_bias
+        super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
 
 
-class MLP(nnx.Module):
-    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
-        self.gate = Einsum("BTD,DF->BTF", sizes, dtype=dtype, keys=keys)
-        self.up = Einsum("BTD,DF->BTF", sizes, dtype=dtype, keys=keys)
-        self.down = Einsum("BTF,FD->BTD", sizes, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
-class Block(nnx.Module):
+class Block(blocks.PreNormBlock):
     """One layer: attention and MLP, each after a norm, with residual connections."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
+    attention_type = Attention
 
 
 class Model(Decoder):
