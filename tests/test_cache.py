@@ -185,8 +185,8 @@ def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
     assert kl.mean() <= MEAN_KL
     assert len(of_alike) >= SAME_CHOICES * len(kl)
     assert of_alike.mean() <= MEAN_KL_OF_SAME
-    assert 1e-9 < np.median(kl) <= MEDIAN_KL  # 0 would be a cache that is not quantize_vectors
-    # A token's keys are quantize_vectors by themselves: however they came in, and whatever stands before them.
+    assert 1e-9 < np.median(kl) <= MEDIAN_KL  # 0 would be a cache that is not quantized
+    # A token's keys are quantized by themselves: however they came in, and whatever stands before them.
     assert_same_vectors(model, ids_BT, mask_BT, 1, rounded)
     alone = np.array([ids_BT[1][mask_BT[1]]])
     assert_same_vectors(model, alone, np.ones(alone.shape, bool), alone.shape[1], only(rounded, 1, mask_BT[1]))

@@ -334,11 +334,22 @@ def test_hessians_that_are_not_held_at_once_give_the_same_bits(orbax, tmp_path, 
 
     quantize(ckpt, tmp_path / "a", config(), DATA)
     monkeypatch.setattr(calibrate_stage, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(calibrate, "HESSIAN_BYTES", 1)
     monkeypatch.setattr(LayerRunner, "observe", counted)
     quantize(ckpt, tmp_path / "b", config(), DATA)
     assert same_arrays(tmp_path / "a", tmp_path / "b")
     # Once to see the inputs' widths, then once for all Hessians of the stage.
     assert set(runs.values()) == {1 + DATA.samples}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_sizes_of_inputs_are_known_before(family, orbax):
+    runner = LayerRunner(read_manifest(orbax(ONE_OF_EACH[family], "bfloat16")), DATA.length)
+    for stage in runner.stages:
+        seen = runner.observe(stage, runner.weights(stage), np.zeros((DATA.length, runner.width), np.float32))
+        experts = [1 if each.counts_E is None else len(each.counts_E) for each in seen]
+        hessians = sum(4 * n * each.x.shape[1] ** 2 for n, each in zip(experts, seen, strict=True))
+        assert runner.input_bytes(stage) == (sum(each.x.nbytes for each in seen), hessians)
 
 
 def same_arrays(a: Path, b: Path) -> bool:

@@ -244,15 +244,30 @@ class LayerRunner:
         """The names of the kernels whose inputs `observe` returns. Nothing is computed."""
         if stage == HEAD_STAGE:
             return {f"{HEAD_STAGE}.kernel"}
+        return {
+            f"{stage}.{product.rpartition(':')[0]}" for key in self._shapes(stage) for product in key.split(" ")[1:]
+        }
+
+    def input_bytes(self, stage: str) -> tuple[int, int]:
+        """The bytes of the inputs that `observe` returns of a sample, and those of all their Hessians [I, I]. Nothing
+        is computed."""
+        if stage == HEAD_STAGE:
+            return 4 * len(self.steps[0].pos_BT[0]) * self.hidden, 4 * self.hidden**2
+        found = self._shapes(stage).values()
+        hessians = sum(4 * rows.shape[1] ** 2 * (1 if counts_E is None else len(counts_E)) for rows, counts_E in found)
+        return sum(4 * rows.size for rows, _ in found), hessians
+
+    def _shapes(self, stage: str) -> Mapping[str, tuple[Any, Any]]:
+        """The shapes of what a stage's layer shows; see `_observe`."""
         i = int(stage.rpartition(".")[2])
         graph, state = nnx.split(self.model.layers[i])
         nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
-        keys = jax.eval_shape(
+        shapes: Mapping[str, tuple[Any, Any]] = jax.eval_shape(
             lambda state, x_BTD, step, kv: _observe(graph, state, x_BTD, step, kv, self.windows[i]),
             state,
             *self._arguments(i, nothing_TW),
         )
-        return {f"{stage}.{product.rpartition(':')[0]}" for key in keys for product in key.split(" ")[1:]}
+        return shapes
 
     def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
         """The states [T, W] after a layer."""
