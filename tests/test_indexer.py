@@ -9,6 +9,7 @@ import tpuconv
 from helpers.conversions import convert
 from helpers.families import BY_ID, hf_model, save
 from tpuconv.models.deepseek_v32 import modules
+from tpuconv.models.glm5_next import modules as glm5_next
 from tpuconv.models.minimax_m3_vl_text import modules as minimax_m3
 from tpuconv.models.qwen4_exp_text import modules as qwen4
 from tpuconv.models.registry import get_family
@@ -129,29 +130,47 @@ def test_few_tokens_are_all_selected():
     assert (ours[:, few:] != theirs[:, few:]).any(-1).all()
 
 
-@pytest.mark.parametrize("name", ["qwen4_exp_text-plain", "qwen4_exp_text-two-tables"])
+MEANS = {
+    "qwen4_exp_text-plain": qwen4.MeanBlockIndexer,
+    "qwen4_exp_text-two-tables": qwen4.MeanBlockIndexer,
+    "glm5_next-plain": glm5_next.PoolIndexer,
+    "glm5_next-shared": glm5_next.PoolIndexer,
+}
+
+
+def as_mask(selected):
+    """What transformers' indexers of these models return, as a mask [B, T, S]: a mask with an axis of heads, or the
+    numbers of the selected tokens and -1."""
+    if selected.dtype == torch.bool:
+        return selected[:, 0].numpy()
+    return (selected.numpy()[..., None] == np.arange(LENGTH)).any(-2)
+
+
+@pytest.mark.parametrize("name", MEANS)
 def test_the_same_blocks_are_selected_by_their_means(name, tmp_path, monkeypatch):
     """In a prefill, and in steps with the cache: the complete blocks with the highest scores, and all tokens after the
     last complete one."""
-    case, masks, want = BY_ID[name], [], []
-    real = qwen4.MeanBlockIndexer.__call__
+    case, masks, want, kind = BY_ID[name], [], [], MEANS[name]
+    real = kind.__call__
 
     def recorded(self, *args):
         masks.append(np.asarray(mask := real(self, *args)))
         return mask
 
-    monkeypatch.setattr(qwen4.MeanBlockIndexer, "__call__", recorded)
+    monkeypatch.setattr(kind, "__call__", recorded)
     ids = np.random.default_rng(5).integers(3, 101, (2, LENGTH))
     hf = hf_model(case)
-    for layer in hf.model.layers:
-        if hasattr(layer, "self_attn"):
-            layer.self_attn.indexer.register_forward_hook(lambda *args: want.append(args[2][:, 0].numpy()))
+    for layer in hf.get_decoder().layers:
+        if getattr(getattr(layer, "self_attn", None), "indexer", None) is not None:
+            layer.self_attn.indexer.register_forward_hook(lambda *args: want.append(as_mask(args[2])))
     with torch.no_grad():
         hf(torch.tensor(ids))
     convert(save(case, tmp_path / "hf"), tmp_path / "out")
     model = tpuconv.load(tmp_path / "out", "float32")
-    rate, seen = model.config.indexer_compress_ratio, np.arange(LENGTH) + 1
-    counts = np.minimum(seen, model.config.indexer_budget + seen % rate)
+    config, seen = model.config, np.arange(LENGTH) + 1
+    rate = config.index_kpool if case.family == "glm5_next" else config.indexer_compress_ratio
+    budget = config.index_topk if case.family == "glm5_next" else config.indexer_budget
+    counts = np.minimum(seen, budget + seen % rate)
     model(ids)
     for mask, expected in zip(masks, want, strict=True):
         assert (mask == expected).all()

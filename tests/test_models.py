@@ -872,6 +872,12 @@ INVALID = {
         {"text_config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}},
         "type 'dynamic' are not implemented with learned frequencies",
     ),
+    "pools": ("glm5_next", {"text_config": {"index_kpool": 3}}, "index_topk=2048 is not a multiple of index_kpool=3"),
+    "selection of no layer": (
+        "glm5_next",
+        {"text_config": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "full", "shared"]}},
+        "indexer_types gives layers 3 the selection of a layer before them, which has no indexer",
+    ),
     "clip": ("olmoe", {"clip_qkv": 0.0}, r"clip_qkv=0\.0 is not positive"),
     "experts of granite": ("granitemoe", {"num_local_experts": 1}, "=2 is more than num_local_experts=1"),
     "head of cohere2": ("cohere2", {"head_dim": 64}, "head_dim=64 is not hidden_size=8192 divided by"),

@@ -399,6 +399,31 @@ def test_the_older_keys_of_dots3_note() -> None:
         find_family(raw).check_config(raw | {"use_dsa": None, "per_layer_config": {"2": {}, "3": {"v_head_dim": 2}}})
 
 
+def test_the_keys_of_linear_attention_in_an_object_of_glm5_next() -> None:
+    """As transformers reads them; the text model's keys may stand at the root."""
+    from transformers import AutoConfig
+
+    inside = {"head_dim": 64, "num_heads": 16, "short_conv_kernel_size": 3, "gate_lower_bound": -2.0}
+    raw = {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "linear_attn_config": inside,
+    }
+    around = {key: raw[key] for key in ("architectures", "model_type")}
+    for given in (raw, around | {"text_config": raw}):
+        config = find_family(given).check_config(given).config
+        assert [config.axes[letter] for letter in "nkwcfl"] == [16, 64, 64, 3, (0,), (1, 2, 3)]
+        assert config.linear_lower_bound == -2.0
+    for safe, bound in ((True, -5.0), (False, None)):
+        changed = inside | {"gate_lower_bound": None, "safe_gate": safe}
+        config = find_family(raw).check_config(raw | {"linear_attn_config": changed}).config
+        assert config.linear_lower_bound == bound
+    theirs = AutoConfig.for_model(**raw).text_config
+    assert (theirs.linear_head_dim, theirs.linear_lower_bound, theirs.layer_types[0]) == (64, -2.0, "indexed_attention")
+
+
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)

@@ -24,7 +24,8 @@ LETTERS = {
     "width of the embeddings of n-grams",
     "Q": "latent width of queries (q_lora_rank)",
     "u": "latent width of queries, with their norm and without; residual streams e, as an output",
-    "d": "width of the gates of norms, or of residual streams; rank of a low-rank residual",
+    "d": "width of the gates of norms, or of residual streams; weights of residual streams in a model with linear "
+    "attention; rank of a low-rank residual",
     "e": "residual streams besides the first, or in a model with linear attention",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
@@ -40,7 +41,7 @@ LETTERS = {
     # Of models in which layers that see all tokens and those with a sliding window differ in size, or those with and
     # without rotary positions
     "s": "layers with a sliding window, or with rotary positions",
-    "g": "layers that see all tokens, or without rotary positions",
+    "g": "layers that see all tokens, or without rotary positions; with latent attention, some with an indexer (f)",
     "a": "layers with a sliding window, or with rotary positions, and keys and values of their own; layers with "
     "embeddings of n-grams",
     "b": "layers that see all tokens, or without rotary positions, with keys and values of their own",
@@ -52,7 +53,7 @@ LETTERS = {
     "j": "layers with an MLP of width y",
     "y": "the larger MLP width, of two",
     # Of models in which each layer has embeddings of its own
-    "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key",
+    "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key or of a pool of keys",
     "v": "vocabulary of the embeddings of layers; parts of a table of n-grams; learned positions",
     "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table",
     # Of what other programs expect

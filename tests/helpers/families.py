@@ -115,7 +115,7 @@ NO_SCAN = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
     "hy_v4": "as glm_moe_dsa",
     **dict.fromkeys(("dots3_note_text", "dots3_note"), "layers with a window have sizes of their own"),
-    "mistral_large4": "as glm_moe_dsa",
+    **dict.fromkeys(("mistral_large4", "glm5_next"), "as glm_moe_dsa"),
     "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
@@ -324,6 +324,7 @@ VISION: dict[str, dict[str, Any]] = {
         },
     },
     "cosmos3_omni": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "glm5_next": GLM_VISION | {"projection_intermediate_size": 8},
     "aria": SIGLIP_VISION,
     "cosmos3_edge": {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
@@ -400,6 +401,17 @@ LATENT = {
 
 # Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
 INDEXED = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 10, "num_key_value_heads": 6}
+
+GLM5_NEXT = {
+    **DEEPSEEK | INDEXED,
+    "qk_rope_head_dim": 0,
+    "index_topk": 8,
+    "index_kpool": 4,
+    "linear_head_dim": 10,
+    "linear_num_heads": 3,
+    "swiglu_limit": 1.5,
+}
+"""Pools of which tests have more than are selected."""
 
 MINIMAX_M3 = {
     "head_dim": 12,
@@ -2597,6 +2609,32 @@ CASES: list[Case] = [
         swa_rope_theta=70.0,
         tie_word_embeddings=True,
     ),
+    _case(
+        "glm5_next-plain",
+        **GLM5_NEXT,
+        num_hidden_layers=4,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+        initializer_range=0.15,  # else the last bits of the weights change logits by 2e-5 of the largest
+    ),
+    _case(
+        "glm5_next-shared",  # more experts than tokens; a layer attends to the tokens that the one before selected
+        **GLM5_NEXT
+        | {"n_routed_experts": 81, "index_kpool": 3, "index_topk": 6, "n_group": 1, "topk_group": 1}
+        | {"swiglu_limit": 0.4},
+        num_hidden_layers=4,
+        layer_types=["full_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        indexer_types=["full", "shared", "shared", "full"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        linear_conv_kernel_dim=3,
+        linear_lower_bound=None,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        n_shared_experts=2,
+        attention_bias=True,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
     _case("gemma3n-plain", **GEMMA3N),
     _case("gemma3n-own-head", **GEMMA3N | {"num_kv_shared_layers": 0, "sliding_window": 4}, tie_word_embeddings=False),
     _case("gemma3-plain", **GEMMA3, tie_word_embeddings=True),
@@ -2682,7 +2720,7 @@ COMPUTED_BY = {
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
     keys = ("hidden_size_per_layer_input", "num_kv_shared_layers", "ple_layer_ids")
-    families = ("glm_moe_dsa", "deepseek_v4", "hy_v4", "mistral_large4")
+    families = ("glm_moe_dsa", "deepseek_v4", "hy_v4", "mistral_large4", "glm5_next")
     return case.family in families or any(case.config.get(key) for key in keys)
 
 
@@ -2759,12 +2797,12 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                     parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
-            elif case.family == "hy_v4" and name.endswith(("_hc.scale", ".hc_scale")):
+            elif case.family in ("hy_v4", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
                 parameter.uniform_(0.5, 1.5)  # so small when new that the streams would be alike
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
-            elif "ple.conv1d" in name:
-                parameter.normal_(0, 0.3)  # zero when new
+            elif "ple.conv1d" in name or "index_kpool_compress" in name:
+                parameter.normal_(0, 0.3)  # zero or one when new
             elif ".alpha_" in name or name.endswith(".D"):
                 parameter.uniform_(-1, 1)
             elif "embed_tokens" in name or "modality_router" in name:

@@ -54,6 +54,10 @@ EVEN = {
         name: {**MLA, "num_key_value_heads": 4, "index_head_dim": 32}
         for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4")
     },
+    "glm5_next": {
+        **{**MLA, "num_key_value_heads": 4, "qk_rope_head_dim": 0, "qk_nope_head_dim": 64, "index_head_dim": 32},
+        "linear_head_dim": 32,
+    },
     "axk2": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32, "gated_norm_rank": 32},
     **{
         name: {

@@ -161,6 +161,7 @@ FAMILIES: Mapping[str, str] = {
     "cosmos3_edge": "tpuconv.models.cosmos3_edge.family:FAMILY",
     "phi4_multimodal": "tpuconv.models.phi4_multimodal.family:FAMILY",
     "aria": "tpuconv.models.aria.family:FAMILY",
+    "glm5_next": "tpuconv.models.glm5_next.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -35,14 +35,10 @@ class DeltaAttention(KimiDelta):
     def add_gates(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
         self.f = Einsum("BTD,Dnk->BTnk", config.axes, dtype=dtype, keys=keys)
         self.g = Einsum("BTD,Dnw->BTnw", config.axes, dtype=dtype, keys=keys)
+        self.bound = config.kda_lower_bound if config.kda_safe_gate else None
 
     def rates(self, x_BTD: jax.Array) -> jax.Array:
-        config: Any = self.config
-        f_BTnk = self.f(x_BTD).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        rate_n1 = jnp.exp(self.a_log[...].astype(jnp.float32))[:, None]
-        bounded = config.kda_lower_bound * nnx.sigmoid(rate_n1 * f_BTnk)
-        g_BTnk = bounded if config.kda_safe_gate else -rate_n1 * nnx.softplus(f_BTnk)
-        return g_BTnk.astype(x_BTD.dtype).astype(jnp.float32)
+        return self.bounded(self.f(x_BTD)).astype(x_BTD.dtype).astype(jnp.float32)
 
     def gates(self, x_BTD: jax.Array) -> jax.Array:
         return self.g(x_BTD)

@@ -126,6 +126,22 @@ class GatedMLP(nnx.Module):
         return nnx.silu(x_BTF)
 
 
+def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns silu(gate) * up, with gates of at most `limit`, and `up` between -limit and limit."""
+    return nnx.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+class ClampedMLP(GatedMLP):
+    """Gated MLP whose hidden states have a limit, `swiglu_limit` of config.json, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, F: str = "F", *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, F, dtype=dtype, keys=keys)
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(clamped(self.gate(x_BTD), self.up(x_BTD), self.limit))
+
+
 class PlainMLP(nnx.Module):
     """MLP without a gate, x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is the square of the
     positive part (arXiv:2109.08668), or what a family overrides it with."""

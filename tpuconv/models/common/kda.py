@@ -43,7 +43,9 @@ class KDAState(LayerState):
 class KimiDelta(nnx.Module):
     """Linear attention, x [B, T, D] to [B, T, D]. Also returns the state after these tokens. The rates of decay and the
     gates of the output are made by two matrices each, with a narrow vector between them. The output is normalized and
-    gated."""
+    gated. `bound` is the smallest logarithm of a decay, where there is one."""
+
+    bound: float | None = None
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -96,8 +98,16 @@ class KimiDelta(nnx.Module):
 
     def rates(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the logarithms [B, T, n, k] of the decays, in float32."""
-        f_BTnk = self.f_b(self.f_a(x_BTD)).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        return -jnp.exp(self.a_log[...].astype(jnp.float32))[:, None] * nnx.softplus(f_BTnk)
+        return self.bounded(self.f_b(self.f_a(x_BTD)))
+
+    def bounded(self, f_BTnk: jax.Array) -> jax.Array:
+        """Returns the logarithms [B, T, n, k] of the decays that these inputs give, in float32; between `bound` and 0
+        if there is one."""
+        f_BTnk = f_BTnk.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        rate_n1 = jnp.exp(self.a_log[...].astype(jnp.float32))[:, None]
+        if self.bound is None:
+            return -rate_n1 * nnx.softplus(f_BTnk)
+        return self.bound * nnx.sigmoid(rate_n1 * f_BTnk)
 
 
 def kimi_delta_rule(

@@ -25,10 +25,10 @@ class Streams(nnx.Module):
     float32. The config has `hc_mult`, `hc_eps`, `hc_sinkhorn_iters` and `rms_norm_eps`."""
 
     def __init__(self, config: Any, *, keys: Keys):
-        sizes = config.axes
-        self.config = config
-        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDk"), jnp.float32))
-        self.base = nnx.Param(jnp.zeros(sizes["k"], jnp.float32))
+        self.config, r = config, config.hc_mult
+        weights = (2 + r) * r
+        self.kernel = nnx.Param(normal(keys(), (r, config.axes["D"], weights), jnp.float32))
+        self.base = nnx.Param(jnp.zeros(weights, jnp.float32))
         self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
         self.post_scale = nnx.Param(jnp.ones(1, jnp.float32))
         self.mix_scale = nnx.Param(jnp.ones(1, jnp.float32))

@@ -50,6 +50,28 @@ class Latent:
         return to_compute_dtype(self.c_BSC, dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlainLatent:
+    """The latent vectors of a layer without rotary positions. An int8 cache has scales. `axes` are the letters of each
+    array."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S")
+
+    c_BSC: jax.Array
+    c_scale_BS: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        """Returns a cache of zeros for a layer; `shape` is [B, S]."""
+        return cls(*empty_vectors((*shape, config.axes["C"]), dtype))
+
+    def with_keys(self) -> Latent:
+        """Returns these latent vectors with rotary keys of 0 dimensions."""
+        k_BSR = jnp.zeros((*self.c_BSC.shape[:-1], 0), self.c_BSC.dtype)
+        return Latent(self.c_BSC, k_BSR, self.c_scale_BS)
+
+
 class Attention(nnx.Module):
     """Multi-head latent attention (arXiv:2405.04434), x [B, T, D] to [B, T, D]. Also returns the cache of all tokens so
     far. The queries and keys of a head have P dimensions without and R dimensions with rotary position."""
@@ -231,11 +253,12 @@ class MoE(Experts):
     """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
     router_type: ClassVar[Callable[..., Any]] = Router
+    shared_type: ClassVar[Callable[..., Any]] = MLP
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
         self.router = self.router_type(config, dtype=dtype, keys=keys)
-        self.shared = MLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
+        self.shared: Any = self.shared_type(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         y_BTD = super().__call__(x_BTD, *self.router(x_BTD))

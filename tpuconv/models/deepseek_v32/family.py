@@ -15,7 +15,12 @@ INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config):
-    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense."""
+    """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense.
+
+    Class attribute: `known_kinds` are the `layer_types`.
+    """
+
+    known_kinds: ClassVar[tuple[str, ...]] = INDEXED
 
     model_type: ClassVar[str] = "deepseek_v32"
     only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (True,), "mlp_bias": (False,)}
@@ -35,7 +40,7 @@ class Config(deepseek_v3.Config):
         yield from super().contradictions()
         if self.index_head_dim < self.qk_rope_head_dim:
             yield f"index_head_dim={self.index_head_dim} is less than qk_rope_head_dim={self.qk_rope_head_dim}"
-        if unknown := set(self.layer_types or ()) - set(INDEXED):
+        if unknown := set(self.layer_types or ()) - set(self.known_kinds):
             yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
         if len(self.layer_types or ()) not in (0, self.num_hidden_layers):
             yield f"layer_types has another number of entries than num_hidden_layers={self.num_hidden_layers}"

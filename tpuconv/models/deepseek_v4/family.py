@@ -220,11 +220,11 @@ def compressor(width: str, tokens: str, *series: str) -> tuple[Map, ...]:
 SPARSE_SERIES = ("before", "current")
 
 
-def streams(hf: str, jax: str) -> tuple[Map, ...]:
-    """Returns the rows of the hyper-connections of a part of a layer."""
+def streams(hf: str, jax: str, weights: str = "k") -> tuple[Map, ...]:
+    """Returns the rows of the hyper-connections of a part of a layer. `weights` is the letter of their weights."""
     return (
-        Map(f"{hf}_fn", f"{jax}.kernel", "k (r D) -> r D k"),
-        Map(f"{hf}_base", f"{jax}.base", "k"),
+        Map(f"{hf}_fn", f"{jax}.kernel", f"{weights} (r D) -> r D {weights}"),
+        Map(f"{hf}_base", f"{jax}.base", weights),
         Map(f"{hf}_scale", tuple(f"{jax}.{name}_scale" for name in ("pre", "post", "mix")), "(1 + 1 + 1) -> 1, 1, 1"),
     )
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
-from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common.blocks import ClampedMLP, clamped
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
@@ -245,22 +245,6 @@ class Attention(nnx.Module):
         return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
 
 
-def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """Returns silu(gate) * up, with gates of at most `limit`, and `up` between -limit and limit."""
-    return nnx.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-
-
-class SharedExpert(GatedMLP):
-    """The expert that every token uses, x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, "W", dtype=dtype, keys=keys)
-        self.limit = config.swiglu_limit
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(clamped(self.gate(x_BTD), self.up(x_BTD), self.limit))
-
-
 class MoE(Experts):
     """X experts of each token and one that all use, x [B, T, D] to [B, T, D]. Their weights are sqrt(softplus(score)),
     normalized. Which they are says the token's id, or the highest weights with a correction."""
@@ -270,7 +254,7 @@ class MoE(Experts):
         super().__init__(sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
-        self.shared = SharedExpert(config, dtype=dtype, keys=keys)
+        self.shared = ClampedMLP(config, "W", dtype=dtype, keys=keys)
         if layer < config.num_hidden_layers and config.mlp_kinds[layer] == HASHED:
             self.experts_of_token = nnx.Param(jnp.zeros((sizes["V"], sizes["X"]), jnp.int32))
         else:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import clamped
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.streams import GatedStreams, JoinedNorm, by_stream, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
-from tpuconv.models.deepseek_v4.modules import clamped
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 from tpuconv.models.glm_moe_dsa import modules as glm_moe_dsa
 from tpuconv.models.hy_v4.family import Config
@@ -73,10 +73,8 @@ class MoE(deepseek_v3.MoE):
         def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
             return down(clamped(gate(rows.x, rows), up(rows.x, rows), limit), rows)
 
-        y_BTD = routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
-        shared: Any = self.shared
-        y_shared_BTD: jax.Array = shared(x_BTD)
-        return y_BTD + y_shared_BTD
+        y_shared_BTD: jax.Array = self.shared(x_BTD)
+        return routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD)) + y_shared_BTD
 
 
 class Block(glm_moe_dsa.Block):

@@ -120,18 +120,20 @@ KDA_CONVOLUTIONS = (
     Map("v_conv1d.weight", "v_conv.kernel", "(n w) 1 c -> n w c"),
 )
 
-KDA_ROWS = (
+KDA_BESIDE_RATES = (
     *KDA_INPUTS,
     Map("f_a_proj.weight", "f_a.kernel", "w D -> D w"),
     Map("f_b_proj.weight", "f_b.kernel", "(n k) w -> w n k"),
     Map("g_a_proj.weight", "g_a.kernel", "k D -> D k"),
     Map("g_b_proj.weight", "g_b.kernel", "(n w) k -> k n w"),
     *KDA_CONVOLUTIONS,
-    Map("A_log", "a_log", "1 1 n 1 -> n"),
     Map("dt_bias", "dt_bias", "(n k) -> n k"),
     Map("o_norm.weight", "norm.scale", "w"),
     Map("o_proj.weight", "o.kernel", "D (n w) -> n w D"),
 )
+"""The rows of Kimi delta attention, besides `A_log`, whose layout differs."""
+
+KDA_ROWS = (*KDA_BESIDE_RATES, Map("A_log", "a_log", "1 1 n 1 -> n"))
 
 KIMI_NORMS = (deepseek_v3.ATTENTION_ROWS[0], deepseek_v3.ATTENTION_ROWS[-1])
 

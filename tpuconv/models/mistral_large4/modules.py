@@ -2,8 +2,7 @@
 layers without rotary positions, in others with the latent vectors of an earlier layer, and experts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +10,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.cache import IndexKeys, empty_vectors
+from tpuconv.models.common.cache import IndexKeys
 from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step, Steps
 from tpuconv.models.common.layers import Keys, LayerNorm, RMSNorm, soft_capped
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
+from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
 from tpuconv.models.glm_moe_dsa.modules import NeighbourIndexer
 from tpuconv.models.mistral_large4.family import Config
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PlainLatent:
-    """The latent vectors of a layer without rotary positions. An int8 cache has scales. `axes` are the letters of each
-    array."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S")
-
-    c_BSC: jax.Array
-    c_scale_BS: jax.Array | None = None
-
-    @classmethod
-    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns a cache of zeros for a layer; `shape` is [B, S]."""
-        return cls(*empty_vectors((*shape, config.axes["C"]), dtype))
-
-    def with_keys(self) -> deepseek_v3.Latent:
-        """Returns these latent vectors with rotary keys of 0 dimensions."""
-        k_BSR = jnp.zeros((*self.c_BSC.shape[:-1], 0), self.c_BSC.dtype)
-        return deepseek_v3.Latent(self.c_BSC, k_BSR, self.c_scale_BS)
 
 
 class Given(NamedTuple):

@@ -13,7 +13,6 @@ from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import (
-    MASKED_SCORE,
     CenteredRMSNorm,
     Einsum,
     Keys,
@@ -22,6 +21,7 @@ from tpuconv.models.common.layers import (
     rope_cos_sin,
 )
 from tpuconv.models.common.recurrence import HybridDecoder, LayerState, exact_einsum
+from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
 from tpuconv.models.common.streams import by_stream, to_streams
 from tpuconv.models.qwen2_moe.modules import MoE
 from tpuconv.models.qwen3_next import modules as qwen3_next
@@ -96,19 +96,11 @@ class MeanBlockIndexer(nnx.Module):
             return visible_BTS
         k_BPx = self.block_keys(index.i_BSx, step, blocks, rate).astype(jnp.float32)
         scores_BTP = nnx.relu(exact_einsum("BTqx,BPx->BTqP", q_BTqx, k_BPx)).sum(axis=2)
-        own_BT1 = (step.pos_BT[..., None] + 1) // rate  # the blocks before are complete
-        is_complete_BTP = jnp.arange(blocks) < own_BT1
-        ids_BTX = jax.lax.top_k(jnp.where(is_complete_BTP, scores_BTP, MASKED_SCORE), chosen)[1]
-        rows, columns = jnp.arange(len(x_BTD))[:, None, None], jnp.arange(x_BTD.shape[1])[None, :, None]
-        selected_BTP = jnp.zeros(scores_BTP.shape, bool).at[rows, columns, ids_BTX].set(True) & is_complete_BTP
-        block_B1S = step.pos_BS[:, None] // rate
-        of_block_BTS = jnp.take_along_axis(selected_BTP, jnp.clip(block_B1S, 0, blocks - 1), axis=2)
-        return visible_BTS & (of_block_BTS | (block_B1S >= own_BT1))
+        return tokens_of_best_blocks(scores_BTP, chosen, rate, step, visible_BTS)
 
     def block_keys(self, k_BSx: jax.Array, step: Step, blocks: int, rate: int) -> jax.Array:
         """Returns the keys [B, P, x] of the blocks, made of those of all tokens in the order of their positions."""
-        order_BS1 = jnp.argsort(step.pos_BS < 0, axis=1, stable=True)[:, : blocks * rate, None]
-        k_BPcx = jnp.take_along_axis(k_BSx, order_BS1, axis=1).reshape(len(k_BSx), blocks, rate, -1)
+        k_BPcx = in_blocks(k_BSx, step, blocks, rate)
         k_BPx = self.k_norm(k_BPcx.astype(jnp.float32).mean(axis=2).astype(k_BSx.dtype))
         first_1P = jnp.arange(0, blocks * rate, rate)[None]
         cos, sin = rope_cos_sin(self.config.rope, self.config.rope_dim, first_1P)
