@@ -585,7 +585,8 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     windowed |= {"phimoe", "deepseek_v4"}
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
-    windows = [hf.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    with_window = "full_attention" if hf.model_type == "minimax" else "sliding_attention"
+    windows = [hf.sliding_window if kind == with_window else None for kind in kinds]
     if hf.model_type == "gpt_neo":
         windows = [hf.window_size if kind == "local" else None for kind in hf.attention_layers]
     layers = getattr(hf, "num_layers", hf.num_hidden_layers)  # LongCat's have two attentions each
@@ -878,6 +879,7 @@ INVALID = {
         {"text_config": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "full", "shared"]}},
         "indexer_types gives layers 3 the selection of a layer before them, which has no indexer",
     ),
+    "rotary part of no head": ("minimax", {"rotary_dim": 64}, "rotary_dim=64 is not 128"),
     "clip": ("olmoe", {"clip_qkv": 0.0}, r"clip_qkv=0\.0 is not positive"),
     "experts of granite": ("granitemoe", {"num_local_experts": 1}, "=2 is more than num_local_experts=1"),
     "head of cohere2": ("cohere2", {"head_dim": 64}, "head_dim=64 is not hidden_size=8192 divided by"),

@@ -96,6 +96,7 @@ LONG = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "linear_attention"]},
     "falcon_h1": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4},
     "kimi_linear": {**LINEAR, "mlp_layer_types": ["dense"] * 2},
+    "minimax": {**LINEAR, "num_local_experts": 1, "num_experts_per_tok": 1},
 }
 """Changes of a family's first case that leave no experts, which a rounding may choose otherwise, and no attention over
 all tokens where a model may do without."""
@@ -115,17 +116,23 @@ def as_ours(state: np.ndarray, like: Any) -> np.ndarray:
     return state.reshape(batch, groups, heads, values, keys).swapaxes(-1, -2)
 
 
+def cache_of(reference: Any) -> Any:
+    """An empty cache of transformers for a model."""
+    from transformers import DynamicCache
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return MiniMaxCache() if reference.config.model_type == "minimax" else DynamicCache(config=reference.config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LONG)
 def test_a_state_after_10000_tokens_is_that_of_transformers(family: str, orbax: Callable[..., Any]) -> None:
-    from transformers import DynamicCache
-
     first = FIRST[family]
     case = Case(f"{family}-long", family, first.model_type, {**first.config, **LONG[family]})
     tokens, piece = 10_000, 500
     ids = np.random.default_rng(0).integers(3, 101, (1, tokens))
     reference, model = hf_model(case), tpuconv.load(orbax(case))
-    theirs, ours = DynamicCache(config=reference.config), model.init_cache(1, tokens)
+    theirs, ours = cache_of(reference), model.init_cache(1, tokens)
     # Without attention transformers' cache does not know its length.
     masks = {"attention_mask": {"full_attention": None, "linear_attention": None}} if LONG[family].keys() & NONE else {}
     run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, last_only=True))
@@ -141,7 +148,9 @@ def test_a_state_after_10000_tokens_is_that_of_transformers(family: str, orbax: 
         if state is None:
             continue
         mine = np.asarray(jax.tree.leaves(state)[0])
-        want = as_ours(theirs.get_recurrent_state(layer, state_idx=0).numpy(), mine)
+        of_minimax = family == "minimax"
+        state = theirs.get_linear_cache(layer) if of_minimax else theirs.get_recurrent_state(layer, state_idx=0)
+        want = as_ours(state.numpy(), mine)
         assert np.abs(mine - want).max() <= 1e-4 * np.abs(want).max()
         compared += 1
     assert compared == 2

@@ -424,6 +424,35 @@ def test_the_keys_of_linear_attention_in_an_object_of_glm5_next() -> None:
     assert (theirs.linear_head_dim, theirs.linear_lower_bound, theirs.layer_types[0]) == (64, -2.0, "indexed_attention")
 
 
+MINIMAX_TEXT = {
+    "architectures": ["MiniMaxForCausalLM"],
+    "model_type": "minimax",
+    "vocab_size": 200064,
+    "hidden_size": 6144,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 32,
+    "layer_types": [*["linear_attention"] * 7, "full_attention"] * 10,
+    "rotary_dim": 64,
+    "rope_theta": 10_000_000,
+}
+
+
+def test_half_of_the_heads_of_minimax_have_rotary_positions() -> None:
+    """Where `rotary_dim` says so, as the code of the models reads it; and the model has the published size."""
+    family = find_family(MINIMAX_TEXT)
+    config = family.check_config(MINIMAX_TEXT).config
+    assert (config.rope_dim, config.axes["f"][:2], config.rope.theta) == (64, (7, 15), 1e7)
+    rows = family.table.bind(config)
+    billions = sum(prod(shape) for row in rows for shape in row.dst_shapes().values()) / 1e9
+    assert billions == pytest.approx(456, rel=2e-3)
+    assert family.table.ignored(config)("model.layers.6.self_attn.slope_rate")
+    assert family.config.from_hf({"model_type": "minimax"}).kinds[:2] == ("full_attention", "linear_attention")
+
+
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)

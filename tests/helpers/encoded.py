@@ -164,7 +164,7 @@ OF_STREAMS = (
     *(".linear_left", ".linear_right", "_coefs", *(f"_projections.{i}" for i in range(3))),
     *("_mix_weight_down", "_mix_weight_up", "_inject_weight"),
 )
-OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".W_down", ".W_up")
+OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".output_gate", ".W_down", ".W_up")
 PARTS = (
     *(*OF_OTHERS, ".c_fc", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
     *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_STREAMS, *OF_NEOX, *IN_PROJ),

@@ -140,7 +140,7 @@ NO_SCAN = {
     ),
     "mimo_v2_flash": "layers differ in key-value heads",
     "deepseek_v4": "layers differ in how they compress keys",
-    **dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "layers with a state and with attention"),
+    **dict.fromkeys(("bailing_hybrid", "olmo_hybrid", "minimax"), "layers with a state and with attention"),
     "glm4v_moe": "as deepseek_v3",
     **dict.fromkeys(("step3p5", "step3p7"), "layers differ in query heads, and in having experts"),
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers differ in having indexers and experts"),
@@ -401,6 +401,9 @@ LATENT = {
 
 # Enough heads that the scores of no two tokens are 0, and fewer selected tokens than tests have.
 INDEXED = {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 10, "num_key_value_heads": 6}
+
+MINIMAX = {"intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3, "block_size": 8}
+"""transformers computes lightning attention in blocks, of which tests have several."""
 
 GLM5_NEXT = {
     **DEEPSEEK | INDEXED,
@@ -2632,6 +2635,31 @@ CASES: list[Case] = [
         n_shared_experts=2,
         attention_bias=True,
         norm_topk_prob=False,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "minimax-plain",
+        **MINIMAX,
+        num_hidden_layers=4,
+        layer_types=["full_attention", "linear_attention"] * 2,
+        initializer_range=0.15,  # else the last bits of the weights change logits by 2e-5 of the largest
+    ),
+    _case(
+        "minimax-factors",  # and more experts than tokens
+        **MINIMAX | {"num_local_experts": 81, "block_size": 256},
+        num_hidden_layers=3,
+        head_dim=12,
+        num_key_value_heads=6,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        sliding_window=5,
+        full_attn_alpha_factor=1.7,
+        full_attn_beta_factor=0.6,
+        linear_attn_alpha_factor=0.8,
+        linear_attn_beta_factor=1.3,
+        mlp_alpha_factor=1.1,
+        mlp_beta_factor=0.7,
+        rope_parameters=LLAMA3,
         rms_norm_eps=1e-3,
         tie_word_embeddings=True,
     ),

@@ -162,6 +162,7 @@ FAMILIES: Mapping[str, str] = {
     "phi4_multimodal": "tpuconv.models.phi4_multimodal.family:FAMILY",
     "aria": "tpuconv.models.aria.family:FAMILY",
     "glm5_next": "tpuconv.models.glm5_next.family:FAMILY",
+    "minimax": "tpuconv.models.minimax.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

@@ -36,7 +36,7 @@ class LayerState:
     @classmethod
     def empty(cls, config: Any, *batch: int) -> Self:
         """Returns a state of zeros."""
-        sizes = {**config.axes, "c": config.axes["c"] - 1}
+        sizes = {**config.axes, "c": config.axes.get("c", 1) - 1}
         shapes = ([sizes[letter] for letter in axes.split()[1:]] for axes in cls.axes)
         return cls(*(jnp.zeros((*batch, *shape), jnp.float32) for shape in shapes))
 

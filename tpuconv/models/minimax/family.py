@@ -1,0 +1,104 @@
+"""MiniMax-Text-01 and MiniMax-M1, in transformers' format: config and mapping table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
+from tpuconv.models.minimax_m2 import family as minimax_m2
+from tpuconv.models.mixtral.family import MIXTRAL_ROPE
+from tpuconv.models.registry import Family
+
+DECAY_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""What transformers stores of lightning attention beside the weights."""
+
+
+@dataclass(frozen=True)
+class Config(minimax_m2.Config, StateConfig):
+    """The keys of config.json. Without `layer_types` every second layer has lightning attention. transformers 5.23
+    does not read `rotary_dim`, which the models' own code reads as in MiniMax-M2."""
+
+    model_type: ClassVar[str] = "minimax"
+    only: ClassVar = {
+        # Of the release. transformers does not read them, and computes this.
+        "postnorm": (True,),
+        "shared_intermediate_size": (0, [0]),
+    }
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MIXTRAL_ROPE.theta}
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None  # type: ignore[assignment]
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope: Rope = MIXTRAL_ROPE
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    full_attn_alpha_factor: float = 1.0
+    full_attn_beta_factor: float = 1.0
+    linear_attn_alpha_factor: float = 1.0
+    linear_attn_beta_factor: float = 1.0
+    mlp_alpha_factor: float = 1.0
+    mlp_beta_factor: float = 1.0
+    block_size: int = 256
+    """Of how many tokens transformers computes lightning attention at once: without effect."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.rotary_dim not in (None, self.rope_dim):
+            yield f"rotary_dim={self.rotary_dim} is not {self.rope_dim}, which follows from other keys"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        return tuple("linear_attention" if i % 2 else "full_attention" for i in range(self.num_hidden_layers))
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        sizes = super().axes
+        return {**sizes, "n": sizes["N"], "k": sizes["H"], "w": sizes["H"]}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(None if kind == self.state_kind else self.sliding_window for kind in self.kinds)
+
+    @property
+    def unscannable(self) -> str:
+        return "each layer with lightning attention has decays of its own" if self.axes["l"] else super().unscannable
+
+
+LIGHTNING_ROWS = (
+    Map("qkv_proj.weight", ("q.kernel", "k.kernel", "v.kernel"), "(n (k + k + w)) D -> D n k, D n k, D n w"),
+    Map("norm.weight", "norm.scale", "(n w) -> n w"),
+    Map("output_gate.weight", "gate.kernel", "(n w) D -> D n w"),
+    Map("out_proj.weight", "o.kernel", "D (n w) -> n w D"),
+)
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *under("block_sparse_moe", "moe", Map("gate.weight", "router.kernel", "E D -> D E"), *NUMBERED_EXPERT_MLPS),
+    others=(
+        *under("model.layers.{f}", "layers.{f}", *ATTENTION),
+        *under("model.layers.{l}.self_attn", "layers.{l}.attn", *LIGHTNING_ROWS),
+    ),
+    ignore={f"model.layers.{{l}}.self_attn.{name}": "computed from config.json" for name in DECAY_BUFFERS},
+)
+
+FAMILY = Family(
+    name="minimax",
+    summary="MiniMax-Text-01, MiniMax-M1",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.minimax.modules:Model",
+    architectures={"MiniMaxForCausalLM": "minimax"},
+)
