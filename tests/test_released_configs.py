@@ -505,3 +505,45 @@ def test_what_generates_is_left_out_of_cosmos(name: str) -> None:
     assert not why("layers.3.self_attn.to_q.weight")
     older = [f"layers.3.self_attn.{x}_proj.weight" for x in "qkvo"]
     assert family.table_for([*older, "norm.weight"]).variant == "older."
+
+
+def test_scaled_layers_and_older_keys_of_molmo2_are_read() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8192}
+    text = {
+        "model_type": "molmo2_text",
+        **{"num_hidden_layers": 3, "qkv_bias": True, "layer_norm_eps": 1e-4, "use_qk_norm": True},
+        **{"qk_norm_type": "olmo", "norm_after": True, "rope_parameters": yarn, "rope_scaling_layers": [1]},
+    }
+    raw = {"model_type": "molmo2", "text_config": text, "vit_config": {"hidden_size": 1152}, "adapter_config": {}}
+    config = find_family(raw).check_config(raw).config
+    assert [(rope.type, rope.theta) for rope in config.ropes] == [("default", 1e6), ("yarn", 1e6), ("default", 1e6)]
+    assert (config.attention_bias, config.rms_norm_eps, config.norms_all_heads) == (True, 1e-4, True)
+    assert config.axes["v"] == 128
+    with pytest.raises(UnsupportedConfig, match="qk_norm_type='gemma'"):
+        find_family(raw).check_config(raw | {"text_config": text | {"qk_norm_type": "gemma"}})
+
+
+def test_fuyu_has_the_keys_of_its_text_model_beside_those_of_images() -> None:
+    raw = {"model_type": "fuyu", "hidden_size": 64, "num_attention_heads": 2, "rope_theta": 25000.0, "patch_size": 30}
+    config = find_family(raw).check_config(raw | {"image_size": 300, "num_channels": 3, "qk_layernorm": True}).config
+    assert (config.hidden_size, config.rope.theta, config.rope_dim, config.num_hidden_layers) == (64, 25000.0, 16, 36)
+
+
+def test_layers_of_north_micro_vision_say_their_rotary_positions() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    local = {"rope_theta": 500.0, "mrope_section": [24, 20, 20]}
+    raw = {"model_type": "cohere_compass_text", "num_hidden_layers": 2, "layer_types": kinds}
+    config = find_family(raw).config
+    for rest in ({}, {"rope_theta": 3.0, "rope_type": "default"}):  # which transformers drops
+        read = config.from_hf(raw | {"rope_parameters": {"sliding_attention": local, "full_attention": None, **rest}})
+        assert [rope and rope.theta for rope in read.ropes] == [500.0, None]
+        assert (read.windows, read.logit_scale) == ((4096, None), 1.0)
+    with pytest.raises(ConfigError, match="nothing for layers of the type full_attention"):
+        config.from_hf(raw | {"rope_parameters": {"sliding_attention": local}})
+    with pytest.raises(UnsupportedConfig, match="pooling='mean'"):
+        config.from_hf(raw | {"rope_parameters": dict.fromkeys(kinds), "pooling": "mean"})
+
+
+def test_heads_of_codegen_are_in_four_groups() -> None:
+    with pytest.raises(ConfigError, match="n_head=6 is not a multiple of 4"):
+        get_family("codegen").config.from_hf({"model_type": "codegen", "n_head": 6, "n_embd": 48, "rotary_dim": 8})

@@ -32,8 +32,9 @@ LETTERS = {
     "x": "head dimension of an indexer",
     "f": "layers with full attention, in a model where others have linear attention; layers with an indexer",
     "l": "layers with linear attention, Mamba-2 or a short convolution; with heavily compressed keys",
-    "n": "key heads of linear attention, groups of Mamba-2, channels of a short convolution, heads of an indexer",
-    "r": "value heads per key head of linear attention, heads per group of Mamba-2, residual streams",
+    "n": "key heads of linear attention, groups of Mamba-2 or of heads in a fused projection, channels of a short "
+    "convolution, heads of an indexer",
+    "r": "value heads per key head of linear attention, heads per group n, residual streams",
     "k": "dimension of a key head of linear attention, state size of Mamba-2, weights of residual streams",
     "w": "dimension of a value head, of linear attention or where it is not that of keys; of a head of Mamba-2; "
     "residual streams, as an output",
@@ -54,7 +55,7 @@ LETTERS = {
     "y": "the larger MLP width, of two",
     # Of models in which each layer has embeddings of its own
     "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key or of a pool of keys",
-    "v": "vocabulary of the embeddings of layers; parts of a table of n-grams; learned positions",
+    "v": "vocabulary of the embeddings of layers, or added to V; parts of a table of n-grams; learned positions",
     "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table",
     # Of what other programs expect
     "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "

@@ -165,9 +165,10 @@ OF_STREAMS = (
     *("_mix_weight_down", "_mix_weight_up", "_inject_weight"),
 )
 OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".output_gate", ".W_down", ".W_up")
+OF_MOLMO = (".attn_out", ".ff_out")
 PARTS = (
     *(*OF_OTHERS, ".c_fc", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
-    *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_STREAMS, *OF_NEOX, *IN_PROJ),
+    *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_MOLMO, *OF_STREAMS, *OF_NEOX, *IN_PROJ),
 )
 UNENCODED = ("vision", "indexer.weights_proj")
 

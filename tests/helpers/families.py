@@ -73,7 +73,7 @@ class Case:
             tied = sizes.get("tie_word_embeddings", False)
             vision = dict(VISION[self.family])
             beside = deepcopy(BESIDE_TEXT.get(self.family, {}))
-            for part in (vision, beside.get("audio_config", {})):
+            for part in (vision, beside.get("audio_config", {}), beside.get("adapter_config", {})):
                 part |= {key: sizes["hidden_size"] for key in AS_WIDE_AS_TEXT.get(self.family, ()) if key in part}
             if self.family in OMNI:
                 parts = {"text_config": sizes, "vision_config": vision, "audio_config": dict(OMNI_AUDIO)}
@@ -330,6 +330,11 @@ VISION: dict[str, dict[str, Any]] = {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
         **{"patch_size": 4, "num_patches": 4},
     },
+    **{name: {} for name in ("emu3", "fuyu")},
+    "molmo2": {
+        **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"head_dim": 4, "intermediate_size": 16, "image_size": [28, 28], "patch_size": 14},
+    },
     "dots3_note": {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
         **{"adapter_in_dim": 8, "adapter_out_dim": 48, "mlp_layer_types": ["dense"]},
@@ -361,6 +366,21 @@ BESIDE_TEXT = {
     "minimax_m3_vl": {"projector_hidden_size": 8},
     "cosmos3_edge": {"projector_hidden_size": 8},
     "aria": {"projector_patch_to_query_dict": {4: 2}},
+    "emu3": {
+        "vq_config": {
+            **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
+            **{"hidden_size": 32, "codebook_size": 4},
+        },
+        "vocabulary_map": {"<image>": 3, "<|extra_200|>": 4, "<|visual token 000000|>": 5},
+    },
+    "fuyu": {"initializer_range": SIZES["initializer_range"]},
+    "molmo2": {
+        "initializer_range": SIZES["initializer_range"],
+        "adapter_config": {
+            **{"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4},
+            **{"intermediate_size": 16, "text_hidden_size": 48, "vision_feature_layer": [0]},
+        },
+    },
     "dots3_note": {
         "audio_config": {
             **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
@@ -373,6 +393,7 @@ AS_WIDE_AS_TEXT = {
     "granite_docling": ("out_hidden_size",),
     "muse_spark": ("out_hidden_size",),
     "dots3_note": ("adapter_out_dim",),
+    "molmo2": ("text_hidden_size",),
 }
 """Sizes of what sees or hears that have to be the text model's `hidden_size`."""
 
@@ -2585,6 +2606,85 @@ CASES: list[Case] = [
         rms_norm_eps=1e-3,
         tie_word_embeddings=True,
     ),
+    _case("molmo2-plain", head_dim=10, vocab_size=77, additional_vocab_size=24),
+    _case(
+        "molmo2-norms-after",
+        head_dim=14,
+        vocab_size=90,
+        additional_vocab_size=11,
+        num_hidden_layers=3,
+        num_key_value_heads=6,
+        norm_after=True,
+        qk_norm_type="olmo",
+        attention_bias=True,
+        rope_parameters=LLAMA3,
+        rope_scaling_layers=[0, 2],
+        rms_norm_eps=1e-3,
+    ),
+    _case("emu3-plain"),
+    _case(
+        "emu3-yarn",
+        num_hidden_layers=3,
+        num_key_value_heads=6,
+        rope_parameters=YARN,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "cohere_compass_text-plain",
+        rope_parameters={"full_attention": MROPE | {"mrope_section": [2, 1, 1]}},
+        logit_scale=0.5,
+    ),
+    _case(
+        "cohere_compass_text-windows",
+        num_hidden_layers=4,
+        layer_types=MIXED,
+        sliding_window=5,
+        num_key_value_heads=6,
+        rope_parameters={"full_attention": None, "sliding_attention": LLAMA3},
+        attention_bias=True,
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=False,
+    ),
+    _case("codegen-plain", num_attention_heads=8, num_key_value_heads=8, rotary_dim=4),
+    _case(
+        "codegen-own-width",
+        num_attention_heads=4,
+        num_key_value_heads=None,
+        rotary_dim=12,
+        n_inner=20,
+        layer_norm_epsilon=1e-3,
+        num_hidden_layers=3,
+    ),
+    _case("persimmon-plain"),
+    _case(
+        "persimmon-without-norms",
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        qk_layernorm=False,
+        rope_parameters=LINEAR | {"partial_rotary_factor": 0.25},
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    _case("fuyu-plain"),
+    _case("fuyu-without-norms", num_hidden_layers=3, qk_layernorm=False, tie_word_embeddings=True),
+    _case("xglm-plain", num_key_value_heads=None, ffn_dim=28),
+    _case(
+        "xglm-unscaled",
+        num_key_value_heads=None,
+        ffn_dim=20,
+        num_hidden_layers=3,
+        scale_embedding=False,
+        tie_word_embeddings=False,
+    ),
+    _case("biogpt-plain", num_key_value_heads=None),
+    _case(
+        "biogpt-unscaled",
+        num_key_value_heads=None,
+        num_hidden_layers=3,
+        scale_embedding=False,
+        tie_word_embeddings=False,
+    ),
     _case("dots3_note_text-plain", **DOTS3),
     _case(
         "dots3_note_text-full",  # without indexers
@@ -2730,6 +2830,9 @@ COMPUTED_BY = {
     "cosmos3_omni": "qwen3",
     "phi4_multimodal": "phi3",
     "cosmos3_edge": "arcee",
+    "emu3": "llama",
+    "codegen": "gptj",
+    "fuyu": "persimmon",
     "cwm": "llama",
     "qwen2_vl": "qwen2",
     "hy_v3": "dots1",
@@ -2889,6 +2992,17 @@ def _unwrap(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(text | {"architectures": [architecture]}))
 
 
+def _resplit_embedding(path: Path, vocabulary: int) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    names = sorted(name for name in tensors if ".wte." in name)  # that of added tokens last
+    rows = torch.cat([tensors[name] for name in names])
+    parts = rows[:vocabulary], rows[vocabulary:]
+    save_file(tensors | {name: x.clone() for name, x in zip(names, parts, strict=True)}, path, {"format": "pt"})
+
+
 def _rename(path: Path, old: str, new: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -2929,6 +3043,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
         _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size
         _resplit(folder / "model.safetensors")
+    if case.family == "molmo2":  # transformers writes two halves of the embedding
+        _resplit_embedding(folder / "model.safetensors", (SIZES | dict(case.config))["vocab_size"])
     if case.family == "kimi_linear":  # transformers calls the MLP of dense layers as the experts of others
         for name in ("gate_proj", "up_proj", "down_proj"):
             _rename(folder / "model.safetensors", f"block_sparse_moe.{name}", f"mlp.{name}")

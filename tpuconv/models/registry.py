@@ -163,6 +163,14 @@ FAMILIES: Mapping[str, str] = {
     "aria": "tpuconv.models.aria.family:FAMILY",
     "glm5_next": "tpuconv.models.glm5_next.family:FAMILY",
     "minimax": "tpuconv.models.minimax.family:FAMILY",
+    "molmo2": "tpuconv.models.molmo2.family:FAMILY",
+    "emu3": "tpuconv.models.emu3.family:FAMILY",
+    "cohere_compass_text": "tpuconv.models.cohere_compass_text.family:FAMILY",
+    "codegen": "tpuconv.models.codegen.family:FAMILY",
+    "persimmon": "tpuconv.models.persimmon.family:FAMILY",
+    "fuyu": "tpuconv.models.fuyu.family:FAMILY",
+    "xglm": "tpuconv.models.xglm.family:FAMILY",
+    "biogpt": "tpuconv.models.biogpt.family:FAMILY",
 }
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 

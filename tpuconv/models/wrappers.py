@@ -313,6 +313,13 @@ WRAPPER_ROWS = (
         tied=True,
     ),
     Wrapper(
+        "cohere_compass",
+        "CohereCompassForConditionalGeneration",
+        "North Micro Vision",
+        ("cohere_compass_text",),
+        {"visual": SEES},
+    ),
+    Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",
         "Nemotron 3 Nano Omni",

@@ -131,7 +131,8 @@ LAYER_NAMES = ("layers", "h", "blocks")
 """The names that transformers' models have for the list of their layers."""
 
 NORM_NAMES = (
-    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f", "hyper_connection_mixer"),
+    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "layer_norm", "norm_f", "ln_f"),
+    "hyper_connection_mixer",
 )
 """The names that transformers' models have for the norm after the last layer."""
 
@@ -141,7 +142,10 @@ DECODER_NAMES = ("language_model", "text_model", "decoder")
 INPUT_NAMES = {"wpe": "positions.", "embed_positions": "positions.", "word_embeddings_layernorm": "embed_norm."}
 """The names that they have for what makes the first layer's input besides the embedding, and ours."""
 
-RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "gpt_neo": 2, "falcon": 2, "bloom": 2, "mpt": 2}
+ROTARY_OPTIONS = {"rotary_emb_unscaled": {"scaled": False}}
+"""Further arguments of rotary positions, by the name that the decoder has for them."""
+
+RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "codegen": 2, "gpt_neo": 2, "falcon": 2, "bloom": 2, "mpt": 2}
 """Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
 them and that the model does not unpack."""
 
@@ -188,7 +192,7 @@ class _Reference:
         # Its buffers are computed, not stored: create them outside the meta device.
         for name, module in list(self.decoder.named_children()):
             if type(module).__name__.endswith("RotaryEmbedding"):
-                setattr(self.decoder, name, type(module)(config=self.decoder.config))
+                setattr(self.decoder, name, type(module)(config=self.decoder.config, **ROTARY_OPTIONS.get(name, {})))
         computing = []
         for module in self.decoder.modules():
             buffers = dict(module.named_buffers(recurse=False))

@@ -30,6 +30,9 @@ READ_ALONE = frozenset({"gemma3n"})
 """Multimodal model types of whose checkpoints transformers reads the text model by itself. For what sees it would need
 a package for images, timm."""
 
+READ_WHOLE = frozenset({"emu3"})
+"""Multimodal model types whose causal model in transformers does not read the names of the complete model."""
+
 
 def whole_config(raw: Mapping[str, Any]) -> Any:
     """Returns transformers' config object of the multimodal model around the text model of a parsed config.json whose
@@ -82,7 +85,8 @@ def reference_class(config: Any, returns: str = LOGITS) -> Any:
 
     if returns:
         return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def attention_of(config: Any) -> str:

@@ -96,6 +96,7 @@ class Decoder(nnx.Module):
     Attributes:
         block: creates a layer from (config, number of the layer, dtype=, keys=).
         norm_type: class of the last norm; by default `RMSNorm`.
+        embed_type: class of the embedding; by default `Embed`.
         cached: creates a layer's empty cache from (config, number of the layer, [B, S], dtype); by default `KV.empty`.
         mtp_type: creates the module for multi-token prediction from (config, dtype=, keys=); None without one.
 
@@ -113,6 +114,7 @@ class Decoder(nnx.Module):
 
     block: ClassVar[Callable[..., Block]]
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+    embed_type: ClassVar[Callable[..., Any]] = Embed
     cached: ClassVar[Callable[..., Any]] = KV.empty
     mtp_type: ClassVar[Callable[..., Any] | None] = None
 
@@ -137,7 +139,7 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.scan_layers = scan_layers
-        self.embed = Embed(config.axes, dtype=dtype, keys=keys)
+        self.embed = self.embed_type(config.axes, dtype=dtype, keys=keys)
         if scan_layers:
             stacks = self._stacks
             keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, QKV_BIAS
 
 GPT_KEYS: Mapping[str, str] = {
     "hidden_size": "n_embd",
@@ -96,8 +97,27 @@ GPT_MLP = (
     Map("mlp.c_proj.weight", "mlp.down.kernel", "D F -> F D"),
     Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
 )
+FAIRSEQ_ROWS = (
+    *norm_rows("self_attn_layer_norm", "attn_norm"),
+    *norm_rows("final_layer_norm", "mlp_norm"),
+    *ATTENTION[:3],
+    Map("self_attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    Map("fc1.weight", "mlp.up.kernel", "F D -> D F"),
+    Map("fc2.weight", "mlp.down.kernel", "D F -> F D"),
+)
+FAIRSEQ_BIASES = (
+    *QKV_BIAS,
+    Map("self_attn.out_proj.bias", "attn.o.bias", "D"),
+    Map("fc1.bias", "mlp.up.bias", "F"),
+    Map("fc2.bias", "mlp.down.bias", "D"),
+)
+"""The rows of a layer in models with the names of fairseq (arXiv:1904.01038)."""
 POSITIONS = Map("wpe.weight", "positions.embedding", "v D")
-MASKS = {"bias": "the causal mask", "masked_bias": "the score of a masked key"}
+MASKS = {
+    "bias": "the causal mask",
+    "causal_mask": "the causal mask",
+    "masked_bias": "the score of a masked key",
+}
 """Arrays of attention that older releases have."""
 
 

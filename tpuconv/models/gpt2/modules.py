@@ -24,7 +24,7 @@ class Block(blocks.PreNormBlock):
     """One layer: attention and MLP, each after a layer norm, with residual connections."""
 
     attention_type: ClassVar[Callable[..., Any]] = Attention
-    mlp_type = MLP
+    mlp_type: ClassVar[Callable[..., Any]] = MLP
     norm_type = LayerNorm
 
 

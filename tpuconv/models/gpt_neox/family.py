@@ -45,7 +45,20 @@ class Config(PartialRopeConfig):
         return super().in_our_keys({**given, **raw})
 
 
-NEOX_QKV = ("attn.q", "attn.k", "attn.v")
+NEOX_ATTENTION = (
+    Map("query_key_value.weight", ("q.kernel", "k.kernel", "v.kernel"), "(N (H + H + H)) D -> D N H, D N H, D N H"),
+    Map("dense.weight", "o.kernel", "D (N H) -> N H D"),
+)
+NEOX_ATTENTION_BIAS = (
+    Map("query_key_value.bias", ("q.bias", "k.bias", "v.bias"), "(N (H + H + H)) -> N H, N H, N H"),
+    Map("dense.bias", "o.bias", "D"),
+)
+NEOX_MLP = (
+    Map("dense_h_to_4h.weight", "up.kernel", "F D -> D F"),
+    Map("dense_h_to_4h.bias", "up.bias", "F"),
+    Map("dense_4h_to_h.weight", "down.kernel", "D F -> F D"),
+    Map("dense_4h_to_h.bias", "down.bias", "D"),
+)
 
 TABLE = MappingTable(
     (
@@ -55,29 +68,8 @@ TABLE = MappingTable(
             "layers.{L}",
             *PRE_NORMS,
             *PRE_NORM_BIASES,
-            Map(
-                "attention.query_key_value.weight",
-                tuple(f"{name}.kernel" for name in NEOX_QKV),
-                "(N (H + H + H)) D -> D N H, D N H, D N H",
-            ),
-            Map("attention.dense.weight", "attn.o.kernel", "D (N H) -> N H D"),
-            *when(
-                "attention_bias",
-                Map(
-                    "attention.query_key_value.bias",
-                    tuple(f"{name}.bias" for name in NEOX_QKV),
-                    "(N (H + H + H)) -> N H, N H, N H",
-                ),
-                Map("attention.dense.bias", "attn.o.bias", "D"),
-            ),
-            *under(
-                "mlp",
-                "mlp",
-                Map("dense_h_to_4h.weight", "up.kernel", "F D -> D F"),
-                Map("dense_h_to_4h.bias", "up.bias", "F"),
-                Map("dense_4h_to_h.weight", "down.kernel", "D F -> F D"),
-                Map("dense_4h_to_h.bias", "down.bias", "D"),
-            ),
+            *under("attention", "attn", *NEOX_ATTENTION, *when("attention_bias", *NEOX_ATTENTION_BIAS)),
+            *under("mlp", "mlp", *NEOX_MLP),
         ),
         Map("gpt_neox.final_layer_norm.weight", "norm.scale", "D"),
         Map("gpt_neox.final_layer_norm.bias", "norm.bias", "D"),

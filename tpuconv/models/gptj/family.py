@@ -58,19 +58,25 @@ class Config(DecoderConfig):
         return self.has_lm_head
 
 
+UNFUSED_ROWS = (
+    *norm_rows("ln_1", "norm"),
+    Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    Map("mlp.fc_in.weight", "mlp.up.kernel", "F D -> D F"),
+    Map("mlp.fc_in.bias", "mlp.up.bias", "F"),
+    Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
+    Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
+)
+"""The rows of a layer besides those of queries, keys and values, which CodeGen has in one matrix."""
+HEAD_ROWS = (Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),)
+
 TABLE, *VARIANTS = gpt_tables(
     (
-        *norm_rows("ln_1", "norm"),
         Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
         Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
         Map("attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
-        Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-        Map("mlp.fc_in.weight", "mlp.up.kernel", "F D -> D F"),
-        Map("mlp.fc_in.bias", "mlp.up.bias", "F"),
-        Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
-        Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
+        *UNFUSED_ROWS,
     ),
-    head=(Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),),
+    head=HEAD_ROWS,
 )
 
 FAMILY = Family(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
-from tpuconv.models.common.gpt import PositionedConfig, norm_rows
+from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, PositionedConfig, norm_rows
 from tpuconv.models.common.rows import when
 from tpuconv.models.registry import Family
 
@@ -43,30 +43,11 @@ class Config(PositionedConfig):
 
 
 def _table(prefix: str) -> MappingTable:
-    attention: tuple[Map, ...] = ()
-    for name, jax, kernel, bias in (
-        ("q_proj", "q", "(N H) D -> D N H", "(N H) -> N H"),
-        ("k_proj", "k", "(K H) D -> D K H", "(K H) -> K H"),
-        ("v_proj", "v", "(K H) D -> D K H", "(K H) -> K H"),
-        ("out_proj", "o", "D (N H) -> N H D", "D"),
-    ):
-        attention += (
-            Map(f"self_attn.{name}.weight", f"attn.{jax}.kernel", kernel),
-            *when("enable_bias", Map(f"self_attn.{name}.bias", f"attn.{jax}.bias", bias)),
-        )
-    layer = (
-        *norm_rows("self_attn_layer_norm", "attn_norm"),
-        *attention,
-        *norm_rows("final_layer_norm", "mlp_norm"),
-        Map("fc1.weight", "mlp.up.kernel", "F D -> D F"),
-        Map("fc2.weight", "mlp.down.kernel", "D F -> F D"),
-        *when("enable_bias", Map("fc1.bias", "mlp.up.bias", "F"), Map("fc2.bias", "mlp.down.bias", "D")),
-    )
     return MappingTable(
         (
             Map(f"{prefix}decoder.embed_tokens.weight", "embed.embedding", "V D"),
             Map(f"{prefix}decoder.embed_positions.weight", "positions.embedding", "v D"),
-            *under(f"{prefix}decoder.layers.{{L}}", "layers.{L}", *layer),
+            *under(f"{prefix}decoder.layers.{{L}}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
             *norm_rows(f"{prefix}decoder.final_layer_norm", "norm"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),

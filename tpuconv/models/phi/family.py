@@ -38,6 +38,14 @@ class Config(PartialRopeConfig):
         return self.has_lm_head
 
 
+HEAD_LAYER_NORMS = when(
+    "qk_layernorm",
+    Map("self_attn.q_layernorm.weight", "attn.q_norm.scale", "H"),
+    Map("self_attn.q_layernorm.bias", "attn.q_norm.bias", "H"),
+    Map("self_attn.k_layernorm.weight", "attn.k_norm.scale", "H"),
+    Map("self_attn.k_layernorm.bias", "attn.k_norm.bias", "H"),
+)
+
 TABLE = MappingTable(
     (
         Map("model.embed_tokens.weight", "embed.embedding", "V D"),
@@ -50,13 +58,7 @@ TABLE = MappingTable(
             *QKV_BIAS,
             Map("self_attn.dense.weight", "attn.o.kernel", "D (N H) -> N H D"),
             Map("self_attn.dense.bias", "attn.o.bias", "D"),
-            *when(
-                "qk_layernorm",
-                Map("self_attn.q_layernorm.weight", "attn.q_norm.scale", "H"),
-                Map("self_attn.q_layernorm.bias", "attn.q_norm.bias", "H"),
-                Map("self_attn.k_layernorm.weight", "attn.k_norm.scale", "H"),
-                Map("self_attn.k_layernorm.bias", "attn.k_norm.bias", "H"),
-            ),
+            *HEAD_LAYER_NORMS,
             *under(
                 "mlp",
                 "mlp",

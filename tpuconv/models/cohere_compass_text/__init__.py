@@ -1,0 +1,1 @@
+"""The text model of North Micro Vision."""

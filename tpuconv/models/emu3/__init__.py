@@ -1,0 +1,1 @@
+"""Emu3, of which the text model is converted."""

@@ -1,0 +1,1 @@
+"""Fuyu, of which the text model is converted."""

@@ -1,0 +1,34 @@
+"""Fuyu: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.wrapper import BRINGS, WrapperConfig, tables
+from tpuconv.models.persimmon import family as persimmon
+from tpuconv.models.registry import Family
+
+OF_PATCHES = frozenset({"patch_size", "num_channels"})
+"""Keys of what brings images."""
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, persimmon.Config):
+    """The keys of `text_config`, which releases have beside those of images."""
+
+    model_type: ClassVar[str] = "fuyu"
+    flat: ClassVar[bool] = True
+    left_out: ClassVar[frozenset[str]] = persimmon.Config.left_out | OF_PATCHES
+    outside_keys: ClassVar[frozenset[str]] = OF_PATCHES
+
+
+TABLE, *VARIANTS = tables(persimmon.TABLE, "language_model.model.", {"vision_embed_tokens": BRINGS})
+
+FAMILY = Family(
+    name="fuyu",
+    summary="Fuyu 8B, text",
+    config=Config,
+    table=TABLE,
+    variants=tuple(VARIANTS),
+    model="tpuconv.models.fuyu.modules:Model",
+    architectures={"FuyuForCausalLM": "fuyu"},
+)

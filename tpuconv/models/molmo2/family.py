@@ -1,0 +1,111 @@
+"""Molmo 2: the text model's config and mapping table."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(WrapperConfig, DecoderConfig):
+    """The keys of `text_config`. `qk_norm_type` is "qwen3", norms of each head of queries and keys, or "olmo", norms of
+    all heads together. With `norm_after` norms follow attention and MLP, in place of preceding them. Layers outside of
+    `rope_scaling_layers`, if that is given, have rotary positions without scaling. The head is never tied: it has no
+    rows for the `additional_vocab_size` tokens after the vocabulary, which stand for images."""
+
+    model_type: ClassVar[str] = "molmo2"
+    only: ClassVar = {"qk_norm_type": ("qwen3", "olmo")}
+    left_out: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
+    outside_keys: ClassVar[frozenset[str]] = frozenset({"adapter_config", "vit_config"})
+
+    vocab_size: int = 151936
+    additional_vocab_size: int = 128
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 36864
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope: Rope = PLAIN_ROPE
+    rope_scaling_layers: tuple[int, ...] | None = None
+    attention_bias: bool = False
+    qk_norm_type: str = "qwen3"
+    norm_after: bool = False
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "v": self.additional_vocab_size}
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        scaled, plain, layers = self.rope_scaling_layers, Rope(theta=self.rope.theta), range(self.num_hidden_layers)
+        return tuple(self.rope if scaled is None or layer in scaled else plain for layer in layers)
+
+    @property
+    def norm_before(self) -> bool:
+        """Whether norms precede attention and MLP."""
+        return not self.norm_after
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether queries and keys are normalized all heads together."""
+        return self.qk_norm_type == "olmo"
+
+    @property
+    def norms_each_head(self) -> bool:
+        """Whether queries and keys are normalized each head separately."""
+        return not self.norms_all_heads
+
+
+MOLMO_ROWS = (
+    Map("self_attn.att_proj.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
+    *when("attention_bias", Map("self_attn.att_proj.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
+    Map("self_attn.attn_out.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    *when("norms_each_head", *HEAD_NORMS),
+    *when("norms_all_heads", *NORMS_OF_ALL_HEADS),
+    Map("mlp.ff_proj.weight", ("mlp.up.kernel", "mlp.gate.kernel"), "(F + F) D -> D F, D F"),
+    Map("mlp.ff_out.weight", "mlp.down.kernel", "D F -> F D"),
+    *when(
+        "norm_before",
+        Map("attn_norm.weight", "attn_norm.scale", "D"),
+        Map("ff_norm.weight", "mlp_norm.scale", "D"),
+    ),
+    *when(
+        "norm_after",
+        Map("attn_norm.weight", "post_attn_norm.scale", "D"),
+        Map("ff_norm.weight", "post_mlp_norm.scale", "D"),
+    ),
+)
+
+(TABLE,) = tables(
+    MappingTable(
+        (
+            Map("model.wte.embedding", "embed.embedding", "V D"),
+            Map("model.wte.new_embedding", "embed.added", "v D"),
+            *under("model.blocks.{L}", "layers.{L}", *MOLMO_ROWS),
+            Map("model.ln_f.weight", "norm.scale", "D"),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        )
+    ),
+    "model.transformer.",
+    {"vision_backbone": SEES},
+    prefixes={"model.transformer.": "lm_head."},
+)
+
+FAMILY = Family(
+    name="molmo2",
+    summary="Molmo 2, text",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.molmo2.modules:Model",
+    architectures={"Molmo2ForConditionalGeneration": "molmo2"},
+)
