@@ -278,8 +278,9 @@ def test_bfloat16_is_rounded_where_transformers_rounds(name: str, build: Any, mo
     assert {type(part) for _, part in nnx.iter_modules(model) if isinstance(part, RMSNorm)} == {type(model.norm)}
 
     seen = []
-    modules = sys.modules[type(model).__module__]
-    monkeypatch.setattr(modules, "apply_rope", lambda x, turns: seen.append(turns[0].dtype) or x)
+    for module in (sys.modules[base.__module__] for base in type(model.layers[0].attn).__mro__):
+        if hasattr(module, "apply_rope"):
+            monkeypatch.setattr(module, "apply_rope", lambda x, turns: seen.append(turns[0].dtype) or x)
     jax.eval_shape(model, jnp.zeros((1, 30), int))
     assert set(map(str, seen)) == {str(cos.dtype).removeprefix("torch.")}
 
@@ -940,7 +941,7 @@ def test_tensors_that_are_not_converted() -> None:
         front = embedding.removesuffix("embed_tokens.weight")
         ignored = family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
         assert bool(ignored) == (config.position_limit is None)  # learned positions are not rotary
-        head = PREFIXES.get(front, "thinker.lm_head." if front.startswith("thinker.") else "lm_head.")
+        head = PREFIXES.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 
 

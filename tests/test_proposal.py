@@ -51,12 +51,22 @@ def test_qwen3_is_llama_with_norms_of_heads(without: Any) -> None:
     json.dumps(proposed.to_json())
 
 
+EXPERTS_LIKE = ("minimax", "minimax_m2", "qwen3_moe", "phimoe")
+"""Families with the names of Mixtral's experts."""
+
+
 @pytest.mark.parametrize(
     ("name", "out", "near", "left", "missing"),
     [
         ("glm4", (), "glm", ["post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"], []),
         ("granite", (), "llama", [], []),
-        ("mixtral", ("minimax_m2", "qwen3_moe", "phimoe"), "llama", ["experts.{}.w1.weight"], ["mlp.gate_proj.weight"]),
+        (
+            "mixtral",
+            ("minimax", "minimax_m2", "qwen3_moe", "phimoe"),
+            "llama",
+            ["experts.{}.w1.weight"],
+            ["mlp.gate_proj.weight"],
+        ),
         ("gemma3", (), "qwen3_vl", ["pre_feedforward_layernorm.weight"], []),
     ],
 )
