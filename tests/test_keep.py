@@ -242,7 +242,7 @@ FULL_SIZE = {
 }
 """QValues in a byte of the source."""
 
-STACKED = ("gpt_oss", "llama4", "llama4_text")
+STACKED = ("gpt_oss", "llama4", "llama4_text", "nemo_speechlm")
 """Families whose plain experts are tensors of a layer, which no release has in FP8."""
 
 DESCRIBED = [

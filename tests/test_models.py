@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import re
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -37,7 +38,7 @@ LIMIT = 2e-5  # of the largest logit
 # In transformers padding changes tokens after it: the temperature of attention, convolutions of a bias, and blocks.
 COUNT_PADDING = (
     *("llama4", "lfm2", "lfm3", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "deepseek_v4"),
-    "minimax_m3",
+    *("minimax_m3", "nemo_speechlm"),
 )
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 EVERY_FORM = pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SMALL = {
     "first_k_dense_replace": 1,
     "vocab_size": 64,
 }
-OF_TYPES = {"nemotron_h": {"num_hidden_layers": 4}}
+OF_TYPES = {name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")}
 """What must be otherwise: the number of the layers whose kinds are the default."""
 
 

@@ -116,6 +116,7 @@ NO_SCAN = {
     "hy_v4": "as glm_moe_dsa",
     **dict.fromkeys(("dots3_note_text", "dots3_note"), "layers with a window have sizes of their own"),
     **dict.fromkeys(("mistral_large4", "glm5_next"), "as glm_moe_dsa"),
+    "nemo_speechlm": "layers with a state and with attention",
     "lfm3": "layers with a state and with attention",
     "beam": "each layer has factors of its own",
     **dict.fromkeys(("qwen2_moe-dense-layers", "ernie4_5_moe"), "as deepseek_v3"),
@@ -283,6 +284,7 @@ HUNYUAN_VISION = {
     "intermediate_size": 16,
     "max_image_size": 32,
 }
+SMALL_TOWER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 VISION: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4_VISION,
     "gemma3": SIGLIP_VISION,
@@ -330,7 +332,7 @@ VISION: dict[str, dict[str, Any]] = {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
         **{"patch_size": 4, "num_patches": 4},
     },
-    **{name: {} for name in ("emu3", "fuyu")},
+    **{name: {} for name in ("emu3", "fuyu", "nemo_speechlm")},
     "molmo2": {
         **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
         **{"head_dim": 4, "intermediate_size": 16, "image_size": [28, 28], "patch_size": 14},
@@ -366,6 +368,16 @@ BESIDE_TEXT = {
     "minimax_m3_vl": {"projector_hidden_size": 8},
     "cosmos3_edge": {"projector_hidden_size": 8},
     "aria": {"projector_patch_to_query_dict": {4: 2}},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": SMALL_TOWER | {"num_mel_bins": 8},
+            "diarization_config": {
+                "audio_config": SMALL_TOWER | {"num_mel_bins": 8},
+                "head_config": {"hidden_size": 8, "audio_hidden_size": 8},
+            },
+        },
+        "word_timestamp_config": SMALL_TOWER | {"vocab_size": 5, "blank_token_id": 4},
+    },
     "emu3": {
         "vq_config": {
             **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
@@ -2646,6 +2658,21 @@ CASES: list[Case] = [
         layer_norm_eps=1e-3,
         tie_word_embeddings=False,
     ),
+    _case(
+        "nemo_speechlm-plain",
+        **NEMOTRON_H,
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    ),
+    _case(
+        "nemo_speechlm-latent",
+        **NEMOTRON_H | {"n_groups": 3, "mamba_head_dim": 16},
+        num_hidden_layers=3,
+        hybrid_override_pattern="E*M",
+        moe_latent_size=24,
+        num_experts_per_tok=4,
+        mlp_bias=True,
+    ),
     _case("codegen-plain", num_attention_heads=8, num_key_value_heads=8, rotary_dim=4),
     _case(
         "codegen-own-width",
@@ -2831,6 +2858,7 @@ COMPUTED_BY = {
     "phi4_multimodal": "phi3",
     "cosmos3_edge": "arcee",
     "emu3": "llama",
+    "nemo_speechlm": "nemotron_h",
     "codegen": "gptj",
     "fuyu": "persimmon",
     "cwm": "llama",
@@ -2900,14 +2928,14 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
     from transformers import (
         AutoModel,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSequenceClassification,
     )
 
     torch.manual_seed(seed)
     # The text model alone would be saved under other names than those of the released checkpoints.
     is_inside = case.family in VISION or case.family in READ_WITHIN
-    language_model = AutoModelForImageTextToText if is_inside else AutoModelForCausalLM
+    language_model = AutoModelForMultimodalLM if is_inside else AutoModelForCausalLM
     headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
     auto = headless.get(returns, language_model).from_config
     if case.family in OMNI:
@@ -3003,6 +3031,20 @@ def _resplit_embedding(path: Path, vocabulary: int) -> None:
     save_file(tensors | {name: x.clone() for name, x in zip(names, parts, strict=True)}, path, {"format": "pt"})
 
 
+def _stack_experts(path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts.0." in name]:
+        front, kind = name.split(".experts.0.")
+        names = [each for each in tensors if each.startswith(f"{front}.experts.") and each.endswith(kind)]
+        names.sort(key=lambda each: int(each.split(".experts.")[1].partition(".")[0]))
+        stacked = "gate_and_up_projs" if kind.startswith("up") else "down_projs"
+        tensors[f"{front}.experts.{stacked}"] = torch.stack([tensors.pop(each).T for each in names]).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
 def _rename(path: Path, old: str, new: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -3045,6 +3087,8 @@ def save(case: Case, folder: Path, dtype: str = "float32", seed: int = 0, return
         _resplit(folder / "model.safetensors")
     if case.family == "molmo2":  # transformers writes two halves of the embedding
         _resplit_embedding(folder / "model.safetensors", (SIZES | dict(case.config))["vocab_size"])
+    if case.family == "nemo_speechlm":  # transformers writes experts one by one
+        _stack_experts(folder / "model.safetensors")
     if case.family == "kimi_linear":  # transformers calls the MLP of dense layers as the experts of others
         for name in ("gate_proj", "up_proj", "down_proj"):
             _rename(folder / "model.safetensors", f"block_sparse_moe.{name}", f"mlp.{name}")

@@ -40,9 +40,12 @@ LINEAR = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32}  # with heads of 32
 EVEN = {
     "kimi_linear": {**MLA, "num_key_value_heads": 4, "linear_head_dim": 32},
-    "nemotron_h": {
-        **{"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32},
-        **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+    **{
+        name: {
+            **{"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32},
+            **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+        }
+        for name in ("nemotron_h", "nemo_speechlm")
     },
     "lfm2_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},

@@ -166,6 +166,7 @@ FAMILIES: Mapping[str, str] = {
     "molmo2": "tpuconv.models.molmo2.family:FAMILY",
     "emu3": "tpuconv.models.emu3.family:FAMILY",
     "cohere_compass_text": "tpuconv.models.cohere_compass_text.family:FAMILY",
+    "nemo_speechlm": "tpuconv.models.nemo_speechlm.family:FAMILY",
     "codegen": "tpuconv.models.codegen.family:FAMILY",
     "persimmon": "tpuconv.models.persimmon.family:FAMILY",
     "fuyu": "tpuconv.models.fuyu.family:FAMILY",

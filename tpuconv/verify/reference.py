@@ -79,14 +79,14 @@ def reference_class(config: Any, returns: str = LOGITS) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModel,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSequenceClassification,
     )
 
     if returns:
         return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
-    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    return AutoModelForCausalLM if is_causal else AutoModelForMultimodalLM
 
 
 def attention_of(config: Any) -> str:

@@ -1,6 +1,7 @@
 """Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -86,7 +87,7 @@ class Model(HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    mtp_type = MTPModule
+    mtp_type: ClassVar[Callable[..., Any] | None] = MTPModule
     norm_type = ScaledRMSNorm
     state_type = MambaState
 

@@ -1,0 +1,1 @@
+"""Nemotron 3.5 Transcribe, of which the text model is converted."""
