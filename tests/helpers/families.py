@@ -2957,7 +2957,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
             elif case.family in ("hy_v4", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
-                parameter.uniform_(0.5, 1.5)  # so small when new that the streams would be alike
+                # So small when new that the streams would be alike; in GLM the matrices beside them are.
+                parameter.uniform_(*((2.5, 7.5) if case.family == "glm5_next" else (0.5, 1.5)))
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
             elif "ple.conv1d" in name or "index_kpool_compress" in name:

@@ -177,7 +177,7 @@ class Block(PreNormBlock):
         return write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), out
 
 
-class MeanOfStreamsNorm(RMSNorm):
+class StreamMeanNorm(RMSNorm):
     """The last norm: of the mean of the streams, x [B, T, (r D)] to [B, T, D]."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -189,7 +189,7 @@ class Model(glm_moe_dsa.Model, HybridDecoder):
 
     block: ClassVar[Any] = Block
     mtp_type: ClassVar[Any] = None
-    norm_type = MeanOfStreamsNorm
+    norm_type = StreamMeanNorm
     state_type = KDAState
     config: Config
 
