@@ -58,7 +58,8 @@ def nemo_name(name: str) -> str:
 def speech_table(rows: Sequence[Map], variant: str) -> MappingTable:
     """Returns the table of a text model without what hears, as a variant of this name."""
     outside = {"perception.*": HEARS, "ctc_timestamp.*": HEARS, "llm.mtp.*": FURTHER_TOKENS}
-    return MappingTable(rows, ignore=outside, variant=variant)
+    copies = {"llm.lm_head.weight": "llm.model.embed_tokens.weight"}
+    return MappingTable(rows, ignore=outside, copies=copies, variant=variant)
 
 
 NUMBERED_ROWS = tuple(
