@@ -943,7 +943,8 @@ def test_tensors_that_are_not_converted() -> None:
         ignored = family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
         # Learned positions are not rotary, and some models have none.
         assert bool(ignored) == (config.position_limit is None) or not any(config.ropes)
-        head = PREFIXES.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
+        own = {"biogpt.": "output_projection."} | PREFIXES
+        head = own.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}
 
 
