@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 
+import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
@@ -58,6 +59,9 @@ class Adapted(Tensor):
                 self._add(change, first, inside, out)
 
     def _add(self, change: LowRank, first: int, inside: slice, out: np.ndarray) -> None:
+        if out.dtype == ml_dtypes.bfloat16 and not change.rounded:
+            _add_product(change, first * self.shape[-1] + inside.start, out)
+            return
         part = _product(change, first, first - (-inside.stop // self.shape[-1]))
         if change.rounded:
             part = part.astype(self.dtype).astype(np.float32)
@@ -70,20 +74,36 @@ class Adapted(Tensor):
         np.copyto(out, values.astype(self.dtype), casting="unsafe")  # peft keeps them in the dtype of the model
 
 
-def _product(change: LowRank, first: int, last: int) -> np.ndarray:
-    """Rows of left times right, times the factor: float32 [last - first, columns]. The rows of stacked matrices are
-    counted through."""
-    from tpuconv.encodings.low_rank import multiply
-
-    rows, columns = change.shape[-2:]
-    out = np.empty((last - first, columns), np.float32)
+def _matrices(change: LowRank, first: int, last: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """The matrices that rows `first` to `last` are in, the rows of stacked matrices being counted through: of each its
+    rows, left for these and right, both in float32."""
+    rows = change.shape[-2]
     for i in range(first // rows, -(-last // rows)):
         begin, end = max(first, i * rows), min(last, (i + 1) * rows)
         left, right = (x[i] if x.ndim == 3 else x for x in (change.left, change.right))
         left, right = (_float32(change.file, x) for x in (left[begin - i * rows : end - i * rows], right))
+        yield begin, end, left, right
+
+
+def _product(change: LowRank, first: int, last: int) -> np.ndarray:
+    """Rows of left times right, times the factor: float32 [last - first, columns]."""
+    from tpuconv.encodings.low_rank import multiply
+
+    out = np.empty((last - first, change.shape[-1]), np.float32)
+    for begin, end, left, right in _matrices(change, first, last):
         multiply(left, right, out[begin - first : end - first])
     out *= np.float32(change.scaling)
     return out
+
+
+def _add_product(change: LowRank, start: int, out: np.ndarray) -> None:
+    """Adds the product to a part of a tensor in bfloat16, flat from `start`, without holding it."""
+    from tpuconv.encodings.low_rank import add_product_to_bfloat16
+
+    columns, bits, factor = change.shape[-1], out.view(np.uint16), np.float32(change.scaling)
+    for begin, end, left, right in _matrices(change, start // columns, -(-(start + out.size) // columns)):
+        own = slice(max(0, begin * columns - start), min(out.size, end * columns - start))
+        add_product_to_bfloat16(left, right, factor, start + own.start - begin * columns, bits[own])
 
 
 def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:

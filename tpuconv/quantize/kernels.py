@@ -5,6 +5,7 @@ Weights are the bits of bfloat16, [R, C]. Row r has its scales in row `group_row
 
 import numpy as np
 
+from tpuconv.bfloat16 import to_bfloat16, to_float32
 from tpuconv.compiled import compiled, compiled_sum
 
 
@@ -29,19 +30,6 @@ def absmax_of_run(bits: np.ndarray) -> np.uint16:
     for j in range(bits.size):
         most = np.uint16(max(most, np.uint16(bits[j] & np.uint16(0x7FFF))))
     return most
-
-
-@compiled  # type: ignore[untyped-decorator]
-def to_float32(bits: np.uint16) -> np.float32:
-    """The number that the bits of a bfloat16 stand for."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def to_bfloat16(value: np.float32) -> np.uint16:
-    """The bits of the nearest bfloat16; the even one if two are equally near."""
-    wide = np.float32(value).view(np.uint32)
-    return np.uint16((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 # Steps that can be done for many values at once are one loop, since loops of their own are passes over memory; what is
