@@ -29,6 +29,21 @@ def test_by_blocks_as_at_once(n, block, dtype, seed):
     assert not np.triu(matrix, 1).any()
 
 
+@given(st.integers(1, 40), st.integers(1, 20), st.sampled_from([3, 8, 64]), st.integers(0, 99))
+def test_sums_of_products(n, count, block, seed):
+    rng = np.random.default_rng(seed)
+    parts = [rng.normal(size=(count, n)).astype(np.float32) for _ in range(3)]
+    sums = np.zeros((n, n), np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triangular, "ROWS_OF_BLOCK", block)
+        for rows in parts:
+            triangular.add_square(sums, rows)
+        triangular.mirror(sums)
+    want = sum(rows.T.astype(np.float64) @ rows for rows in parts)
+    assert np.abs(sums - want).max() <= 1e-5 * np.abs(want).max()
+    assert np.array_equal(sums, sums.T)
+
+
 @pytest.mark.parametrize("place", [0, 5, 19])
 def test_what_has_no_factor_or_inverse(place, monkeypatch):
     monkeypatch.setattr(triangular, "ROWS_OF_BLOCK", 8)

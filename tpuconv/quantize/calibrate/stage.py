@@ -13,6 +13,7 @@ from tpuconv.quantize.calibrate.gptq import SingularHessian, factorize
 from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
 from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
+from tpuconv.quantize.calibrate.triangular import add_square, mirror
 from tpuconv.quantize.config import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.storage import disk
@@ -159,7 +160,9 @@ def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> li
                 end = int(counts_E[: expert + 1].sum())
                 rows = rows[end - int(counts_E[expert]) : end]
             if len(rows):
-                np.add(hessian, rows.T @ rows, out=hessian)
+                add_square(hessian, rows)
+    for hessian in hessians:
+        mirror(hessian)
     return hessians
 
 

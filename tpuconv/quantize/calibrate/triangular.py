@@ -1,4 +1,4 @@
-"""The Cholesky factor of a large matrix, and the inverse of a triangular one, by blocks.
+"""Large symmetric matrices: sums of products, the Cholesky factor and the inverse of a triangular matrix, by blocks.
 
 LAPACK's own are not enough: with several threads OpenBLAS's `potrf` crashes at 28,672 rows, the inputs of the MLP of a
 Llama 70B (its issue 1413). What is called here on blocks are products of matrices and LAPACK's on small ones.
@@ -51,3 +51,20 @@ def invert_in_place(matrix: np.ndarray) -> bool:
             matrix[rows, own] = matrix[rows, known] @ matrix[known, own]
         matrix[after:, own] = -matrix[after:, own] @ inverse
     return True
+
+
+def add_square(sums: np.ndarray, rows: np.ndarray) -> None:
+    """Adds rows^T rows, of rows [n, I], to the upper triangle of sums [I, I], in float32, both in row-major order.
+    Nothing of the size of the sums is held besides."""
+    from scipy.linalg.blas import ssyrk
+
+    ssyrk(1.0, rows.T, beta=1.0, c=sums.T, lower=1, overwrite_c=1)
+
+
+def mirror(sums: np.ndarray) -> None:
+    """Copies the upper triangle of a square matrix to the lower one."""
+    for start in range(0, len(sums), ROWS_OF_BLOCK):
+        own = slice(start, start + ROWS_OF_BLOCK)
+        sums[own, :start] = sums[:start, own].T
+        block = sums[own, own]
+        block[...] = np.triu(block) + np.triu(block, 1).T
