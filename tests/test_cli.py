@@ -93,6 +93,10 @@ def test_converted_quantized_and_verified_in_three_commands(tmp_path):
     compared = tpuconv("verify", "--compare-hf", cwd=tmp_path).stdout
     assert "tiny-qwen3-orbax-int8_default, the newest checkpoint in this folder" in compared
     assert compared.count("holds") == 2
+    inside = tmp_path / "tiny-qwen3-orbax"
+    for here in ((), (".",)):  # OUT is beside the checkpoint, and is there already
+        done = json.loads(tpuconv("quantize", *here, "--config", "int8_default", "--json", cwd=inside).stdout)
+        assert Path(done["out"]) == tmp_path.resolve() / "tiny-qwen3-orbax-int8_default"
     again = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
     assert "tiny-qwen3-orbax-int8_default is already there" in again
     assert sorted(os.listdir(tmp_path)) == ["tiny-qwen3-orbax", "tiny-qwen3-orbax-int8_default"]

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from tpuconv.commands import console as shown
 from tpuconv.commands.console import Table, styled
 
 NAMES = ("layers.{0...4}.attn.q.kernel", "layers.{0...4}.attn_norm.scale", "embed.embedding")
@@ -45,3 +46,16 @@ def test_a_column_that_may_be_left_out_need_not_be_there():
 @pytest.mark.parametrize("name", ["[old]/m", "a[/b]", "[red]x"])
 def test_markup_in_a_name_is_text(name):
     assert name in drawn(60, name)
+
+
+def test_an_error_is_broken_between_words_and_a_command_in_it_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(shown.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    command = f"     rm '/a folder/of a name that is long/{'x' * 30}'"
+    shown.say_error(
+        "SourceError", f"what is wrong, in more words than fit\n  -> delete it and run again, or not:\n{command}"
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == command
+    assert lines[1:3] == ["  words than fit", "  -> delete it and run again, or not:"]
+    assert all(len(line) <= 40 for line in lines[1:-1])

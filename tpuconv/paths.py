@@ -34,6 +34,11 @@ def plain_path(folder: Location) -> Iterator[Location]:
         os.close(descriptor)
 
 
+def named_path(folder: Location) -> Location:
+    """The folder by a path that ends in its name, as `.` and `..` do not."""
+    return Path(os.path.abspath(folder)) if folder.name in ("", "..") and isinstance(folder, Path) else folder
+
+
 def near_folders(path: Path) -> str | None:
     """A hint that names folders with a similar name beside `path`; None if there are none."""
     try:

@@ -166,6 +166,7 @@ REPEATING = {
         "minimax_m3_vl_text-groups",
         "minimax_m3_vl-pairs",
         "qwen4_exp_text-no-n-grams",
+        "lfm3-biases",
     ),
 }
 """Cases of families in `NO_SCAN` whose layers are alike, or repeat with a period."""

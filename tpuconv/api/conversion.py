@@ -14,6 +14,7 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
+from tpuconv.paths import named_path
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -251,7 +252,8 @@ def quantize(
             f"{rules.name} has a calibration, which runs in one process",
             hint="leave out --process-count, --distributed and --ray",
         )
-    to = to or folder.with_name(f"{folder.name}-{rules.name}")
+    own = named_path(folder)
+    to = to or own.with_name(f"{own.name}-{rules.name}")
     place = workspace_folder(workspace)
     if place is not None and (rules.calibration is None or isinstance(to, Path)):
         raise UsageError(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
+COPIED = " " * 5
+"""What a command in a hint begins with, which a user copies."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
 
 
@@ -28,19 +30,18 @@ def say(text: str, nl: bool = True, err: bool = False) -> None:
 
 def say_error(kind: str, text: str) -> None:
     """Writes an error, whose text must be `plain`, to stderr. For a terminal lines are broken between words; what
-    follows of a line is indented."""
+    follows of a line is indented. A line that begins with `COPIED` stays as it is."""
     shown = f"{kind}: {text}"
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
-        shown = "\n".join(_between_words(line, width) for line in shown.split("\n"))
+        lines = shown.split("\n")
+        shown = "\n".join(line if line.startswith(COPIED) else _between_words(line, width) for line in lines)
     say(click.style(kind, fg="red", bold=True) + shown.removeprefix(kind), err=True)
 
 
 def _between_words(line: str, width: int) -> str:
     begin = " " * (len(line) - len(line.lstrip(" ")) + 2)
-    return textwrap.fill(
-        line, width, subsequent_indent=begin, drop_whitespace=True, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(line, width, subsequent_indent=begin, break_long_words=False, break_on_hyphens=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -32,38 +32,37 @@ def exists_already(out: Location, facts: Mapping[str, Any], *, overwrite: bool) 
         return None
     return OutputError(
         f"{out} exists already, and is not what this command writes",
-        details=_differences(_made_with(out, facts), facts, was="made", shared=True),
+        details=_differences(_made_with(out, facts), facts, was="made"),
         hint="choose another OUT, or give --overwrite to replace it",
     )
 
 
 def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest of an output says of the facts of a plan."""
+    """The facts of a plan as the manifest of an output has them. What that does not say is as in the plan."""
     try:
         raw = sealed.read_sealed(out).raw
     except BucketError:
         raise
     except TpuconvError:
-        return {}
-    made = {key: raw[key] for key in facts if key in raw}
+        return dict(facts)
+    made = {key: raw.get(key, value) for key, value in facts.items()}
+    if "source" in facts:
+        made["source"] = {key: raw["source"].get(key, value) for key, value in facts["source"].items()}
     if "quantization" in facts:
         by_rules = "rules" in (raw.get("quantization") or {})  # and not released so
-        made["quantization"] = {"config": raw["quantization"]["name"]} if by_rules else None
+        own = {**(facts["quantization"] or {}), "config": raw["quantization"]["name"]} if by_rules else None
+        made["quantization"] = own
     return made
 
 
-def _differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", *, was: str = "began", shared: bool = False
-) -> list[str]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", *, was: str = "began") -> list[str]:
     """The differences between two mappings, one line per key: `options.dtype: began with 'auto', now 'float32'`. For
-    two hashes it only says that they differ. With `shared` keys of `new` that `old` does not have tell nothing."""
+    two hashes it only says that they differ."""
     lines = []
     for key in dict.fromkeys([*old, *new]):
-        if shared and prefix != "options." and not (key in old and key in new):
-            continue
         before, now = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            lines += _differences(before, now, f"{prefix}{key}.", was=was, shared=shared)
+            lines += _differences(before, now, f"{prefix}{key}.", was=was)
         elif _is_hash(before) and _is_hash(now) and before != now:
             lines.append(f"{prefix}{key}: not the same as before")
         elif before != now:

@@ -17,9 +17,10 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, atte
 
 class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
-    is the factor of scores, by default H^-0.5, and `cap` their soft limit. Biases are those of queries, keys and
-    values, and that of the output."""
+    is the factor of scores, by default H^-0.5, and `cap` their soft limit. With `float32_rope` rotary positions are
+    applied in float32. Biases are those of queries, keys and values, and that of the output."""
 
+    float32_rope: ClassVar[bool] = False
     scale: float | None = None
     cap: float | None = None
 
@@ -45,7 +46,7 @@ class Attention(nnx.Module):
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys with rotary positions."""
-        cos_sin = step.cos_sin_in(q_BTNH.dtype)
+        cos_sin = step.cos_sin if self.float32_rope else step.cos_sin_in(q_BTNH.dtype)
         return apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import NormedAttention
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 from tpuconv.models.lfm2 import modules as lfm2
 from tpuconv.models.lfm3.family import Config
 
@@ -17,13 +17,12 @@ class Attention(NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
     and keys are normalized, each head separately. The output of each head may have a gate."""
 
+    float32_rope = True
+
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
         self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=dtype, keys=keys) if config.use_attention_gate else None
-
-    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        return apply_rope(self.q_norm(q_BTNH), step.cos_sin), apply_rope(self.k_norm(k_BTKH), step.cos_sin)
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return y_BTNH if self.gate is None else y_BTNH * nnx.sigmoid(self.gate(x_BTD))[..., None]

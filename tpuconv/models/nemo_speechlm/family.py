@@ -1,7 +1,7 @@
 """Nemotron 3.5 Transcribe: the text model's config and mapping tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, is_of_mtp, under
@@ -62,9 +62,7 @@ def speech_table(rows: Sequence[Map], variant: str) -> MappingTable:
     return MappingTable(rows, ignore=outside, copies=copies, variant=variant)
 
 
-NUMBERED_ROWS = tuple(
-    replace(row, hf=tuple(map(nemo_name, row.hf_names))) for row in nemotron_h.TABLE if not is_of_mtp(row)
-)
+NUMBERED_ROWS = tuple(row for row in nemotron_h.TABLE.renamed(nemo_name) if not is_of_mtp(row))
 OTHER_ROWS = tuple(row for row in NUMBERED_ROWS if ".experts." not in row.hf_names[0])
 
 FAMILY = Family(

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Keys, apply_rope, normalize
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Keys, normalize
 from tpuconv.models.olmo.family import Config
 
 
@@ -29,13 +29,11 @@ class Attention(blocks.ClippedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far.
     Queries, keys and values may be clipped. Rotary positions are in float32."""
 
+    float32_rope = True
+
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, normed=False, dtype=dtype, keys=keys)
-
-    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        q_BTNH, k_BTKH = self.normalized(q_BTNH, k_BTKH)
-        return apply_rope(q_BTNH, step.cos_sin), apply_rope(k_BTKH, step.cos_sin)
 
 
 class Block(blocks.PreNormBlock):

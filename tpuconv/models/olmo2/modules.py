@@ -1,11 +1,10 @@
 """OLMo 2 (arXiv:2501.00656)."""
 
-import jax
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import Keys, ScaledRMSNorm, apply_rope
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Keys, ScaledRMSNorm
 from tpuconv.models.olmo2.family import Config
 
 
@@ -14,14 +13,11 @@ class Attention(blocks.NormedAttention):
     and keys are normalized, all heads together; rotary positions are applied in float32."""
 
     norm_type = ScaledRMSNorm
+    float32_rope = True
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, all_heads=True, dtype=dtype, keys=keys)
-
-    def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        q_BTNH, k_BTKH = self.normalized(q_BTNH, k_BTKH)
-        return apply_rope(q_BTNH, step.cos_sin), apply_rope(k_BTKH, step.cos_sin)
 
 
 class Block(blocks.PostNormBlock):

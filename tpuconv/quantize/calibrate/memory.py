@@ -9,7 +9,7 @@ from tpuconv.quantize.calibrate.rounding import COLUMN_BYTES, THREADS
 from tpuconv.quantize.encode import QwixEncoder
 
 HESSIAN_BYTES = 2 << 30
-"""Bytes of Hessians that are held at once, if one does not need more. For more of them the layer runs again."""
+"""Bytes of Hessians that are held at once, if one does not need more. For more of them the inputs are kept in files."""
 BASE_BYTES = 900 << 20
 """Private memory of the interpreter with jax and the compiled layer, without arrays."""
 

@@ -2,10 +2,9 @@
 
 For each layer: its weights are read; the layer runs on the hidden states of all samples, and the Hessian X^T X of each
 distinct input of its products is added up (for GPTQ; for AWQ and SmoothQuant the size of each element); its parameters
-are rounded; it runs again with these weights, which gives
-the inputs of the next layer. So each layer makes up for the errors of those before it. What is found, and the hidden
-states after a layer, are files in the work folder, and the layer an entry in the journal: a killed run goes on after
-the last complete layer, to the same bits.
+are rounded; it runs again with these weights, which gives the inputs of the next layer. So each layer makes up for the
+errors of those before it. What is found, and the hidden states after a layer, are files in the work folder, and the
+layer an entry in the journal: a killed run goes on after the last complete layer, to the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
-from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, calibration_memory
+from tpuconv.quantize.calibrate.memory import calibration_memory
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
-from tpuconv.quantize.calibrate.stage import rounded_by_gptq, rounding_of
+from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
 from tpuconv.quantize.config import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.input_scale import InputScale, MeanScale
@@ -114,8 +113,8 @@ class LayerwiseCalibration:
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:
             qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
             of_layer = 4 * self.data.samples * self.data.length * runner.width
-            need = qvalues + 2 * of_layer + self._kept_bytes(runner, stages)
-            disk.check_room(journal.folder, need, "the calibration", "an OUT or a --workspace")
+            kept = kept_bytes(runner, stages, self.data.samples) if self.settings.method == "gptq" else 0
+            disk.check_room(journal.folder, qvalues + 2 * of_layer + kept, "the calibration", "an OUT or a --workspace")
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue
@@ -168,14 +167,6 @@ class LayerwiseCalibration:
                 out[name].reshape(-1)[scale["place"]] = scale["value"]
             number += 1
         return out
-
-    def _kept_bytes(self, runner: LayerRunner, stages: Sequence[str]) -> int:
-        """The most that the inputs of a stage take on the disk, where its Hessians do not fit in memory at once."""
-        if self.settings.method != "gptq":
-            return 0
-        kinds = {tuple(name.removeprefix(stage) for name in runner.names(stage)): stage for stage in stages}
-        sizes = [runner.input_bytes(stage) for stage in kinds.values()]
-        return self.data.samples * max((inputs for inputs, sums in sizes if sums > HESSIAN_BYTES), default=0)
 
     def _stages(self, runner: LayerRunner) -> list[str]:
         """The stages up to the last with a quantized parameter."""

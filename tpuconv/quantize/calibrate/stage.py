@@ -3,7 +3,7 @@ many at once as memory allows, and each serves all products of its input. Those 
 inputs are kept in files, so that the stage runs once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -116,37 +116,34 @@ def _parts(hessians: Sequence[_Hessian]) -> Iterator[Sequence[_Hessian]]:
 
 @contextmanager
 def _kept(each_sample: Iterator[Sequence[Observed]], folder: Path) -> Iterator[EachSample]:
-    """Writes the inputs of all samples to files, one for each input. Within the `with` they are read from there."""
+    """Writes the inputs of all samples to files. Within the `with` they are read from there."""
     paths: list[Path] = []
-    forms: list[list[tuple[Mapping[str, tuple[int, ...]], int, tuple[int, ...], np.ndarray | None]]] = []
 
-    def read() -> Iterator[Sequence[Observed]]:
-        for sample in forms:
-            yield [
-                Observed(axes, np.memmap(path, np.float32, "r", offset, shape), counts_E)
-                for path, (axes, offset, shape, counts_E) in zip(paths, sample, strict=True)
-            ]
+    def keep(seen: Observed) -> Callable[[], Observed]:
+        path, axes, shape, counts_E = folder / f"input-{len(paths)}", seen.summed_axes, seen.x.shape, seen.counts_E
+        paths.append(path)
+        disk.write_file(path, np.ascontiguousarray(seen.x), flush=False)
+        return lambda: Observed(axes, np.memmap(path, np.float32, "r", shape=shape), counts_E)
 
     try:
-        with ExitStack() as stack:
-            for seen in each_sample:
-                if not forms:
-                    paths += [folder / f"input-{number}" for number in range(len(seen))]
-                    files = [stack.enter_context(disk.Writer(path, read_soon=True)) for path in paths]
-                    sizes = [0] * len(seen)
-                forms.append(
-                    [
-                        (each.summed_axes, size, each.x.shape, each.counts_E)
-                        for each, size in zip(seen, sizes, strict=True)
-                    ]
-                )
-                for number, each in enumerate(seen):
-                    files[number].write(np.ascontiguousarray(each.x))
-                    sizes[number] += each.x.nbytes
-        yield read
+        samples = [[keep(each) for each in seen] for seen in each_sample]
+        yield lambda: ([read() for read in sample] for sample in samples)
     finally:
         for path in paths:
             disk.remove(path)
+
+
+def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int) -> int:
+    """The most that the inputs of a stage take on the disk, where its Hessians do not fit in memory at once."""
+    arrays = runner.manifest.arrays
+    kinds = {
+        tuple(
+            (name.removeprefix(stage), arrays[runner.stored_name(name)[0]].shape) for name in runner.names(stage)
+        ): stage
+        for stage in stages
+    }
+    sizes = [runner.input_bytes(stage) for stage in kinds.values()]
+    return samples * max((inputs for inputs, sums in sizes if sums > HESSIAN_BYTES), default=0)
 
 
 def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:

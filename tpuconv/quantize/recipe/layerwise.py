@@ -24,7 +24,7 @@ from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.run import HiddenStates
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
-from tpuconv.quantize.calibrate.stage import rounded_by_gptq, rounding_of
+from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
 from tpuconv.quantize.config import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.groups import Choices
@@ -113,9 +113,11 @@ class LayerwiseProbe:
         tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
         tokens += 2 * calibration[1].samples * calibration[1].length if calibration else 0
         needed = 4 * tokens * self._runner.width
+        if calibration and calibration[0].method == "gptq":
+            needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples)
         if needed > (free := shutil.disk_usage(folder).free):
             raise ResourceError(
-                f"the hidden states of {tokens} tokens take {format_size(needed)}, and {folder.parent} has "
+                f"what is computed of {tokens} tokens takes {format_size(needed)}, and {folder.parent} has "
                 f"{format_size(free)}",
                 hint="measure on fewer or shorter prompts, or name a recipe on a larger disk",
             )
