@@ -40,20 +40,27 @@ def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
 
 
 @compiled  # type: ignore[untyped-decorator]
+def add_scaled_to_bfloat16(values: np.ndarray, factor: np.float32, bits: np.ndarray) -> None:
+    """Adds values [n] times a factor, in float32, to numbers whose bits in bfloat16 are `bits` [n], and rounds the
+    sums. Its arrays begin where it begins: an index that is a sum could be negative, and is not vectorized."""
+    for j in range(bits.size):
+        total = to_float32(bits[j]) + values[j] * factor
+        bits[j] = NAN if np.isnan(total) else to_bfloat16(total)
+
+
+@compiled  # type: ignore[untyped-decorator]
 def add_product_to_bfloat16(
     left: np.ndarray, right: np.ndarray, factor: np.float32, start: int, bits: np.ndarray
 ) -> None:
-    """Adds a part of left [rows, R] times right [R, columns] times a factor, in float32, to numbers whose bits in
-    bfloat16 are `bits` [n], and rounds the sums. The part begins at `start`, rows being counted through."""
+    """Adds a part of left [rows, R] times right [R, columns] times a factor to `bits`; see `add_scaled_to_bfloat16`.
+    The part begins at `start`, rows being counted through."""
     columns, place = right.shape[1], 0
     part = np.empty(COLUMNS_AT_ONCE, np.float32)
     while place < bits.size:
         row, column = (start + place) // columns, (start + place) % columns
         count = min(COLUMNS_AT_ONCE, columns - column, bits.size - place)
         multiply_row(left[row], right, column, part[:count])
-        for j in range(count):
-            total = to_float32(bits[place + j]) + part[j] * factor
-            bits[place + j] = NAN if np.isnan(total) else to_bfloat16(total)
+        add_scaled_to_bfloat16(part[:count], factor, bits[place : place + count])
         place += count
 
 
