@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
 from math import prod
@@ -29,6 +30,8 @@ DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache."""
 HUGE_PAGE = 2 << 20
 """The size of most systems' huge pages."""
+FLUSHED_AT_ONCE = 8
+"""Files that are flushed side by side."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
@@ -271,11 +274,21 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Flushes a folder with all files in it."""
+    """Flushes a folder with all files in it, several at a time: flushes that wait together are one for the disk."""
+    with ThreadPoolExecutor(FLUSHED_AT_ONCE) as pool:
+        for _ in pool.map(sync, _inside(folder)):
+            pass
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """The files and folders in a folder, and the folder itself."""
     for name in entries(folder):
         path = folder / name
-        sync_all(path) if path.is_dir() else sync(path)
-    sync(folder)
+        if path.is_dir():
+            yield from _inside(path)
+        else:
+            yield path
+    yield folder
 
 
 @_translated
