@@ -1,6 +1,7 @@
 """config.json files of releases, cut to what matters: keys and values that our own configs do not have. Sizes are those
 that were published."""
 
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -451,6 +452,37 @@ def test_half_of_the_heads_of_minimax_have_rotary_positions() -> None:
     assert billions == pytest.approx(456, rel=2e-3)
     assert family.table.ignored(config)("model.layers.6.self_attn.slope_rate")
     assert family.config.from_hf({"model_type": "minimax"}).kinds[:2] == ("full_attention", "linear_attention")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("minimax_text_01", "MiniMaxText01ForCausalLM"), ("minimax_m1", "MiniMaxM1ForCausalLM")],
+)
+def test_minimax_as_released_reads_as_in_the_format_of_transformers(model_type: str, architecture: str) -> None:
+    """The config.json of the releases, whose code is their own: other names for the kinds of layers and the factors."""
+    sides = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    factors = {f"{ours}_{side}_factor": (f"layernorm_{theirs}_{side}", 3.5565588200778455 if side == "alpha" else 0.9)
+               for ours, theirs in sides.items() for side in ("alpha", "beta")}  # fmt: skip
+    raw = {
+        **{key: value for key, value in MINIMAX_TEXT.items() if key != "layer_types"},
+        **{"architectures": [architecture], "model_type": model_type, "attn_type_list": [*[0] * 7, 1] * 10},
+        **dict(factors.values()),
+        **{"auto_map": {}, "output_router_logits": False, "postnorm": True, "rms_norm_eps": 1e-5},
+        **{"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "shared_intermediate_size": 0},
+        **{"shared_moe_mode": "sigmoid", "sliding_window": None, "use_cache": True, "attention_dropout": 0.0},
+    }
+    family = find_family(raw)
+    config, plain = family.check_config(raw).config, MINIMAX_TEXT | {name: fact[1] for name, fact in factors.items()}
+    assert (family.name, asdict(config)) == ("minimax", asdict(family.check_config(plain).config))
+    assert not family.config.of_type(model_type).ignored_keys(raw)
+    for wrong in (
+        {"postnorm": None},
+        {"postnorm": False},
+        {"attn_type_list": [2] * 80},
+        {"shared_intermediate_size": 8},
+    ):
+        with pytest.raises(UnsupportedConfig if "attn_type_list" not in wrong else ConfigError):
+            family.check_config({key: value for key, value in (raw | wrong).items() if value is not None})
 
 
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:

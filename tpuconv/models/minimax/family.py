@@ -1,17 +1,21 @@
-"""MiniMax-Text-01 and MiniMax-M1, in transformers' format: config and mapping table."""
+"""MiniMax-Text-01 and MiniMax-M1, as released and in transformers' format: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.kinds import numbered_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
 from tpuconv.models.minimax_m2 import family as minimax_m2
 from tpuconv.models.mixtral.family import MIXTRAL_ROPE
 from tpuconv.models.registry import Family
 
+RELEASED = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
+"""The architectures of the releases, and their `model_type`."""
 DECAY_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """What transformers stores of lightning attention beside the weights."""
 
@@ -52,6 +56,10 @@ class Config(minimax_m2.Config, StateConfig):
     block_size: int = 256
     """Of how many tokens transformers computes lightning attention at once: without effect."""
 
+    @classmethod
+    def of_type(cls, model_type: str | None) -> type[DecoderConfig]:
+        return ReleasedConfig if cls is Config and model_type in RELEASED.values() else cls
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.rotary_dim not in (None, self.rope_dim):
@@ -77,6 +85,24 @@ class Config(minimax_m2.Config, StateConfig):
         return "each layer with lightning attention has decays of its own" if self.axes["l"] else super().unscannable
 
 
+@dataclass(frozen=True)
+class ReleasedConfig(Config):
+    """The keys of config.json in the releases, whose code is their own and does not normalize residuals by default."""
+
+    model_type: ClassVar[str] = "minimax_text_01"
+    aliases: ClassVar = {
+        f"layernorm_{part}_{side}": f"{ours}_{side}_factor"
+        for part, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+        for side in ("alpha", "beta")
+    }
+    left_out: ClassVar[frozenset[str]] = frozenset({"attn_type_list", "shared_moe_mode"})
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = numbered_kinds("attn_type_list", raw.get("attn_type_list"), ("linear_attention", "full_attention"))
+        return {"postnorm": False, **super().in_our_keys(raw), "layer_types": kinds}
+
+
 LIGHTNING_ROWS = (
     Map("qkv_proj.weight", ("q.kernel", "k.kernel", "v.kernel"), "(n (k + k + w)) D -> D n k, D n k, D n w"),
     Map("norm.weight", "norm.scale", "(n w) -> n w"),
@@ -100,5 +126,5 @@ FAMILY = Family(
     config=Config,
     table=TABLE,
     model="tpuconv.models.minimax.modules:Model",
-    architectures={"MiniMaxForCausalLM": "minimax"},
+    architectures={"MiniMaxForCausalLM": "minimax", **RELEASED},
 )
