@@ -57,7 +57,8 @@ def test_the_names_choose_the_table(family: Any) -> None:
         assert family.table_of(table.variant) is table
     assert family.table_for(["other"]) is family.table
     names_of_parts = any(table.variant.startswith("older.") for table in family.variants)  # two sets, in Cosmos 3
-    fingerprints = {table.fingerprint for table in (family.table, *family.variants)}
+    prefixed = (table for table in family.variants if table.variant != "saved")  # of releases
+    fingerprints = {table.fingerprint for table in (family.table, *prefixed)}
     assert len(fingerprints) in ((4,) if names_of_parts else (1, 2, 3, 6))
     with pytest.raises(UsageError, match="no variant 'x'"):
         family.table_of("x")

@@ -15,9 +15,17 @@ import torch
 
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
-from helpers.conversions import convert, restore, same_bits
+from helpers.conversions import assert_same, convert, restore, same_bits
 from helpers.encoded import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
-from helpers.families import BY_ID, Case, hf_model, save
+from helpers.families import (
+    BY_ID,
+    CASES,
+    RENAMED_BY_TRANSFORMERS,
+    Case,
+    hf_model,
+    save,
+    save_pretrained,
+)
 from helpers.logits import forward
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -48,6 +56,22 @@ def assert_logits(ckpt: Path, theirs: Any) -> None:
     have = np.asarray(forward(tpuconv.load(ckpt, "float32"), IDS, np.ones(IDS.shape, bool)))
     assert np.abs(have - want).max() <= 2e-5 * np.abs(want).max()
     assert (have.argmax(-1) == want.argmax(-1)).all()
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.family in RENAMED_BY_TRANSFORMERS], ids=str)
+def test_what_transformers_saves_under_names_of_its_own_is_read(case, tmp_path):
+    """A model that was trained further and saved by transformers, whose names releases do not have."""
+    saved = save_pretrained(case, tmp_path / "saved")
+    released = save(case, tmp_path / "released")
+    assert read_tensors(saved).keys() != read_tensors(released).keys()
+    for folder in (saved, released):
+        convert(folder, tmp_path / f"{folder.name}-ckpt")
+    assert_same(restore(tmp_path / "saved-ckpt"), restore(tmp_path / "released-ckpt"))
+    have, want = exported(tmp_path / "saved-ckpt", tmp_path / "export"), read_tensors(saved)
+    assert_same(have, {name: want[name] for name in have})
 
 
 # -- compressed-tensors -----------------------------------------------------------------------------------------------

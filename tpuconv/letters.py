@@ -52,11 +52,12 @@ LETTERS = {
     "q": "query heads of layers that see all tokens; heads of an indexer, in a model with linear attention",
     "i": "layers with an MLP of width F",
     "j": "layers with an MLP of width y",
-    "y": "the larger MLP width, of two",
+    "y": "the larger MLP width, of two; experts that pass their input on",
     # Of models in which each layer has embeddings of its own
     "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key or of a pool of keys",
     "v": "vocabulary of the embeddings of layers, or added to V; parts of a table of n-grams; learned positions",
-    "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table",
+    "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table; "
+    "experts (E) and those that pass their input on (y)",
     # Of what other programs expect
     "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "
     "pairs of dimensions with rotary position",

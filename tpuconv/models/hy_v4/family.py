@@ -1,5 +1,6 @@
 """Hy4: config and mapping table."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -105,11 +106,17 @@ TABLE = decoder_table(
     ignore={"model.mtp_layers.*": FURTHER_TOKENS},
 )
 
+SAVED_TABLE = TABLE.renamed(
+    lambda name: re.sub(r"\b(mlp|shared_experts)\.gate_proj", r"\1.linear_gate", name), variant="saved"
+)
+"""The names that transformers 5.23 gives the gates of MLPs when it saves a model: as those of attention."""
+
 FAMILY = Family(
     name="hy_v4",
     summary="Hy4",
     config=Config,
     table=TABLE,
+    variants=(SAVED_TABLE,),
     model="tpuconv.models.hy_v4.modules:Model",
     architectures={"HYV4ForCausalLM": "hy_v4"},
 )

@@ -18,12 +18,15 @@ class Config(WrapperConfig, kimi_k2.Config):
 
 TABLE, *VARIANTS = tables(kimi_k2.FAMILY.table, "language_model.model.", {"vision_tower": SEES, "mm_projector": BRINGS})
 
+SAVED_TABLE = TABLE.renamed(lambda name: name.replace(".model.layers.", ".model.blocks."), variant="saved")
+"""The names that transformers 5.23 gives the layers when it saves a model: as those of the vision tower."""
+
 FAMILY = Family(
     name="kimi_k25",
     summary="Kimi K2.5, text",
     config=Config,
     table=TABLE,
-    variants=tuple(VARIANTS),
+    variants=(*VARIANTS, SAVED_TABLE),
     text_types=("kimi_k2", "deepseek_v3"),
     model="tpuconv.models.kimi_k25.modules:Model",
     architectures={"KimiK25ForConditionalGeneration": "kimi_k25", "Kimi_K25ForConditionalGeneration": "kimi_k25"},

@@ -153,11 +153,15 @@ TABLE = decoder_table(
     ),
 )
 
+SAVED_TABLE = TABLE.renamed(lambda name: name.replace("{I}.mlp.", "{I}.block_sparse_moe."), variant="saved")
+"""Transformers 5.23 gives the MLPs of dense layers the names of those with experts when it saves a model."""
+
 FAMILY = Family(
     name="kimi_linear",
     summary="Kimi Linear",
     config=Config,
     table=TABLE,
+    variants=(SAVED_TABLE,),
     model="tpuconv.models.kimi_linear.modules:Model",
     architectures={"KimiLinearForCausalLM": "kimi_linear"},
 )

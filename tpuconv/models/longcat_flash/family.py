@@ -67,8 +67,11 @@ class Config(deepseek_v3.Config):
 
     @property
     def axes(self) -> dict[str, Any]:
-        return {**super().axes, "z": self.n_routed_experts + self.zero_expert_num, "U": (0,)}
+        experts = self.n_routed_experts + self.zero_expert_num
+        return {**super().axes, "z": experts, "y": tuple(range(self.n_routed_experts, experts)), "U": (0,)}
 
+
+NO_WEIGHTS = "an expert that passes its input on: transformers saves weights that nothing reads"
 
 HALVES = ("first", "second")
 """The parts of a layer, each of which has attention and an MLP."""
@@ -107,7 +110,10 @@ TABLE = decoder_table(
         Map("model.mtp.norm.weight", "mtp.0.norm.scale", "D"),
         Map("model.mtp.embed_tokens.weight", "mtp.embed.embedding", "V D"),
     ),
-    ignore={"model.mtp.*": FURTHER_TOKENS},
+    ignore={
+        "model.mtp.*": FURTHER_TOKENS,
+        **{f"model.layers.{{L}}.mlp.experts.{{y}}.{name}.weight": NO_WEIGHTS for name in ("gate_proj", "up_proj")},
+    },
 )
 
 FAMILY = Family(

@@ -14,7 +14,7 @@ from tpuconv.models.minimax_m2 import family as minimax_m2
 from tpuconv.models.mixtral.family import MIXTRAL_ROPE
 from tpuconv.models.registry import Family
 
-RELEASED = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
+MINIMAX_RELEASES = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
 """The architectures of the releases, and their `model_type`."""
 DECAY_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """What transformers stores of lightning attention beside the weights."""
@@ -58,7 +58,7 @@ class Config(minimax_m2.Config, StateConfig):
 
     @classmethod
     def of_type(cls, model_type: str | None) -> type[DecoderConfig]:
-        return ReleasedConfig if cls is Config and model_type in RELEASED.values() else cls
+        return ReleasedConfig if cls is Config and model_type in MINIMAX_RELEASES.values() else cls
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -87,7 +87,8 @@ class Config(minimax_m2.Config, StateConfig):
 
 @dataclass(frozen=True)
 class ReleasedConfig(Config):
-    """The keys of config.json in the releases, whose code is their own and does not normalize residuals by default."""
+    """The keys of config.json in the releases, whose code is their own: by default all layers have attention, and
+    residuals are not normalized."""
 
     model_type: ClassVar[str] = "minimax_text_01"
     aliases: ClassVar = {
@@ -99,8 +100,14 @@ class ReleasedConfig(Config):
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = numbered_kinds("attn_type_list", raw.get("attn_type_list"), ("linear_attention", "full_attention"))
-        return {"postnorm": False, **super().in_our_keys(raw), "layer_types": kinds}
+        out, key = super().in_our_keys(raw), "attn_type_list"
+        if raw.get(key) is not None:
+            out["layer_types"] = numbered_kinds(key, raw[key], ("linear_attention", "full_attention"))
+        return {"postnorm": False, **out}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.layer_types or ("full_attention",) * self.num_hidden_layers
 
 
 LIGHTNING_ROWS = (
@@ -126,5 +133,5 @@ FAMILY = Family(
     config=Config,
     table=TABLE,
     model="tpuconv.models.minimax.modules:Model",
-    architectures={"MiniMaxForCausalLM": "minimax", **RELEASED},
+    architectures={"MiniMaxForCausalLM": "minimax", **MINIMAX_RELEASES},
 )
