@@ -33,8 +33,9 @@ def compared(
     return compare_layers(read_manifest(out), source, PROMPTS, dtype)
 
 
-NOT_READ = {"longcat_flash"}
-"""Families whose releases transformers does not load: it wants matrices of the experts that have none."""
+NOT_READ = {"longcat_flash", "bailing_moe", "exaone", "internlm2"}
+"""Families whose releases transformers does not load: it wants matrices of the experts that have none, or does not have
+the model."""
 
 
 @pytest.fixture

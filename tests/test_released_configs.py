@@ -485,6 +485,29 @@ def test_minimax_as_released_reads_as_in_the_format_of_transformers(model_type: 
             family.check_config({key: value for key, value in (raw | wrong).items() if value is not None})
 
 
+def test_ling_2_has_the_published_size() -> None:
+    raw = {
+        **{"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "auto_map": {}},
+        **{"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "hidden_act": "silu"},
+        **{"num_hidden_layers": 20, "hidden_size": 2048, "intermediate_size": 5120, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512, "num_shared_experts": 1},
+        **{"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.5, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        **{"router_dtype": "fp32", "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+        **{"use_qk_norm": True, "use_qkv_bias": False, "use_bias": False, "use_rmsnorm": True, "rope_scaling": None},
+        **{"partial_rotary_factor": 0.5, "rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        **{"vocab_size": 157_184, "max_position_embeddings": 32_768, "num_nextn_predict_layers": 0},
+    }
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    rows = family.table.bind(config)
+    billions = sum(prod(shape) for row in rows for shape in row.dst_shapes().values()) / 1e9
+    assert (family.name, config.rope_dim, config.axes["W"]) == ("bailing_moe", 64, 512)
+    assert billions == pytest.approx(16.26, rel=2e-3)
+    with pytest.raises(ConfigError, match="moe_shared_expert_intermediate_size=8"):
+        family.check_config(raw | {"moe_shared_expert_intermediate_size": 8})
+
+
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)

@@ -25,10 +25,17 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NEW = 10
 WITH_MODULE = (
-    *("deepseek_v3-groups", "deepseek_v32-plain", "glm_moe_dsa-plain", "glm_moe_dsa-shared", "glm4_moe-air"),
+    *(
+        "deepseek_v3-groups",
+        "deepseek_v32-plain",
+        "glm_moe_dsa-plain",
+        "glm_moe_dsa-shared",
+        "glm4_moe-air",
+        "bailing_moe-plain",
+    ),
     *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
     *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
-    *("hy_v3-plain", "bailing_hybrid-plain", "longcat_flash-plain", "nemotron_h-latent"),
+    *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
 )
 
 NEVER_RIGHT = {"nemotron_h-latent"}

@@ -157,7 +157,7 @@ ENCODINGS = {
     int4_asymmetric: compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
 }
 IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
-OF_NEOX = (".query_key_value", ".Wqkv", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
+OF_NEOX = (".query_key_value", ".Wqkv", ".wqkv", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
 OF_DEEPSEEK = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wk", ".wkv", ".wgate", ".wo_a", ".wo_b")
 OF_MISTRAL = (".wq", ".wo", ".wkv_b")
 OF_STREAMS = (
@@ -167,7 +167,7 @@ OF_STREAMS = (
 OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".output_gate", ".W_down", ".W_up")
 OF_MOLMO = (".attn_out", ".ff_out")
 PARTS = (
-    *(*OF_OTHERS, ".c_fc", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
+    *(*OF_OTHERS, ".c_fc", ".c_fc_0", ".c_fc_1", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
     *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_MOLMO, *OF_STREAMS, *OF_NEOX, *IN_PROJ),
 )
 UNENCODED = ("vision", "indexer.weights_proj")

@@ -5,10 +5,12 @@ needed.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -94,15 +96,25 @@ class Case:
 
 def _case(name: str, model_type: str = "", /, **config: Any) -> Case:
     family = name.partition("-")[0]
-    hf_type = model_type or {"kimi_k2": "deepseek_v3"}.get(family, family)
+    hf_type = model_type or READ_AS.get(family, family)
     return Case(
         name,
         family,
         hf_type,
         config,
         "" if name in REPEATING else NO_SCAN.get(name) or NO_SCAN.get(family, ""),
-        "kimi_k2" if family == "kimi_k2" else "",
+        family if family in READ_AS else "",
     )
+
+
+READ_AS = {
+    "kimi_k2": "deepseek_v3",
+    "bailing_moe": "glm4_moe",
+    "exaone": "llama",
+    "internlm2": "llama",
+    "mimo": "qwen2",
+}
+"""Families that transformers does not have, and the type of a model that computes the same."""
 
 
 NO_SCAN = {
@@ -113,6 +125,7 @@ NO_SCAN = {
     "qwen3_omni_moe-dense-layers": "as qwen3_moe",
     "qwen3_vl_moe-dense-layers": "dense layers and those with experts have different parameters",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "glm_moe_dsa"), "as deepseek_v3"),
+    "bailing_moe-plain": "as deepseek_v3",
     "hy_v4": "as glm_moe_dsa",
     **dict.fromkeys(("dots3_note_text", "dots3_note"), "layers with a window have sizes of their own"),
     **dict.fromkeys(("mistral_large4", "glm5_next"), "as glm_moe_dsa"),
@@ -551,6 +564,7 @@ GLM4_MOE = {
     "n_routed_experts": 12,
     "num_experts_per_tok": 4,
 }
+LING2 = {"use_qk_norm": True, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
 STEP = {
     "head_dim": 10,
     "num_sliding_attention_heads": 8,
@@ -833,6 +847,24 @@ CASES: list[Case] = [
         num_attention_heads=5,
         num_key_value_heads=1,
         partial_rotary_factor=0.4,
+        tie_word_embeddings=True,
+    ),
+    _case("exaone-plain", rope_parameters=LLAMA3, tie_word_embeddings=True),
+    _case("exaone-own-head", head_dim=10),
+    _case("internlm2-plain", rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}),
+    _case("internlm2-tied", num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
+    _case("mimo-plain", head_dim=10),
+    _case("bailing_moe-plain", **GLM4_MOE | {"n_group": 3, "topk_group": 2}, **LING2, first_k_dense_replace=1),
+    _case(
+        "bailing_moe-biases",  # and more experts than tokens
+        **GLM4_MOE | {"n_routed_experts": 96},
+        **LING2,
+        attention_bias=True,
+        num_hidden_layers=3,
+        first_k_dense_replace=0,
+        n_shared_experts=2,
+        num_attention_heads=5,
+        num_key_value_heads=1,
         tie_word_embeddings=True,
     ),
     _case(
@@ -2870,7 +2902,7 @@ COMPUTED_BY = {
     "qwen3_5_moe_text": "qwen3_next",
     "qwen3_5_moe": "qwen3_next",
     "qwen4_exp": "qwen4_exp_text",
-    "kimi_k2": "deepseek_v3",
+    **READ_AS,
     "glm4_moe_lite": "deepseek_v3",
     "olmo3": "olmo2",
     "llama4_text": "llama4",
@@ -3034,6 +3066,81 @@ def _resplit_embedding(path: Path, vocabulary: int) -> None:
     save_file(tensors | {name: x.clone() for name, x in zip(names, parts, strict=True)}, path, {"format": "pt"})
 
 
+OTHER_NAMES: Mapping[str, tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]] = {
+    "bailing_moe": (
+        {
+            "embed_tokens.": "word_embeddings.",
+            "self_attn.qkv.": "attention.query_key_value.",
+            "self_attn.o_proj.": "attention.dense.",
+            "self_attn.q_norm.": "attention.query_layernorm.",
+            "self_attn.k_norm.": "attention.key_layernorm.",
+            "gate.e_score_correction_bias": "gate.expert_bias",
+        },
+        {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"},
+        {"architectures": ["BailingMoeV2"], "score_function": "sigmoid", "use_bias": False},
+    ),
+    "exaone": (
+        {
+            "model.": "transformer.",
+            "embed_tokens.": "wte.",
+            "layers.": "h.",
+            "input_layernorm.": "ln_1.",
+            "post_attention_layernorm.": "ln_2.",
+            "norm.": "ln_f.",
+            "self_attn.o_proj.": "self_attn.out_proj.",
+            "self_attn.": "attn.attention.",
+            "mlp.gate_proj.": "mlp.c_fc_0.",
+            "mlp.up_proj.": "mlp.c_fc_1.",
+            "mlp.down_proj.": "mlp.c_proj.",
+        },
+        {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"},
+        {"architectures": ["Exaone"]},
+    ),
+    "internlm2": (
+        {
+            "embed_tokens.": "tok_embeddings.",
+            "input_layernorm.": "attention_norm.",
+            "post_attention_layernorm.": "ffn_norm.",
+            "self_attn.qkv.": "attention.wqkv.",
+            "self_attn.o_proj.": "attention.wo.",
+            "mlp.gate_proj.": "feed_forward.w1.",
+            "mlp.up_proj.": "feed_forward.w3.",
+            "mlp.down_proj.": "feed_forward.w2.",
+            "lm_head.": "output.",
+        },
+        {"attention_bias": "bias"},
+        {"architectures": ["InternLM2"]},
+    ),
+    "mimo": ({}, {}, {"architectures": ["MiMo"], "attention_bias": True, "num_nextn_predict_layers": 1}),
+}
+"""Of families that transformers does not have: parts of the names that it gives their tensors, and those of releases;
+the same of keys of config.json; and keys beside, of architectures the front. `qkv` is one matrix in place of three."""
+
+
+def _with_other_names(
+    folder: Path, names: Mapping[str, str], keys: Mapping[str, str], beside: Mapping[str, Any]
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, raw = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(path)
+    for name in [name for name in tensors if "self_attn.q_proj." in name and "self_attn.qkv." in names]:
+        parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
+        if raw["model_type"] == "llama":  # the queries of a group of heads, its key, its value
+            groups = raw["num_key_value_heads"]
+            joined = torch.cat([x.reshape(groups, -1, x.shape[-1]) for x in parts], 1).reshape(-1, parts[0].shape[-1])
+        else:
+            joined = torch.cat(parts)
+        tensors[name.replace("q_proj", "qkv")] = joined
+    tensors = {reduce(lambda text, pair: text.replace(*pair), names.items(), name): x for name, x in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    ours = {keys.get(key, key): x for key, x in raw.items()} | dict(beside)
+    head = re.search("For[A-Z].*|Model$", raw["architectures"][0])
+    ours["architectures"] = [f"{name}{head[0] if head else str()}" for name in ours["architectures"]]
+    (folder / "config.json").write_text(json.dumps(ours))
+
+
 def _stack_experts(path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -3110,6 +3217,8 @@ def as_released(case: Case, folder: Path) -> Path:
     if case.family == "kimi_linear":  # transformers calls the MLP of dense layers as the experts of others
         for name in ("gate_proj", "up_proj", "down_proj"):
             _rename(folder / "model.safetensors", f"block_sparse_moe.{name}", f"mlp.{name}")
+    if case.family in OTHER_NAMES:
+        _with_other_names(folder, *OTHER_NAMES[case.family])
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.family == "step3p5":  # which transformers has inside step3p7 alone

@@ -107,7 +107,7 @@ EVEN = {
         for name in ("qwen4_exp_text", "qwen4_exp")
     },
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
-    "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("glm4_moe", "bailing_moe")},
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
@@ -146,7 +146,8 @@ EVEN = {
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
-    "qwen2": {"num_attention_heads": 2},
+    **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
+    "mimo": {"head_dim": 32},
     "olmo2": {"num_attention_heads": 2},
 }
 """Sizes that tiles of 32 divide, beside those that all families have."""

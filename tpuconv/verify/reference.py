@@ -16,7 +16,7 @@ from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import compare_logits
 
-READ_AS = {"kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
+READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
 

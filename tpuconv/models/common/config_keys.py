@@ -21,7 +21,15 @@ NO_EFFECT = frozenset(
         # storage of weights, read by tpuconv.encodings.decode
         *("quantization_config", "compression_config"),
         # training
-        *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop"),
+        *(
+            "attention_dropout",
+            "hidden_dropout",
+            "residual_dropout",
+            "embedding_dropout",
+            "output_dropout",
+            "resid_pdrop",
+        ),
+        "embd_pdrop",
         *("initializer_range", "pretraining_tp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("router_aux_loss_coef", "router_jitter_noise", "attn_pdrop", "task_specific_params", "summary_type"),
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_use_proj"),

@@ -1,0 +1,1 @@
+"""Ling 2 (Bailing)."""

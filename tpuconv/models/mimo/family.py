@@ -1,0 +1,29 @@
+"""MiMo-7B: config and mapping table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuconv.models.common.rows import FURTHER_TOKENS
+from tpuconv.models.qwen2 import family as qwen2
+from tpuconv.models.registry import Family
+
+
+@dataclass(frozen=True)
+class Config(qwen2.Config):
+    """The keys of config.json, with the defaults of Qwen2."""
+
+    model_type: ClassVar[str] = "mimo"
+    only: ClassVar = {"attention_bias": (True,)}
+    left_out: ClassVar[frozenset[str]] = frozenset({"num_nextn_predict_layers"})
+
+
+TABLE = qwen2.TABLE.renamed(str, ignore={"model.mtp_layers.*": FURTHER_TOKENS})
+
+FAMILY = Family(
+    name="mimo",
+    summary="MiMo-7B",
+    config=Config,
+    table=TABLE,
+    model="tpuconv.models.mimo.modules:Model",
+    architectures={"MiMoForCausalLM": "mimo"},
+)
