@@ -3137,7 +3137,7 @@ def _with_other_names(
     save_file(tensors, path, {"format": "pt"})
     ours = {keys.get(key, key): x for key, x in raw.items()} | dict(beside)
     head = re.search("For[A-Z].*|Model$", raw["architectures"][0])
-    ours["architectures"] = [f"{name}{head[0] if head else str()}" for name in ours["architectures"]]
+    ours["architectures"] = [name + (head[0] if head else "") for name in ours["architectures"]]
     (folder / "config.json").write_text(json.dumps(ours))
 
 
