@@ -60,7 +60,8 @@ from helpers.schemes import (
 )
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.bitsandbytes import bitsandbytes_groups
-from tpuconv.encodings.decode import decode_names, shaped, unused_reason
+from tpuconv.encodings.decode import decode_names, unused_reason
+from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError

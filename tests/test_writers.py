@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import tpuconv
-from helpers.checkpoints import read_tensors, write_checkpoint
-from helpers.conversions import assert_same, convert, restore, same_bits
+from helpers.buckets import in_memory
+from helpers.checkpoints import read_tensors, write_checkpoint, write_safetensors
+from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
 from helpers.encoded import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
 from helpers.families import (
     BY_ID,
     CASES,
+    RECUT_BY_TRANSFORMERS,
     RENAMED_BY_TRANSFORMERS,
     Case,
     hf_model,
@@ -27,9 +29,12 @@ from helpers.families import (
     save_pretrained,
 )
 from helpers.logits import forward
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.decode import decode_names
+from tpuconv.errors import MappingError
 from tpuconv.sources.source import open_source
 
 IDS = np.random.default_rng(0).integers(3, 101, (2, 11))
@@ -72,6 +77,44 @@ def test_what_transformers_saves_under_names_of_its_own_is_read(case, tmp_path):
     assert_same(restore(tmp_path / "saved-ckpt"), restore(tmp_path / "released-ckpt"))
     have, want = exported(tmp_path / "saved-ckpt", tmp_path / "export"), read_tensors(saved)
     assert_same(have, {name: want[name] for name in have})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.family in RECUT_BY_TRANSFORMERS], ids=str)
+def test_what_transformers_saves_cut_at_other_rows_is_read(case, dtype, tmp_path, monkeypatch):
+    """A model that was trained further and saved by transformers, which cuts what it loaded as one tensor in equal
+    parts. Slabs are smaller than tensors, and begin and end in any of the parts; a bucket is read by ranges."""
+    monkeypatch.setattr(sizes, "SLAB_BYTES", 2000)
+    monkeypatch.setattr(sizes, "CHUNK_BYTES", 1000)
+    saved, released = save_pretrained(case, tmp_path / "saved"), save(case, tmp_path / "released")
+    shapes = [{name: x.shape for name, x in read_tensors(folder).items()} for folder in (saved, released)]
+    assert shapes[0] != shapes[1]
+    store = in_memory(monkeypatch).store
+    for path in saved.iterdir():
+        store.put(f"src/{path.name}", path.read_bytes())
+    (tmp_path / "workspace").mkdir()
+    api.convert("gs://bkt/src", tmp_path / "streamed-ckpt", dtype=dtype, workspace=tmp_path / "workspace")
+    plan = convert(saved, tmp_path / "saved-ckpt", Options(dtype=dtype))
+    assert plan.mapped + sum(skip.count for skip in plan.skipped) == len(plan.source.tensors)
+    convert(released, tmp_path / "released-ckpt", Options(dtype=dtype))
+    want = restore(tmp_path / "released-ckpt")
+    assert_same(restore(tmp_path / "saved-ckpt"), want)
+    assert_same(restore(tmp_path / "streamed-ckpt"), want)
+    have, want = (exported(tmp_path / f"{x}-ckpt", tmp_path / f"{x}-export") for x in ("saved", "released"))
+    assert {x.shape for x in have.values()} == {x.shape for x in want.values()}
+    assert all(same_bits(have[name], want[name]) for name in have.keys() & want.keys())
+
+
+def test_tensors_of_wrong_sizes_are_no_cut_at_other_rows(tmp_path):
+    """Parts that lack a row, or are wider, are refused as any tensor of a wrong shape."""
+    case = BY_ID["molmo2-plain"]
+    saved = save_pretrained(case, tmp_path / "saved")
+    tensors, name = read_tensors(saved), "model.transformer.wte.embedding"
+    for wrong in (tensors[name][1:], np.concatenate([tensors[name]] * 2, 1)):
+        write_safetensors(saved / "model.safetensors", tensors | {name: wrong})
+        with pytest.raises(MappingError, match="do not fit") as error:
+            plan_for(saved).check()
+        assert any(name in detail for detail in error.value.details)
 
 
 # -- compressed-tensors -----------------------------------------------------------------------------------------------

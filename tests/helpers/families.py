@@ -3186,6 +3186,8 @@ def save_pretrained(case: Case, folder: Path, dtype: str = "float32", seed: int 
 
 RENAMED_BY_TRANSFORMERS = ("deepseek_v4", "hy_v4", "kimi_k25", "kimi_linear", "longcat_flash", "nemo_speechlm")
 """Families of which transformers 5.23 saves tensors under other names than those of releases, or more of them."""
+RECUT_BY_TRANSFORMERS = ("molmo2", "olmo_hybrid")
+"""Families of which transformers 5.23 saves tensors that are cut at other rows than those of releases."""
 
 
 def as_released(case: Case, folder: Path) -> Path:

@@ -30,6 +30,10 @@ class Adapted(Tensor):
         """Never: the stored bytes are changed."""
         return False
 
+    def stored_bytes(self, count: int) -> int:
+        """See `Tensor.stored_bytes`."""
+        return self.base.stored_bytes(count)
+
     def work_bytes(self, count: int) -> int:
         """See `Tensor.work_bytes`. Complete rows are multiplied, in float32: with a magnitude beside the rows in two
         forms, else beside two copies in the dtype of the weight if they are rounded."""

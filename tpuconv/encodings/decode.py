@@ -6,7 +6,7 @@ scale. They differ in the table, the block, and the names and dtypes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -82,6 +82,14 @@ class Tensor:
     def stored_bytes(self, count: int) -> int:
         """The number of bytes in which `count` values are stored, without scales."""
         return count * self.values.nbytes // max(1, self.size)
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[TensorInfo, int, int]]:
+        """Yields the stored tensors that values `start` to `stop` are made from, each with the first byte that is
+        needed and the one after the last: of an encoded tensor, all."""
+        if self.scheme is None and len(self.stored) == 1:
+            yield self.values, self.stored_bytes(start), self.stored_bytes(stop)
+        else:
+            yield from ((info, 0, info.nbytes) for info in self.stored)
 
     def work_bytes(self, count: int) -> int:
         """The memory that reading `count` values takes beside the arguments of `read`, if it grows with them."""
@@ -386,17 +394,6 @@ def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, Tenso
         return False
     affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
     return _affine_fault(scheme, affine, shape, scales, info.name) is None
-
-
-def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors, where flat ones that hold so many values have the shape that a table wants: only a text that is read
-    with their values says it."""
-    out = dict(tensors)
-    for name, shape in shapes.items():
-        tensor = out.get(name)
-        if tensor and tensor.scheme and tensor.scheme.flat and tensor.scheme.stored_shape(shape) == tensor.values.shape:
-            out[name] = replace(tensor, shape=shape)
-    return out
 
 
 def _flat_fault(

@@ -7,7 +7,7 @@ slice of a parameter, what happens to block scales, the sharding of the paramete
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -195,6 +195,8 @@ class MappingTable:
             first.
         returns: what the model returns, if not logits (`tpuconv.models.common.heads`).
         axes: letters of the rows that no config has.
+        recut: groups of source tensors whose rows follow each other, and that may be cut elsewhere: transformers loads
+            each group as one tensor, and saves equal parts of it.
     """
 
     rows: tuple[Map, ...]
@@ -203,6 +205,7 @@ class MappingTable:
     variant: str
     returns: str
     axes: Mapping[str, int | Sequence[int]]
+    recut: tuple[tuple[str, ...], ...]
 
     def __init__(
         self,
@@ -213,6 +216,7 @@ class MappingTable:
         variant: str = "",
         returns: str = "",
         axes: Mapping[str, int | Sequence[int]] | None = None,
+        recut: Sequence[tuple[str, ...]] = (),
     ):
         object.__setattr__(self, "rows", tuple(rows))
         object.__setattr__(self, "ignore", dict(ignore or {}))
@@ -220,6 +224,7 @@ class MappingTable:
         object.__setattr__(self, "variant", variant)
         object.__setattr__(self, "returns", returns)
         object.__setattr__(self, "axes", dict(axes or {}))
+        object.__setattr__(self, "recut", tuple(recut))
         for row in self.rows:
             _row_layout(row)
 
@@ -228,13 +233,13 @@ class MappingTable:
     ) -> "MappingTable":
         """The same rows with other names of source tensors, those that `rename` gives to each name, and to each pattern
         of what is not converted. `ignore` is not converted besides; `variant` is that of the new table."""
-        return MappingTable(
-            [replace(row, hf=tuple(map(rename, row.hf_names))) for row in self.rows],
+        return replace(
+            self,
+            rows=tuple(replace(row, hf=tuple(map(rename, row.hf_names))) for row in self.rows),
             ignore={**{rename(name): why for name, why in self.ignore.items()}, **(ignore or {})},
             copies={rename(copy): rename(original) for copy, original in self.copies.items()},
             variant=variant,
-            returns=self.returns,
-            axes=self.axes,
+            recut=tuple(tuple(map(rename, names)) for names in self.recut),
         )
 
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
@@ -326,11 +331,11 @@ class MappingTable:
                     if number in has
                 ]
         axes = self.axes if period == 1 else {**self.axes, PERIODS: list(numbers[:whole:period])}
-        return replace_table(self, rows, axes)
+        return replace(self, rows=tuple(rows), axes=axes)
 
     def with_rows(self, rows: Sequence[Map]) -> "MappingTable":
         """The table with other rows, of the same model."""
-        return replace_table(self, rows, self.axes)
+        return replace(self, rows=tuple(rows))
 
     def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
@@ -341,12 +346,16 @@ class MappingTable:
 
     def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
         """`copies` for this config: names without indices."""
-        values = self._values(config, include_mtp)
-        return {
-            _with_indices(copy, indices): _with_indices(original, indices)
-            for copy, original in self.copies.items()
-            for indices in _steps(INDEX.findall(copy), values)
-        }
+        return {copy: original for copy, original in self._each(self.copies.items(), config, include_mtp)}
+
+    def recut_groups(self, config: HasAxes, include_mtp: bool = False) -> Iterator[tuple[str, ...]]:
+        """`recut` for this config: names without indices."""
+        return self._each(self.recut, config, include_mtp)
+
+    def _each(self, groups: Iterable[tuple[str, ...]], config: HasAxes, include_mtp: bool) -> Iterator[tuple[str, ...]]:
+        for names in groups:
+            for indices in _steps(INDEX.findall(names[0]), self._values(config, include_mtp)):
+                yield tuple(_with_indices(name, indices) for name in names)
 
     def found(self, names: Collection[str]) -> int:
         """How many rows have a tensor among these names. Tensors of the same module count, since encodings name theirs
@@ -365,12 +374,6 @@ class MappingTable:
 
     def __iter__(self) -> Iterator[Map]:
         return iter(self.rows)
-
-
-def replace_table(table: MappingTable, rows: Sequence[Map], axes: Mapping[str, int | Sequence[int]]) -> MappingTable:
-    """Returns the table with other rows, and other letters that no config has."""
-    given = {"ignore": table.ignore, "copies": table.copies}
-    return MappingTable(rows, **given, variant=table.variant, returns=table.returns, axes=axes)
 
 
 def _stacked_row(row: Map, letter: str, index: str, stack: str, front: str) -> Map:

@@ -18,7 +18,8 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_array
-from tpuconv.encodings.decode import Tensor, decode_names, shaped
+from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scheme import MXFP4
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable

@@ -11,7 +11,8 @@ from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
-from tpuconv.encodings.decode import Tensor, decode_names, shaped, unused_reason
+from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
+from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
@@ -82,7 +83,8 @@ def make_plan(
             "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
         )
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
-    tensors, misfits = adapt(shaped(tensors, expected), options.adapters, input_first)
+    tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
+    tensors, misfits = adapt(tensors, options.adapters, input_first)
     faults += misfits
     known_copies = table.copies_of(config, mtp)
     copies = {

@@ -251,7 +251,7 @@ class Plan:
     def mapped(self) -> int:
         """The number of source tensors that are used."""
         used = {name for array in self.arrays.values() for name in array.sources}
-        return sum(len(self.tensors[name].stored) for name in used)
+        return len({info.name for name in used for info in self.tensors[name].stored})
 
     @property
     def parameters(self) -> int:

@@ -73,12 +73,8 @@ def slab_reads(plan: Plan, slab: Slab) -> Iterator[Extent]:
             start, stop = spans.get(name, (first, first + count))
             spans[name] = min(start, first), max(stop, first + count)
         for name, (start, stop) in spans.items():
-            tensor = plan.tensors[name]
-            if tensor.scheme is not None or len(tensor.stored) > 1:
-                yield from map(whole, tensor.stored)
-                continue
-            size = tensor.values.nbytes // max(1, tensor.size)
-            yield tensor.values.shard, tensor.values.offset + start * size, tensor.values.offset + stop * size
+            for info, first, last in plan.tensors[name].ranges(start, stop):
+                yield info.shard, info.offset + first, info.offset + last
 
 
 def whole(info: TensorInfo) -> Extent:

@@ -5,7 +5,7 @@ A model without logits has the family's table without the head: `headed` makes i
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpuconv.errors import ConfigError
@@ -121,11 +121,11 @@ def headed(tables: Collection[MappingTable], kind: str) -> tuple[MappingTable, .
 def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:
     heads = [row for row in table if row.jax_names[0].startswith("lm_head.")]
     names = {name: NO_HEAD for row in heads for name in row.hf_names}
-    return MappingTable(
-        [*(row for row in table if row not in heads), *rows],
+    return replace(
+        table,
+        rows=(*(row for row in table if row not in heads), *rows),
         ignore={**table.ignore, **names},
         copies={name: original for name, original in table.copies.items() if name not in names},
-        variant=table.variant,
         returns=kind,
     )
 

@@ -1,6 +1,6 @@
 """Rows that the tables of many families have. `models/common/blocks.py` has the modules with these parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tpuconv.mapping.table import Map, MappingTable, under
@@ -200,6 +200,7 @@ def decoder_table(
     others: tuple[Map, ...] = (),
     ignore: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
+    recut: Sequence[tuple[str, ...]] = (),
 ) -> MappingTable:
     """The table of a decoder: `rows` of each layer, without prefixes, and those of the embedding, the last norm and the
     head.
@@ -208,6 +209,7 @@ def decoder_table(
         rows: of each layer.
         others: rows with their prefixes.
         ignore, copies: as `MappingTable` has them, besides what all decoders have.
+        recut: as `MappingTable` has it.
     """
     return MappingTable(
         (
@@ -222,4 +224,5 @@ def decoder_table(
             **(ignore or {}),
         },
         copies={"lm_head.weight": "model.embed_tokens.weight", **(copies or {})},
+        recut=recut,
     )

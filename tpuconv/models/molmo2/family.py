@@ -94,7 +94,8 @@ MOLMO_ROWS = (
             *under("model.blocks.{L}", "layers.{L}", *MOLMO_ROWS),
             Map("model.ln_f.weight", "norm.scale", "D"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        )
+        ),
+        recut=[("model.wte.embedding", "model.wte.new_embedding")],
     ),
     "model.transformer.",
     {"vision_backbone": SEES},

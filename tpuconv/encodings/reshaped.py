@@ -1,0 +1,86 @@
+"""Tensors as the shapes that a table wants say, where the stored ones have others: flat values, and rows that are cut
+elsewhere. transformers may load several tensors as one, and divide that in equal parts when it saves the model."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tpuconv.encodings.decode import Tensor
+from tpuconv.layout import Shape
+from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.reader import Reader
+
+
+def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The tensors, where flat ones that hold so many values have the shape that a table wants: only a text that is read
+    with their values says it."""
+    out = dict(tensors)
+    for name, shape in shapes.items():
+        tensor = out.get(name)
+        if tensor and tensor.scheme and tensor.scheme.flat and tensor.scheme.stored_shape(shape) == tensor.values.shape:
+            out[name] = replace(tensor, shape=shape)
+    return out
+
+
+@dataclass(frozen=True)
+class Recut(Tensor):
+    """Rows of several plain tensors, which follow each other in `stored`. `first_byte` is where they begin in these."""
+
+    first_byte: int = field(kw_only=True)
+
+    def stored_bytes(self, count: int) -> int:
+        """See `Tensor.stored_bytes`. Stored tensors have other numbers of elements."""
+        return count * self.dtype.itemsize
+
+    def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
+        """False: the values may come from more than one stored tensor."""
+        return False
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[TensorInfo, int, int]]:
+        """See `Tensor.ranges`."""
+        first, last = (self.first_byte + self.stored_bytes(number) for number in (start, stop))
+        for info in self.stored:
+            if max(first, 0) < min(last, info.nbytes):
+                yield info, max(first, 0), min(last, info.nbytes)
+            first, last = first - info.nbytes, last - info.nbytes
+
+    def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """See `Tensor.read`."""
+        values = out if out.dtype == self.dtype else raw[: self.stored_bytes(out.size)].view(self.dtype)
+        memory = values.view(np.uint8).data
+        for info, first, last in self.ranges(start, start + out.size):
+            reader.read(info, first, memory[: last - first])
+            memory = memory[last - first :]
+        if values is not out:
+            np.copyto(out, values, casting="unsafe")
+
+
+def recut(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], groups: Iterable[Sequence[str]]
+) -> dict[str, Tensor]:
+    """The tensors, cut as a table wants them where those of a group have as many rows together.
+
+    Args:
+        tensors: of the source.
+        shapes: what the table wants.
+        groups: names of tensors whose rows follow each other (`MappingTable.recut`).
+    """
+    out = dict(tensors)
+    for names in groups:
+        if not all(name in tensors and name in shapes for name in names):
+            continue
+        parts, wanted = [tensors[name] for name in names], [shapes[name] for name in names]
+        stored = [part.shape for part in parts]
+        is_one = len({shape[1:] for shape in stored + wanted}) == len({part.dtype for part in parts}) == 1
+        is_complete = sum(map(prod, stored)) == sum(map(prod, wanted))
+        if stored == wanted or not is_one or not is_complete or any(part.scheme for part in parts):
+            continue
+        values, *others = (part.values for part in parts)
+        begin = 0
+        for name, shape in zip(names, wanted, strict=True):
+            out[name] = Recut(name, shape, values, extra=tuple(others), first_byte=begin)
+            begin += out[name].stored_bytes(prod(shape))
+    return out
