@@ -1,11 +1,29 @@
-"""Attention to blocks of tokens that an indexer selects. Blocks are counted by positions, so that padding does not move
-them."""
+"""Attention to tokens, entries or blocks of tokens that an indexer selects. Blocks are counted by positions, so that
+padding does not move them."""
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import MASKED_SCORE
+from tpuconv.models.common.recurrence import exact_einsum
+
+
+def indexer_scores(q_BTnx: jax.Array, weights_BTn: jax.Array, k_BSx: jax.Array) -> jax.Array:
+    """Returns the scores [B, T, S] of keys (arXiv:2512.02556, section 2.1): the sum over the heads of the products of
+    queries and keys, negative ones as 0, times weights of the token. They are computed in float32: a small error may
+    select another key."""
+    products_BnTS = exact_einsum("BTnx,BSx->BnTS", q_BTnx.astype(jnp.float32), k_BSx.astype(jnp.float32))
+    return exact_einsum("BTn,BnTS->BTS", weights_BTn, nnx.relu(products_BnTS))
+
+
+def among_best(scores_BTS: jax.Array, count: int, candidates_BTS: jax.Array) -> jax.Array:
+    """Returns the mask [B, T, S] of the candidates that have the `count` highest scores."""
+    ids_BTX = jax.lax.top_k(jnp.where(candidates_BTS, scores_BTS, MASKED_SCORE), count)[1]
+    B, T = ids_BTX.shape[:2]
+    rows, columns = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
+    return candidates_BTS & jnp.zeros(scores_BTS.shape, bool).at[rows, columns, ids_BTX].set(True)
 
 
 def in_blocks(x_BSx: jax.Array, step: Step, blocks: int, size: int) -> jax.Array:
@@ -27,12 +45,9 @@ def tokens_of_best_blocks(
         step: positions.
         visible_BTS: the mask of the tokens that each token sees.
     """
-    B, T, blocks = scores_BTP.shape
+    blocks = scores_BTP.shape[-1]
     own_BT1 = (step.pos_BT[..., None] + 1) // size  # the blocks before are complete
-    is_complete_BTP = jnp.arange(blocks) < own_BT1
-    ids_BTX = jax.lax.top_k(jnp.where(is_complete_BTP, scores_BTP, MASKED_SCORE), count)[1]
-    rows, columns = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
-    selected_BTP = jnp.zeros(scores_BTP.shape, bool).at[rows, columns, ids_BTX].set(True) & is_complete_BTP
+    selected_BTP = among_best(scores_BTP, count, jnp.arange(blocks) < own_BT1)
     block_B1S = step.pos_BS[:, None] // size
     of_block_BTS = jnp.take_along_axis(selected_BTP, jnp.clip(block_B1S, 0, blocks - 1), axis=2)
     return visible_BTS & (of_block_BTS | (block_B1S >= own_BT1))

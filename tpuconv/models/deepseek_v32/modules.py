@@ -13,7 +13,8 @@ from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import empty_vectors
 from tpuconv.models.common.decoder import Decoder, Step
-from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, apply_rope, exact_product
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope, exact_product
+from tpuconv.models.common.selection import among_best, indexer_scores
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.deepseek_v32.family import Config
@@ -57,9 +58,8 @@ class HeadWeights(nnx.Module):
 
 
 class Indexer(nnx.Module):
-    """Selects for each token the `index_topk` tokens with the highest scores (arXiv:2512.02556, section 2.1): the sum
-    over the heads of the products of queries and keys, negative ones as 0, times weights of the token. Scores are
-    computed in float32: a small error may select another token. The first R dimensions have rotary positions."""
+    """Selects for each token the `index_topk` tokens with the highest scores (arXiv:2512.02556, section 2.1). The first
+    R dimensions have rotary positions."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
@@ -98,16 +98,7 @@ class Indexer(nnx.Module):
         q_BTnx, weights_BTn = self.queries(x_BTQ, step), self.router(x_BTD) * self.scale
         if visible_BTS.shape[-1] <= self.count:
             return visible_BTS
-        q_BTnx, i_BSx = q_BTnx.astype(jnp.float32), kv.i_BSx.astype(jnp.float32)
-        products_BnTS = jnp.einsum("BTnx,BSx->BnTS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
-        scores_BTS = jnp.einsum(
-            "BTn,BnTS->BTS", weights_BTn, nnx.relu(products_BnTS), precision=jax.lax.Precision.HIGHEST
-        )
-        ids_BTX = jax.lax.top_k(jnp.where(visible_BTS, scores_BTS, MASKED_SCORE), self.count)[1]
-        B, T = ids_BTX.shape[:2]
-        rows, columns = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
-        selected_BTS = jnp.zeros(visible_BTS.shape, bool).at[rows, columns, ids_BTX].set(True)
-        return visible_BTS & selected_BTS
+        return among_best(indexer_scores(q_BTnx, weights_BTn, kv.i_BSx), self.count, visible_BTS)
 
 
 class Attention(deepseek_v3.Attention):

@@ -16,8 +16,9 @@ from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
 from tpuconv.models.common.moe import Expert, Experts, Rows, routed
 from tpuconv.models.common.placement import placed
-from tpuconv.models.common.recurrence import PackedTokens, exact_einsum
+from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.selection import among_best, indexer_scores
 from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams, write_streams
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
 
@@ -166,15 +167,11 @@ class EntryIndexer(nnx.Module):
         self, x_BTD: jax.Array, x_BTQ: jax.Array, cos_sin: Any, entries_BSx: jax.Array, visible_BTS: jax.Array
     ) -> jax.Array:
         """Returns the mask [B, T, S] of the selected entries among the visible ones."""
-        q_BTnx = turned(self.q(x_BTQ), cos_sin).astype(jnp.float32)
+        q_BTnx = turned(self.q(x_BTQ), cos_sin)
         weights_BTn = self.router(x_BTD).astype(jnp.float32) * (q_BTnx.shape[2] * q_BTnx.shape[3]) ** -0.5
         if visible_BTS.shape[-1] <= self.count:
             return visible_BTS
-        products_BnTS = nnx.relu(exact_einsum("BTnx,BSx->BnTS", q_BTnx, entries_BSx.astype(jnp.float32)))
-        scores_BTS = exact_einsum("BTn,BnTS->BTS", weights_BTn, products_BnTS)
-        ids_BTX = jax.lax.top_k(jnp.where(visible_BTS, scores_BTS, MASKED_SCORE), self.count)[1]
-        rows, columns = jnp.arange(len(x_BTD))[:, None, None], jnp.arange(x_BTD.shape[1])[None, :, None]
-        return visible_BTS & jnp.zeros(visible_BTS.shape, bool).at[rows, columns, ids_BTX].set(True)
+        return among_best(indexer_scores(q_BTnx, weights_BTn, entries_BSx), self.count, visible_BTS)
 
 
 class Attention(nnx.Module):
