@@ -1,12 +1,16 @@
 """Hyper-connections (arXiv:2409.19606), constrained to a manifold (arXiv:2512.24880): several residual streams in place
 of one. Between layers they are one array [B, T, (r D)]."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import PreNormBlock
+from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Keys, ScaledRMSNorm, exact_product, normal, normalize
 
 
@@ -53,6 +57,11 @@ class Streams(nnx.Module):
         mix_BTrw = jax.lax.fori_loop(0, config.hc_sinkhorn_iters - 1, balanced, mix_BTrw)
         return read_streams(x_BTrD, pre_BTr), post_BTr, mix_BTrw
 
+    def written(self, x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array, mix_BTrw: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, r, D], mixed, with the output of the part."""
+        mixed_BTrD = jnp.einsum("BTrw,BTrD->BTwD", mix_BTrw.astype(x_BTrD.dtype), x_BTrD)
+        return post_BTr.astype(x_BTrD.dtype)[..., None] * y_BTD[:, :, None] + mixed_BTrD
+
 
 class GatedStreams(nnx.Module):
     """The weights of streams that are not mixed with each other: what a part of a layer reads of each, and writes to
@@ -85,10 +94,29 @@ def read_streams(x_BTrD: jax.Array, pre_BTr: jax.Array) -> jax.Array:
     return (pre_BTr[..., None] * x_BTrD).sum(axis=2).astype(x_BTrD.dtype)
 
 
-def write_streams(x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array, mix_BTrw: jax.Array) -> jax.Array:
-    """Returns the streams [B, T, r, D], mixed, with the output of a part."""
-    mixed_BTrD = jnp.einsum("BTrw,BTrD->BTwD", mix_BTrw.astype(x_BTrD.dtype), x_BTrD)
-    return post_BTr.astype(x_BTrD.dtype)[..., None] * y_BTD[:, :, None] + mixed_BTrD
+class StreamsBlock(PreNormBlock):
+    """One layer: attention, then an MLP or experts, each after a norm and between the streams.
+
+    Attributes:
+        streams_type: the class of the streams' weights.
+    """
+
+    streams_type: ClassVar[Callable[..., Any]] = Streams
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.count = config.hc_mult
+        self.attn_streams = self.streams_type(config, keys=keys)
+        self.mlp_streams = self.streams_type(config, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        x_BTrD = by_stream(x_BTD, self.count)
+        y_BTD, *weights = self.attn_streams(x_BTrD)
+        y_BTD, kv = self.attn(self.attn_norm(y_BTD), step, window, kv)
+        x_BTrD = self.attn_streams.written(x_BTrD, y_BTD, *weights)
+        y_BTD, *weights = self.mlp_streams(x_BTrD)
+        x_BTrD = self.mlp_streams.written(x_BTrD, self.fed(self.mlp_norm(y_BTD)), *weights)
+        return x_BTrD.reshape(x_BTD.shape), kv
 
 
 class JoinedNorm(ScaledRMSNorm):

@@ -19,7 +19,7 @@ from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.selection import among_best, indexer_scores
-from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams, write_streams
+from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
 
 
@@ -295,10 +295,10 @@ class Block(nnx.Module):
         x_BTrD = by_stream(x_BTD, self.count)
         y_BTD, post_BTr, mix_BTrw = self.attn_streams(x_BTrD)
         y_BTD, state = self.attn(self.attn_norm(y_BTD), step, window, state)
-        x_BTrD = write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw)
+        x_BTrD = self.attn_streams.written(x_BTrD, y_BTD, post_BTr, mix_BTrw)
         y_BTD, post_BTr, mix_BTrw = self.moe_streams(x_BTrD)
         y_BTD = self.moe.weighted(self.moe_norm(y_BTD), step.input)
-        return write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), state
+        return self.moe_streams.written(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), state
 
 
 class MTPLayer(mtp.MTPLayer, Block):

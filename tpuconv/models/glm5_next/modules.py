@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.blocks import ClampedMLP, PreNormBlock
+from tpuconv.models.common.blocks import ClampedMLP
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.kda import KDAState, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder, exact_einsum
 from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
-from tpuconv.models.common.streams import Streams, by_stream, to_streams, write_streams
+from tpuconv.models.common.streams import StreamsBlock, by_stream, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
@@ -149,32 +149,17 @@ class MoE(hy_v4.MoE):
     shared_type = ClampedMLP
 
 
-class Block(PreNormBlock):
+class Block(StreamsBlock):
     """One layer: linear or latent attention, then an MLP or experts, each after a norm and between the streams. Returns
     beside the cache the mask [B, T, S] of the tokens that it selected."""
 
     mlp_type = ClampedMLP
     moe_type: ClassVar[Any] = MoE
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, layer, dtype=dtype, keys=keys)
-        self.count = config.hc_mult
-        self.attn_streams = Streams(config, keys=keys)
-        self.mlp_streams = Streams(config, keys=keys)
-
     def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         latent = PoolSelectingAttention if layer in config.axes["f"] else PoolSharingAttention
         kind: Any = BoundedDelta if layer in config.axes["l"] else latent
         return kind(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
-        x_BTrD = by_stream(x_BTD, self.count)
-        y_BTD, post_BTr, mix_BTrw = self.attn_streams(x_BTrD)
-        y_BTD, out = self.attn(self.attn_norm(y_BTD), step, window, kv)
-        x_BTrD = write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw)
-        y_BTD, post_BTr, mix_BTrw = self.mlp_streams(x_BTrD)
-        y_BTD = self.fed(self.mlp_norm(y_BTD))
-        return write_streams(x_BTrD, y_BTD, post_BTr, mix_BTrw).reshape(x_BTD.shape), out
 
 
 class StreamMeanNorm(RMSNorm):

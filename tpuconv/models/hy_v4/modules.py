@@ -12,7 +12,7 @@ from tpuconv.models.common.blocks import clamped
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope
 from tpuconv.models.common.moe import Expert, Rows, routed
-from tpuconv.models.common.streams import GatedStreams, JoinedNorm, by_stream, to_streams
+from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 from tpuconv.models.glm_moe_dsa import modules as glm_moe_dsa
@@ -77,30 +77,16 @@ class MoE(deepseek_v3.MoE):
         return routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD)) + y_shared_BTD
 
 
-class Block(glm_moe_dsa.Block):
+class Block(StreamsBlock):
     """One layer: attention, then an MLP or experts, each after a norm and between the streams. Returns beside the cache
     the mask [B, T, S] of the tokens that it attended to."""
 
     moe_type: ClassVar[Any] = MoE
-
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, layer, dtype=dtype, keys=keys)
-        self.count = config.hc_mult
-        self.attn_streams = GatedStreams(config, keys=keys)
-        self.mlp_streams = GatedStreams(config, keys=keys)
+    streams_type = GatedStreams
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         kind = GatedSelectingAttention if layer in config.axes["f"] else GatedSharingAttention
         return kind(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
-        x_BTrD = by_stream(x_BTD, self.count)
-        y_BTD, post_BTr = self.attn_streams(x_BTrD)
-        y_BTD, out = self.attn(self.attn_norm(y_BTD), step, window, kv)
-        x_BTrD = self.attn_streams.written(x_BTrD, y_BTD, post_BTr)
-        y_BTD, post_BTr = self.mlp_streams(x_BTrD)
-        y_BTD = self.fed(self.mlp_norm(y_BTD))
-        return self.mlp_streams.written(x_BTrD, y_BTD, post_BTr).reshape(x_BTD.shape), out
 
 
 class LastNorm(JoinedNorm):
