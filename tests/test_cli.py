@@ -85,6 +85,21 @@ def test_a_checkpoint_for_another_program_is_not_taken_for_ours(converted, tmp_p
     assert said.startswith("Generating with tiny-qwen3-orbax, the newest checkpoint in this folder.")
 
 
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (("convert", EXAMPLE), "tiny-qwen3-orbax"),
+        (("convert", EXAMPLE, "--quantize", "int8_default"), "tiny-qwen3-orbax-int8_default"),
+        (("convert", EXAMPLE, "--target", "nnx"), "tiny-qwen3-nnx"),
+        (("convert", EXAMPLE, "--target", "nnx", "--quantize", "int8_default"), "tiny-qwen3-nnx-int8_default"),
+    ],
+)
+def test_without_out_the_name_says_the_target_and_the_config(tmp_path, args, name):
+    """`quantize` gives the same name, and outputs of two targets have two."""
+    tpuconv(*args, cwd=tmp_path)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_converted_quantized_and_verified_in_three_commands(tmp_path):
     tpuconv("convert", EXAMPLE, cwd=tmp_path)
     said = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout

@@ -59,8 +59,8 @@ def convert(
 
     Args:
         src: a Hub id, or a folder with safetensors, on a disk or in a bucket (`gs://`, `s3://`, `az://`).
-        out: the folder to write, there too; by default `<name>-orbax` in the current folder, or `<name>-<config>` or
-            `<name>-<target>`.
+        out: the folder to write, there too; by default `<name>-orbax` or `<name>-<target>` in the current folder, with
+            `-<config>` after it if `quantize` is given.
         dtype: of the parameters: "auto" (the source's), "bfloat16" or "float32".
         encoding: "dequantize" decodes FP8, INT8, INT4 and FP4 weights; "keep" passes them through.
         compress: compress all arrays by zstd, not only codes of less than 8 bits.
@@ -103,8 +103,8 @@ def convert(
     while True:
         try:
             with planned_conversion(origin, options, rules, runs=True, progress=progress) as planned:
-                kind = rules.name if rules else "orbax" if target == OWN_TARGET else target
-                to = place or Path(f"{planned.source.name}-{kind}")
+                kinds = ["orbax" if target == OWN_TARGET else target, *([rules.name] if rules else [])]
+                to = place or Path("-".join([planned.source.name, *kinds]))
                 return _run(planned, to, limits, overwrite, check, "converting", progress, part)
         except DamagedDownload as error:
             if tuple(error.files) in fetched_again:

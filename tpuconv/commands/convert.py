@@ -92,6 +92,7 @@ def convert(
 ) -> None:
     """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
     With --target, to one that another program loads: `tpuconv families --target NAME` lists what it can have.
+    By default OUT is ./<name>-<target> then; with --quantize -<config> follows.
 
     OUT appears complete or not at all. Interrupted, the same command continues. A source on the Hub or in a bucket is
     fetched while it is converted, and no copy of it stays; --dry-run shows the disk that it needs.
