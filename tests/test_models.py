@@ -994,6 +994,12 @@ def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
             get_family("broken")
         with pytest.raises(UsageError, match="'wrong', math:pi, is no"):
             get_family("wrong")
+        # A model that no family reads may be one of theirs.
+        with pytest.raises(UnsupportedConfig, match="no family reads model_type 'other'") as unread:
+            find_family({"model_type": "other"})
+        assert ["'broken'" in detail or "'wrong'" in detail for detail in unread.value.details] == [True, True]
+        with pytest.raises(UsageError, match="there is no family 'other'"):
+            registry.named_family("other")
     finally:
         registry._plugins.cache_clear()
 

@@ -2,7 +2,7 @@
 needed. Its config and table do not import jax.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -347,8 +347,20 @@ def family_of_type(model_type: str) -> Family | None:
 
 
 def all_families() -> list[Family]:
-    """Returns all families. Imports them."""
-    return [get_family(name) for name in family_names()]
+    """Returns all families that can be imported. Imports them."""
+    return list(_imported([]))
+
+
+def _imported(faults: list[str]) -> Iterator[Family]:
+    """The families, ours first, so that plugins are imported only if needed. One that cannot be imported is left out:
+    `faults` takes the reason."""
+    for name in family_names():
+        try:
+            family = get_family(name)
+        except UsageError as error:
+            faults.append(error.message)
+        else:
+            yield family
 
 
 def _wrapped(hf_config: Mapping[str, Any]) -> Family | None:
@@ -371,9 +383,9 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
         )
     known: set[str] = set()
+    faults: list[str] = []
     inside = _wrapped(hf_config)
-    # Ours first, so that plugins are imported only if needed.
-    for family in map(get_family, family_names()) if inside is None else [inside]:
+    for family in _imported(faults) if inside is None else [inside]:
         known.update(family.architectures.values())
         if model_type in family.architectures.values() and _reads_text(family, hf_config):
             causal = [name for name, kind in family.architectures.items() if kind == model_type]
@@ -389,6 +401,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
     raise UnsupportedConfig(
         f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})",
+        details=faults,
         hint=_suggestion(model_type, known) + "; `tpuconv families --new SRC` compares the model with each",
     )
 
