@@ -1,5 +1,6 @@
 """Text generation: batches, chat templates, stop strings, and contexts that overflow."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +138,27 @@ def test_the_context_is_that_of_stretched_positions() -> None:
     assert of(Rope()) == 40960
     assert of(Rope("yarn", factor=4.0, original_max_position_embeddings=32768)) == 131072
     assert of(Rope("llama3", factor=8.0, original_max_position_embeddings=8192)) == 40960
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--max-new-tokens", "600"), "601, and the model has 512 positions"),
+        (("--chat",), "no chat template"),
+        (("--speculate",), "no layers for multi-token prediction"),
+        (("--prompt", ""), "every prompt must have a token"),
+    ],
+)
+def test_the_command_refuses_before_weights_are_read(
+    folder: Path, tmp_path: Path, args: tuple[str, ...], message: str
+) -> None:
+    """Those of a large model take minutes. Here they are damaged, and nobody sees it."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    for chunk in damaged.glob("params/*/c.*"):
+        chunk.write_bytes(b"")
+    assert message in command("generate", damaged, "--prompt", "x", *args, code=2).stderr
+    command("generate", damaged, "--prompt", "x", code=10)
 
 
 def test_the_command_takes_several_prompts(folder: Path, tmp_path: Path) -> None:

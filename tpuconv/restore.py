@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.checkpoint.device_layouts import LAYOUTS, read_layouts
 from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
-from tpuconv.checkpoint.reader import check_contents, read_box
+from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
 from tpuconv.errors import CorruptOutput, UsageError, root_cause
 from tpuconv.location import Location, to_location
 from tpuconv.mapping.table import MTP_PARAMETERS
@@ -85,7 +85,7 @@ def load(
         # The axes of `jax.make_mesh` are explicit: every product would have to state the sharding of its result.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if mtp:
-        _check_mtp(manifest)
+        check_mtp(manifest)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes are those of no mesh
         graphdef, state = nnx.split(abstract_model(manifest, dtype, mtp=mtp))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
@@ -160,21 +160,6 @@ def _read(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> di
 
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(targets, pool.map(read, targets), strict=True))
-
-
-def _check_mtp(manifest: Manifest) -> None:
-    """Raises UsageError if the checkpoint has no layers for multi-token prediction, or has them quantized."""
-    if not any(name.startswith(MTP_PARAMETERS) for name in manifest.arrays):
-        raise UsageError(
-            f"{manifest.folder} has no layers for multi-token prediction",
-            hint="convert the model again with --include-mtp",
-        )
-    if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
-        raise UsageError(
-            f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
-            f"{len(quantized) - 1} more, and they are computed from dequantized weights only",
-            hint="convert the model again without --encoding keep",
-        )
 
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None, *, mtp: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """Load and save models."""
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from tpuconv.models.text_generator import TextGenerator
+    from tpuconv.models.text_generator import PromptEncoder, TextGenerator
 
 
 def load(
@@ -86,6 +87,7 @@ def generator(
     top_p: float = 1.0,
     cache_dtype: str | None = None,
     speculate: bool = False,
+    before_reading: "Callable[[PromptEncoder], None] | None" = None,
 ) -> "TextGenerator":
     """What continues texts with the model of a checkpoint, on all devices of this machine; see
     `tpuconv.models.text_generator.TextGenerator`.
@@ -98,6 +100,7 @@ def generator(
         cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
         speculate: draft tokens with the model's module for multi-token prediction; see
             `tpuconv.models.speculate.Speculator`.
+        before_reading: called before the weights are read, to refuse prompts: large models take minutes.
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or has no tokenizer; or the model's cache cannot have this dtype;
@@ -105,15 +108,18 @@ def generator(
             prediction.
     """
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
+    from tpuconv.checkpoint.reader import check_logits, check_mtp, tokenizer_folder
 
     manifest = read_manifest(to_location(ckpt))
     check_logits(manifest)
+    if speculate:
+        check_mtp(manifest)
     # These take seconds, in which a mistake would not be said yet.
+    from tpuconv.models.common.config import context_of
     from tpuconv.models.generate import Sampling
     from tpuconv.models.speculate import check_greedy
-    from tpuconv.models.stored import check_cache_dtype
-    from tpuconv.models.text_generator import TextGenerator
+    from tpuconv.models.stored import check_cache_dtype, model_config
+    from tpuconv.models.text_generator import PromptEncoder, TextGenerator
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
     check_cache_dtype(manifest, cache_dtype)
@@ -122,6 +128,8 @@ def generator(
         check_greedy(sampling)
     with tokenizer_folder(manifest) as folder:
         tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+    if before_reading is not None:
+        before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest))))
     model = load_on_all_devices(manifest.folder, mtp=speculate)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
     return TextGenerator(model, tokenizer, ends, sampling, cache_dtype, speculate=speculate)

@@ -83,7 +83,7 @@ def benchmark(
     """
     from tpuconv.api.models import load_on_all_devices
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import check_logits, tokenizer_folder
+    from tpuconv.checkpoint.reader import check_logits, check_mtp, tokenizer_folder
     from tpuconv.models.stored import check_cache_dtype, check_positions
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
@@ -91,6 +91,8 @@ def benchmark(
     shapes = measuring.workloads(batch, prompt_length, new_tokens)
     manifest = read_manifest(to_location(ckpt))
     check_logits(manifest)
+    if speculate:
+        check_mtp(manifest)
     check_cache_dtype(manifest, cache_dtype)
     longest = max(shapes, key=lambda shape: shape.tokens)
     check_positions(manifest, longest.tokens, str(longest), hint="make --prompt-length or --new-tokens smaller")

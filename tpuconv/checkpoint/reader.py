@@ -39,7 +39,7 @@ from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError, 
 from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
-from tpuconv.mapping.table import PERIODS, Map, MappingTable
+from tpuconv.mapping.table import MTP_PARAMETERS, PERIODS, Map, MappingTable
 from tpuconv.names import collapse
 from tpuconv.paths import plain_path
 from tpuconv.sources.companions import SOURCE_CARD, find_companions, is_companion
@@ -132,6 +132,25 @@ def check_logits(manifest: Manifest) -> None:
         raise UsageError(
             f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it has no next token",
             hint="take a checkpoint of a language model; `tpuconv.load` gives a model to call",
+        )
+
+
+def check_mtp(manifest: Manifest) -> None:
+    """Checks that a checkpoint has layers for multi-token prediction.
+
+    Raises:
+        UsageError: it has none, or has them quantized.
+    """
+    if not any(name.startswith(MTP_PARAMETERS) for name in manifest.arrays):
+        raise UsageError(
+            f"{manifest.folder} has no layers for multi-token prediction",
+            hint="convert the model again with --include-mtp",
+        )
+    if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
+        raise UsageError(
+            f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
+            f"{len(quantized) - 1} more, and they are computed from dequantized weights only",
+            hint="convert the model again without --encoding keep",
         )
 
 

@@ -20,7 +20,7 @@ from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
-    from tpuconv.models.text_generator import Completion
+    from tpuconv.models.text_generator import Completion, PromptEncoder
 
 
 @options.command(
@@ -93,9 +93,13 @@ def generate(
     with all_processes(distributed):
         folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json, own=True)
         check_address_space_for_jax()
-        generator = api.generator(folder, speculate=speculate, **sampling)
-        if generator.has_chat_template and not chat and not as_json:
-            say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+
+        def check_prompts(encoder: "PromptEncoder") -> None:
+            encoder.check_lengths(encoder.encode(texts, chat=chat, system=system), max_new_tokens)
+            if encoder.has_chat_template and not chat and not as_json:
+                say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+
+        generator = api.generator(folder, speculate=speculate, before_reading=check_prompts, **sampling)
         streams = not as_json and len(texts) == 1
         times = [time.monotonic()]
         outputs: Sequence[Completion] = ()

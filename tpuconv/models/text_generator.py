@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.generate import ENDED, Generator, Sampling
+from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Generator, Sampling
 from tpuconv.models.speculate import Speculator
 
 INCOMPLETE = "\ufffd"
@@ -37,44 +37,17 @@ class Completion:
         return {"prompt": self.prompt, "text": self.text, "ids": list(self.ids), "stopped": self.stopped}
 
 
-class TextGenerator:
-    """Generates text with a model, for several prompts at once.
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Makes token ids of prompts, and tells what is wrong with them. It needs no weights.
 
-        model = tpuconv.load("Qwen3-8B-orbax")
-        tokenizer = load_tokenizer(Path("Qwen3-8B-orbax"))
-        write = TextGenerator(model, tokenizer, end_tokens(Path("Qwen3-8B-orbax")))
-        write(["What is a TPU?"], max_new_tokens=64, chat=True)[0].text
-
-    Args:
-        model: a model from `tpuconv.load`.
+    Attributes:
         tokenizer: a tokenizer from `tpuconv.models.tokenizer.load_tokenizer`.
-        ends: ids of the tokens that end a text, from `tpuconv.models.tokenizer.end_tokens`.
-        sampling: how the next token is chosen; by default the most likely one.
-        cache_dtype: of keys and values; None for the model's dtype.
-        speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
-
-    Raises:
-        UsageError: `speculate` is asked for with a temperature, or with a model without that module.
+        context: how many tokens a sequence of the model may have.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Any,
-        ends: Collection[int] = (),
-        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
-        cache_dtype: DTypeLike | None = None,
-        *,
-        speculate: bool = False,
-    ):
-        self.generator = (Speculator if speculate else Generator)(model, sampling, cache_dtype)
-        self.tokenizer, self.ends = tokenizer, frozenset(ends)
-        self.context = context_of(model.config)
-
-    @property
-    def accepted_share(self) -> float | None:
-        """The share of all drafts so far that were accepted; None if it does not speculate."""
-        return self.generator.drafts.share if isinstance(self.generator, Speculator) else None
+    tokenizer: Any
+    context: int
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,6 +87,71 @@ class TextGenerator:
                 ) from e
         return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
+    def check_lengths(self, ids: Sequence[Sequence[int]], max_new_tokens: int, width: int = 0) -> None:
+        """Checks the token ids of prompts, which may be padded to `width`.
+
+        Raises:
+            UsageError: there is no prompt, or one has no tokens, or prompt and new tokens exceed the context.
+        """
+        if not ids or not all(ids):
+            raise UsageError(NOTHING_TO_DO)
+        longest = max(width, *map(len, ids))
+        if longest + max_new_tokens > self.context:
+            raise UsageError(
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones are {longest + max_new_tokens}, and the "
+                f"model has {self.context} positions",
+                hint="ask for fewer new tokens, or give a shorter prompt",
+            )
+
+
+class TextGenerator:
+    """Generates text with a model, for several prompts at once.
+
+        model = tpuconv.load("Qwen3-8B-orbax")
+        tokenizer = load_tokenizer(Path("Qwen3-8B-orbax"))
+        write = TextGenerator(model, tokenizer, end_tokens(Path("Qwen3-8B-orbax")))
+        write(["What is a TPU?"], max_new_tokens=64, chat=True)[0].text
+
+    Args:
+        model: a model from `tpuconv.load`.
+        tokenizer: a tokenizer from `tpuconv.models.tokenizer.load_tokenizer`.
+        ends: ids of the tokens that end a text, from `tpuconv.models.tokenizer.end_tokens`.
+        sampling: how the next token is chosen; by default the most likely one.
+        cache_dtype: of keys and values; None for the model's dtype.
+        speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
+
+    Raises:
+        UsageError: `speculate` is asked for with a temperature, or with a model without that module.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        ends: Collection[int] = (),
+        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+        cache_dtype: DTypeLike | None = None,
+        *,
+        speculate: bool = False,
+    ):
+        self.generator = (Speculator if speculate else Generator)(model, sampling, cache_dtype)
+        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+        self.encoder = PromptEncoder(tokenizer, context_of(model.config))
+
+    @property
+    def accepted_share(self) -> float | None:
+        """The share of all drafts so far that were accepted; None if it does not speculate."""
+        return self.generator.drafts.share if isinstance(self.generator, Speculator) else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self.encoder.has_chat_template
+
+    def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
+        """Returns the token ids of each prompt; see `PromptEncoder.encode`."""
+        return self.encoder.encode(prompts, chat=chat, system=system)
+
     def stream(
         self,
         prompts: Sequence[str],
@@ -151,13 +189,7 @@ class TextGenerator:
         width: int = 0,
     ) -> Iterator[tuple[list[str], list[Completion]]]:
         """As `stream`, for prompts whose token ids are `ids`. `width` is as of `Generator`."""
-        longest = max(width, *map(len, ids), 0)
-        if longest + max_new_tokens > self.context:
-            raise UsageError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones are {longest + max_new_tokens}, and the "
-                f"model has {self.context} positions",
-                hint="ask for fewer new tokens, or give a shorter prompt",
-            )
+        self.encoder.check_lengths(ids, max_new_tokens, width)
         texts = [_Text(self.tokenizer, prompt_ids, self.ends, stop) for prompt_ids in ids]
         for step, ids_B in enumerate(self.generator(ids, max_new_tokens, eos=self.ends, seed=seed, width=width)):
             is_last = step + 1 == max_new_tokens
