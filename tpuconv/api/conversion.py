@@ -318,10 +318,7 @@ def _run(
     began, resumed, own_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     for step in convert_plan(plan, out, limits, overwrite=overwrite, part=part):
-        if step.layer:
-            progress(Progress(f"calibrating {step.layer}"))
-        else:
-            progress(Progress(f"{stage}, {part}" if part else stage, step.done, step.total))
+        progress(step.shown_as(f"{stage}, {part}" if part else stage))
         if step.stage in ("convert", "export"):
             own_bytes = step.total
         resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed

@@ -188,7 +188,7 @@ def export(
         progress(Progress("exporting"))
         jobs = Limits.of_this_machine().jobs
         for step in export_arrays(arrays, what, lay_out(arrays, what), folder, jobs, overwrite=overwrite, part=part):
-            progress(Progress(f"exporting, {part}" if part else "exporting", step.done, step.total))
+            progress(step.shown_as(f"exporting, {part}" if part else "exporting"))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total
     if check and was_there:

@@ -9,7 +9,7 @@ from tpuconv.hosts import ProcessPart, find_part
 from tpuconv.location import Location, to_location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.paths import plain_path
-from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.progress import Listener, ignore
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -165,5 +165,5 @@ def save(
 
     folder, limits = to_location(out), Limits.of_this_machine(jobs, max_memory)
     for step in persist.save(model, folder, to_location(like), limits, overwrite=overwrite):
-        progress(Progress("saving", step.done, step.total))
+        progress(step.shown_as("saving"))
     return folder

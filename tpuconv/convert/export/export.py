@@ -30,7 +30,7 @@ from tpuconv.convert.export.rows import ExportPiece
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
-from tpuconv.convert.run.conversion import PART_DONE, RunProgress, check_outside
+from tpuconv.convert.run.conversion import PART_DONE, PUBLISHING, RunProgress, check_outside
 from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
@@ -137,6 +137,7 @@ def export(
                 size = writing.nbytes
                 yield RunProgress(size, size, 0, "published" if journal.is_published() else PART_DONE)
                 return
+            yield RunProgress(total, total, 0, PUBLISHING)
             others = {name: journal.done(entry, HASH_ENTRY) for name, entry in entry_of.items() if name not in hashes}
             hashes |= {name: found["hash"] for name, found in others.items() if found}
             entries = [journal.done(file_entry(i), FILE_ENTRY) or {} for i in range(len(shards))]

@@ -29,6 +29,7 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import MIB
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST
+from tpuconv.progress import Progress
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.damaged import hash_of
 from tpuconv.storage.hashes import known_hash
@@ -43,6 +44,8 @@ AHEAD_BYTES = 768 * MIB
 in a second."""
 
 
+PUBLISHING = "publish"
+"""The stage in which all is converted, and the last files are written, flushed and published."""
 PART_DONE = "part done"
 """The last stage of a process whose part is done, where another one is to publish the output."""
 
@@ -50,14 +53,22 @@ PART_DONE = "part done"
 @dataclass(frozen=True)
 class RunProgress:
     """How far a conversion is, in bytes of the source; of one of several processes, in those of its part. `resumed` are
-    those of an earlier run; `layer` is what is being calibrated, before anything is converted. The last `stage` is
-    "published", or PART_DONE."""
+    those of an earlier run; `layer` is what is being calibrated, before anything is converted. `stage` is PUBLISHING
+    once all is converted; the last is "published", or PART_DONE."""
 
     done: int
     total: int
     resumed: int
     stage: str
     layer: str = ""
+
+    def shown_as(self, stage: str) -> Progress:
+        """Returns what a listener is told of work that is called `stage`, such as "converting"."""
+        if self.layer:
+            return Progress(f"calibrating {self.layer}")
+        if self.stage == PUBLISHING or (self.stage == "published" and not self.resumed):
+            return Progress("publishing")
+        return Progress(stage, self.done, self.total)
 
 
 def read_ahead(plan: Plan) -> None:
@@ -134,7 +145,7 @@ def run(
                 if end is not None:
                     yield end
                     return
-            yield RunProgress(total, total, 0, "publish")
+            yield RunProgress(total, total, 0, PUBLISHING)
             journal.publish()
     yield RunProgress(total, total, 0, "published")
 
@@ -218,7 +229,8 @@ def _work(
         yield RunProgress(resumed + done, share.nbytes, resumed, "convert")
     if not journal.gather(entries_of(plan)):
         return RunProgress(share.nbytes, share.nbytes, resumed, "published" if journal.is_published() else PART_DONE)
-    yield RunProgress(share.nbytes, share.nbytes, resumed, "merge")
+    yield RunProgress(share.nbytes, share.nbytes, resumed, "convert")
+    yield RunProgress(share.nbytes, share.nbytes, resumed, PUBLISHING)
     result = _result(plan, journal)
     of_calibration = calibrated.results() if calibrated is not None else {}
     _write_rest(plan, journal, store.finish(result.shard_bytes), result, of_calibration)
