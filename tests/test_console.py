@@ -2,11 +2,14 @@
 
 import io
 
+import click
 import pytest
 from rich.console import Console
 
 from tpuconv.commands import console as shown
+from tpuconv.commands import progress
 from tpuconv.commands.console import Table, styled
+from tpuconv.progress import Progress
 
 NAMES = ("layers.{0...4}.attn.q.kernel", "layers.{0...4}.attn_norm.scale", "embed.embedding")
 
@@ -46,6 +49,17 @@ def test_a_column_that_may_be_left_out_need_not_be_there():
 @pytest.mark.parametrize("name", ["[old]/m", "a[/b]", "[red]x"])
 def test_markup_in_a_name_is_text(name):
     assert name in drawn(60, name)
+
+
+@pytest.mark.parametrize(("width", "memory"), [(60, False), (80, True)])
+def test_a_bar_takes_one_line(monkeypatch, capsys, width, memory):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(shown.sys.stderr, "isatty", lambda: True)
+    with progress.shown(as_json=False) as listener:
+        listener(Progress("quantizing", 10**9, 2 * 10**9))
+    lines = [line for line in click.unstyle(capsys.readouterr().err).splitlines() if line.strip()]
+    assert {line.split()[0] for line in lines} == {"quantizing"}
+    assert ("memory" in lines[-1]) == memory
 
 
 def test_an_error_is_broken_between_words_and_a_command_in_it_is_not(monkeypatch, capsys):

@@ -16,6 +16,8 @@ from tpuconv.text import plain
 
 QUIET_SECONDS = 30
 """Between two lines where stderr is no terminal."""
+FULL_WIDTH = 80
+"""Columns of a terminal below which the memory is left out: the bar would take two lines."""
 
 
 @contextmanager
@@ -104,15 +106,16 @@ def _bar() -> Any:
         def render(self, task: Any) -> Text:
             return Text(f"memory {format_size(peak_memory())}", style="dim")
 
-    return Bar(
+    on = console(err=True)
+    columns = [
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        Memory(),
-        console=console(err=True),
-    )
+        *([Memory()] if on.width >= FULL_WIDTH else []),
+    ]
+    return Bar(*columns, console=on)
 
 
 class _Lines:
