@@ -475,7 +475,9 @@ MISTAKES = {
     "a list": (("benchmark", "--batch", "1;2"), 2, "is not a list of positive integers"),
     "one new token": (("benchmark", EXAMPLE, "--new-tokens", "1"), 2, "at least 2"),
     "no config": (("quantize",), 2, "--config is missing"),
-    "a config": (("quantize", "--config", "int8_defualt"), 2, "the nearest is int8_default"),
+    "a config": (("quantize", "--config", "int8_defualt"), 2, "did you mean int8_default?"),
+    "half a config": (("quantize", "--config", "fp8"), 2, "did you mean fp8_block or fp8_default or fp8_weight_only?"),
+    "a process": (("convert", "x", "--process-index", "2", "--process-count", "2"), 2, "the last one is 1"),
     "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),
     "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
     "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
@@ -626,6 +628,11 @@ def test_interrupted_it_keeps_what_was_written_and_shows_no_other_notes():
 
 CONFIGS = {
     "unknown architecture": ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, 5, "no family reads"),
+    "unknown rope parameter": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "bta": 1}},
+        5,
+        "the type linear has no parameter 'bta'",
+    ),
     "unknown rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, 5, "is not implemented for qwen3"),
     "unknown key": ({"attention_chunk_size": 4}, 5, "--allow-config attention_chunk_size"),
     "quantized": ({"quantization_config": {"quant_method": "aqlm"}}, 5, "quant_method='aqlm' is not implemented"),

@@ -38,7 +38,7 @@ class ProcessPart:
         if not 0 <= self.index < self.count:
             raise UsageError(
                 f"there is no process {self.index} of {self.count}",
-                hint="indices begin at 0: the last of 4 processes has --process-index 3 --process-count 4",
+                hint=f"indices begin at 0: the last one is {self.count - 1}",
             )
 
     def __str__(self) -> str:

@@ -209,10 +209,10 @@ def find_config(name_or_path: str) -> QuantConfig:
     elif name in config_names() and path.parent == Path():
         data = (_folder() / f"{name}.yaml").read_bytes()
     else:
-        near = get_close_matches(name, config_names(), 1)
+        near = get_close_matches(name, config_names(), 1) or [c for c in config_names() if c.startswith(name)]
         raise UsageError(
             f"there is no quantization config '{name_or_path}'",
-            hint=(f"the nearest is {near[0]}; " if near else "")
+            hint=(f"did you mean {' or '.join(near)}? " if near else "")
             + "`tpuconv quantize --list` shows all; or give a file",
         )
     return parse_config(data, name, str(path))

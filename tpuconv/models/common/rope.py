@@ -109,9 +109,11 @@ class Rope:
             )
         if values.get("partial_rotary_factor") == 1:
             del values["partial_rotary_factor"]
-        if kind not in REQUIRED or set(values) - {*REQUIRED[kind], *OPTIONAL[kind]}:
+        unknown = [name for name in values if kind in REQUIRED and name not in (*REQUIRED[kind], *OPTIONAL[kind])]
+        if kind not in REQUIRED or unknown:
+            fault = f": the type {kind} has no parameter {', '.join(map(short, unknown))}" if unknown else ""
             raise UnsupportedConfig(
-                f"{key}={short(given, 300)} is not implemented for {model_type}",
+                f"{key}={short(given, 300)} is not implemented for {model_type}{fault}",
                 details=[f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED],
                 hint="these types are implemented, with these parameters",
             )
