@@ -605,6 +605,26 @@ def test_interrupted_while_garbage_is_collected_it_ends_all_the_same(work):
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
+COMPUTING = """
+import threading, os, signal
+import jax, jax.numpy as jnp, numpy as np
+from tpuconv.commands.process import run
+
+def work():
+    endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x[0, 0] >= 0, lambda x: x @ x / 200, x))
+    threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    np.asarray(endless(jnp.ones((200, 200))))
+
+run(work)
+"""
+
+
+def test_interrupted_while_xla_computes_it_ends_all_the_same():
+    """The interpreter calls no handler then."""
+    done = subprocess.run([sys.executable, "-c", COMPUTING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.strip()) == (143, "Interrupted.")
+
+
 NOTED = """
 import signal, sys
 from tpuconv.commands.process import run

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +28,10 @@ from tpuconv.text import plain
 EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 KEPT = "What is done is kept: the same command continues from there."
 """The note of an interruption of work that a rerun continues."""
+STUCK_SECONDS = 3
+"""How long after a signal its handler may be late."""
+SHOWN_CURSOR = "\x1b[?25h"
+"""What has a terminal show the cursor, which a bar hides."""
 GC_THRESHOLD = 20_000
 """Objects between two collections of garbage. Imports and tracing make many objects that stay, and the default of 700
 has the collector look through them again and again: 0.5 s of a quantization. What holds much memory in cycles of
@@ -51,7 +57,8 @@ def run(command: Callable[[], Any]) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
             signal.signal(number, _interrupt)
     try:
-        _run(command)
+        with _stuck_work_ended():
+            _run(command)
     finally:
         sys.stdout, sys.stderr = streams
 
@@ -174,6 +181,34 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             return
         frame = frame.f_back
     raise _Interrupted
+
+
+@contextmanager
+def _stuck_work_ended() -> Iterator[None]:
+    """A thread ends the process where `_interrupt` is not called: the interpreter calls it in the main thread between
+    two instructions, and XLA may compile or compute there for minutes within one. To what is on the disk that is a
+    kill, after which the same command continues too."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # the number of each signal is written to it
+    with suppress(RuntimeError):  # a limit allows no thread; then one waits until XLA is done
+        threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _end_if_stuck(reader: int) -> None:
+    while number := os.read(reader, 1):
+        if (code := EXIT_CODES.get(number[0])) is None:
+            continue
+        time.sleep(STUCK_SECONDS)
+        if not _signals:
+            say((SHOWN_CURSOR if sys.stderr.isatty() else "") + "\nInterrupted.", err=True)
+            os._exit(code)
+    os.close(reader)
 
 
 def is_interruption(error: BaseException) -> bool:
