@@ -61,7 +61,7 @@ class Recut(Tensor):
 def recut(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], groups: Iterable[Sequence[str]]
 ) -> dict[str, Tensor]:
-    """The tensors, cut as a table wants them where those of a group have as many rows together.
+    """The tensors, cut as a table wants them where those of a group are equal parts of as many rows.
 
     Args:
         tensors: of the source.
@@ -75,8 +75,10 @@ def recut(
         parts, wanted = [tensors[name] for name in names], [shapes[name] for name in names]
         stored = [part.shape for part in parts]
         is_one = len({shape[1:] for shape in stored + wanted}) == len({part.dtype for part in parts}) == 1
-        is_complete = sum(map(prod, stored)) == sum(map(prod, wanted))
-        if stored == wanted or not is_one or not is_complete or any(part.scheme for part in parts):
+        rows = sum(shape[0] for shape in wanted)
+        step = -(-rows // len(parts))
+        is_equal = [shape[0] for shape in stored] == [min(step, rows - step * i) for i in range(len(parts))]
+        if stored == wanted or not is_one or not is_equal or any(part.scheme for part in parts):
             continue
         values, *others = (part.values for part in parts)
         begin = 0
