@@ -734,7 +734,7 @@ def test_a_config_without_gates_has_those_of_its_widest_loss(rule, loss):
 
 
 def test_an_unknown_config_names_the_nearest():
-    with pytest.raises(UsageError, match="nearest is int8_default"):
+    with pytest.raises(UsageError, match="did you mean int8_default"):
         find_config("int8_defualt")
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from tpuconv.models.registry import all_families
 from tpuconv.models.wrappers import WRAPPERS
@@ -73,7 +73,8 @@ def table() -> tuple[list[str], dict[str, dict[str, str]], dict[str, list[str]]]
     types: dict[str, set[str]] = {}
     for family in all_families():
         for kind in family.architectures.values():
-            types.setdefault(kind, set()).update(family.text_types)
+            if READ_AS.get(kind, kind) in CONFIG_MAPPING:  # else its code is in its releases alone
+                types.setdefault(kind, set()).update(family.text_types)
     read = {
         kind: set().union(*(keys_of(READ_AS.get(name, name)) for name in (kind, *types[kind])))
         for kind in sorted(types)
