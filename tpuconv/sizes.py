@@ -12,6 +12,11 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def format_count(number: int, noun: str) -> str:
+    """With a noun: `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_rate(value: float, digits: int) -> str:
     """With so many significant digits below 1000, as an integer from there on: `32.4`, `8,080`; never `8.08e+03`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"

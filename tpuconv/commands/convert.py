@@ -13,7 +13,7 @@ from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_size
+from tpuconv.sizes import format_count, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -219,14 +219,13 @@ def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table
 
 def in_files(files: "Sequence[Sequence[ExportTensor]]") -> str:
     """How many tensors go to how many files."""
-    return f"{sum(map(len, files))} tensors in {len(files)} {'files' if len(files) > 1 else 'file'}"
+    return f"{format_count(sum(map(len, files)), 'tensor')} in {format_count(len(files), 'file')}"
 
 
 def _show_adapters(adapters: "Sequence[Adapter]") -> None:
     """A line for each adapter that is merged."""
     for facts in (adapter.to_summary() for adapter in adapters):
-        count = facts["changes"]
-        tensors = f"{count} tensors" if count > 1 else f"{count} tensor"
+        tensors = format_count(facts["changes"], "tensor")
         show(f"  adapter {facts['name']}, weight {facts['weight']:g}: changes {tensors}")
 
 

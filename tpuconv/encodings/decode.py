@@ -23,6 +23,7 @@ from tpuconv.errors import SourceError
 from tpuconv.jsonfile import short
 from tpuconv.layout import Shape
 from tpuconv.names import collapse
+from tpuconv.sizes import format_count
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
@@ -378,7 +379,8 @@ def decode_names(
         else:
             out[name] = Tensor(name, info.shape, info)
     words = [
-        f"{pattern}  {tensors[names[0]].dtype} {list(tensors[names[0]].shape)} ({len(names)} tensors) {fault}"
+        f"{pattern}  {tensors[names[0]].dtype} {list(tensors[names[0]].shape)} "
+        f"({format_count(len(names), 'tensor')}) {fault}"
         for fault, all_names in faults.items()
         for pattern, names in collapse(all_names).items()
     ]

@@ -7,6 +7,7 @@ from itertools import islice
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
+from tpuconv.sizes import format_count
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.storage.places import is_there, names_in
@@ -80,7 +81,7 @@ def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> l
     """Lines that name missing shards, and the patterns of the tensors that the index has in them."""
     shards = set(missing)
     names = list(islice((name for name, shard in weight_map.items() if shard in shards), MAX_NAMES_TO_COLLAPSE))
-    patterns = [f"{pattern}  ({len(tensors)} tensors)" for pattern, tensors in collapse(names).items()]
+    patterns = [f"{pattern}  ({format_count(len(tensors), 'tensor')})" for pattern, tensors in collapse(names).items()]
     more = ["... and more"] if len(names) == MAX_NAMES_TO_COLLAPSE else []
     return [*shorten(missing), "the index has these tensors in them:", *shorten(patterns), *more]
 

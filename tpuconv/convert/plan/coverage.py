@@ -31,6 +31,7 @@ from tpuconv.mapping.table import (
 )
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
+from tpuconv.sizes import format_count
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
@@ -233,7 +234,9 @@ def _coverage_faults(
     faults = [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
-    faults += [f"{pattern}  is missing ({len(names)} tensors)" for pattern, names in collapse(missing).items()]
+    faults += [
+        f"{pattern}  is missing ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
+    ]
     wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
     for pattern, names in collapse(wrong).items():
         faults.append(_describe(tensors, pattern, names, f"should be {list(expected[names[0]])} by config.json"))
@@ -282,7 +285,7 @@ def _stored_kind(tensor: Tensor) -> tuple[str, Shape, bool]:
 
 def _describe(tensors: Mapping[str, Tensor], pattern: str, names: list[str], fault: str) -> str:
     tensor = tensors[names[0]]
-    count = f"{len(names)} tensors" if len(names) > 1 else "1 tensor"
+    count = format_count(len(names), "tensor")
     return f"{pattern}  {tensor.values.dtype} {list(tensor.shape)} ({count}) {fault}"
 
 
