@@ -118,7 +118,7 @@ FAULTS = {
     "zero points of other groups": (
         gptq,
         lambda t: t.update({"w.qzeros": t["w.qzeros"][:1]}),
-        r"w.qzeros  I32 [1, 4] (1 tensors) should be I32 [4, 4]",
+        r"w.qzeros  I32 [1, 4] (1 tensor) should be I32 [4, 4]",
     ),
     "scales of other groups": (gptq, lambda t: t.update({"w.scales": t["w.scales"][:1]}), "should be [4, 32]"),
     "scales in integers": (awq, lambda t: t.update({"w.scales": t["w.scales"].astype("i2")}), "should be one of F16"),

@@ -183,7 +183,7 @@ FAULTS = {
     "no scales of scales": (lambda t: t.pop("w.weight.nested_absmax"), "has no weight.nested_absmax"),
     "fewer scales of scales": (
         lambda t: t.update({"w.weight.nested_absmax": np.ones(2, "f4")}),
-        "w.weight.nested_absmax  F32 [2] (1 tensors) should be F32 [1]",
+        "w.weight.nested_absmax  F32 [2] (1 tensor) should be F32 [1]",
     ),
     "another table": (lambda t: t.pop("w.weight.quant_map"), "has no weight.quant_map"),
     "no text": (lambda t: t.pop("w.weight.quant_state.bitsandbytes__nf4"), "has no weight.quant_state"),
@@ -191,7 +191,7 @@ FAULTS = {
         lambda t: t.update({"w.weight.quant_state.bitsandbytes__nf4": np.zeros(5000, np.uint8)}),
         "should be U8, of 4096 bytes at most",
     ),
-    "no values": (lambda t: t.pop("w.weight"), "w.weight.absmax  U8 [8] (1 tensors) has no values that it belongs to"),
+    "no values": (lambda t: t.pop("w.weight"), "w.weight.absmax  U8 [8] (1 tensor) has no values that it belongs to"),
     "scales in half precision": (lambda t: t.update({"w.weight.absmax": np.ones(8, "f2")}), "should be F32 or U8"),
 }
 

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_an_error(headless: Any, tmp_path: Path) -> None:
     tensors = {name: x for name, x in read_tensors(scores).items() if name != "score.weight"}
     with pytest.raises(MappingError) as error:
         plan_for(write_checkpoint(tmp_path / "lost", raw, tensors)).check()
-    assert "lm_head.weight  is missing (1 tensors)" in error.value.details
+    assert "lm_head.weight  is missing (1 tensor)" in error.value.details
 
 
 @pytest.mark.parametrize("returns", [SCORES, HIDDEN])

@@ -112,16 +112,16 @@ def test_without_scales_of_inputs_it_is_kept(encoder, tmp_path, small_cuts):
 FAULTS = {
     "scales of other inputs": (
         lambda t: t.update({"w.pre_quant_scale": t["w.pre_quant_scale"][1:]}),
-        "w.pre_quant_scale  BF16 [63] (1 tensors) should be one of F16, BF16, F32, [64]",
+        "w.pre_quant_scale  BF16 [63] (1 tensor) should be one of F16, BF16, F32, [64]",
     ),
     "scales of inputs in integers": (
         lambda t: t.update({"w.pre_quant_scale": np.ones(64, "i4")}),
-        "w.pre_quant_scale  I32 [64] (1 tensors) should be one of F16, BF16, F32, [64]",
+        "w.pre_quant_scale  I32 [64] (1 tensor) should be one of F16, BF16, F32, [64]",
     ),
     "scales of inputs alone": (lambda t: t.pop("w.weight"), "has no values that it belongs to"),
     "scales of other groups": (
         lambda t: t.update({"w.weight_scale": t["w.weight_scale"][:, :3].copy()}),
-        "w.weight_scale  F32 [8, 3] (1 tensors) should be [8, 4]",
+        "w.weight_scale  F32 [8, 3] (1 tensor) should be [8, 4]",
     ),
 }
 
