@@ -106,11 +106,11 @@ def test_what_transformers_saves_cut_at_other_rows_is_read(case, dtype, tmp_path
 
 
 def test_tensors_of_wrong_sizes_are_no_cut_at_other_rows(tmp_path):
-    """Parts that lack a row, or are wider, are refused as any tensor of a wrong shape."""
+    """Parts that lack a row, are wider, or are no matrices are refused as any tensor of a wrong shape."""
     case = BY_ID["molmo2-plain"]
     saved = save_pretrained(case, tmp_path / "saved")
     tensors, name = read_tensors(saved), "model.transformer.wte.embedding"
-    for wrong in (tensors[name][1:], np.concatenate([tensors[name]] * 2, 1)):
+    for wrong in (tensors[name][1:], np.concatenate([tensors[name]] * 2, 1), np.float32(1).reshape(())):
         write_safetensors(saved / "model.safetensors", tensors | {name: wrong})
         with pytest.raises(MappingError, match="do not fit") as error:
             plan_for(saved).check()

@@ -42,7 +42,7 @@ def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
 @compiled  # type: ignore[untyped-decorator]
 def add_scaled_to_bfloat16(values: np.ndarray, factor: np.float32, bits: np.ndarray) -> None:
     """Adds values [n] times a factor, in float32, to numbers whose bits in bfloat16 are `bits` [n], and rounds the
-    sums. Its arrays begin where it begins: an index that is a sum could be negative, and is not vectorized."""
+    sums. The loop begins at 0 in both arrays: numba vectorizes no index that is a sum, since that may be negative."""
     for j in range(bits.size):
         total = to_float32(bits[j]) + values[j] * factor
         bits[j] = NAN if np.isnan(total) else to_bfloat16(total)

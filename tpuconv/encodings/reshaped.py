@@ -77,7 +77,7 @@ def recut(
         is_one = len({shape[1:] for shape in stored + wanted}) == len({part.dtype for part in parts}) == 1
         rows = sum(shape[0] for shape in wanted)
         step = -(-rows // len(parts))
-        is_equal = [shape[0] for shape in stored] == [min(step, rows - step * i) for i in range(len(parts))]
+        is_equal = [shape[:1] for shape in stored] == [(min(step, rows - step * i),) for i in range(len(parts))]
         if stored == wanted or not is_one or not is_equal or any(part.scheme for part in parts):
             continue
         values, *others = (part.values for part in parts)
