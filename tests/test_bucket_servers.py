@@ -1,11 +1,13 @@
 """Whole commands against servers that speak the protocols of the clouds: moto (S3), a small GCS, Azurite (Azure)."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -304,10 +306,10 @@ def test_real_processes_killed_at_random_requests(overwrite, gcs, source, tmp_pa
         killed += process.returncode == -signal.SIGKILL
         gcs.fault = lambda *_: None
         silence.ended.set()
-        if "bkt/out/tpuconv.json" in gcs.contents:
+        if gcs.contents.get("bkt/out/tpuconv.json", (0, 0, b""))[2].startswith(b"{"):
             assert api.verify("gs://bkt/out").passed
         else:
-            assert not overwrite or "bkt/out.tpuconv/complete.done" in gcs.contents
+            assert not overwrite or b'"publishing"' in gcs.contents["bkt/out.tpuconv/claim"][2]
         api.convert(source, "gs://bkt/out", overwrite=overwrite)
         assert objects("gs://bkt/out") == right
         assert {key.split("/")[1] for key in gcs.contents} == {"out"}
@@ -337,7 +339,7 @@ def test_three_processes_of_the_command_equal_one(root, source, tmp_path):
     assert objects(f"{root}/out") == right
     dies = """
 import os
-from tpuconv.storage.shared_bucket_journal import SharedBucketJournal as journal
+from tpuconv.storage.bucket_journal import BucketJournal as journal
 record, calls = journal.record, []
 def last(self, *entry):
     record(self, *entry)
@@ -351,3 +353,111 @@ journal.record = last
         assert "tpuconv.json" not in objects(f"{root}/again") or (index, patch) == (0, "")
     assert objects(f"{root}/again") == right
     assert {name.split("/")[0] for name in objects(root)} == {"out", "again"}
+
+
+SLOW = """
+import time
+from tpuconv.storage import sinks
+write, wait = sinks.StagedSink.write, {seconds}
+def unhurried(self, name, data):
+    time.sleep(wait)
+    write(self, name, data)
+sinks.StagedSink.write = unhurried
+"""
+"""Code with which each object of an output takes a while."""
+BRIEF = "from tpuconv.storage import claim; claim.LAPSED_SECONDS, claim.this_machine = 1, lambda: ''\n"
+"""Code of a process that takes a claim over after a second: as on another machine, five minutes later."""
+FENCED = {
+    True: "from tpuconv.storage import claim; claim.FENCE_SECONDS, claim.HEARTBEAT_SECONDS = 1.5, 0.5\n",
+    False: "from tpuconv.storage import claim; claim.FENCE_SECONDS = 10**6\n",
+}
+"""Code of a process that stops by its own clock, and of one on a machine whose clock stood still."""
+
+
+@pytest.mark.parametrize("fenced", FENCED)
+@pytest.mark.parametrize("moment", [0.3, 0.8, 1.5])
+def test_a_suspended_writer_changes_nothing(moment, fenced, root, source, tmp_path):
+    """It stands still, at work or while it publishes. Another plan replaces its work and is published; then it goes
+    on: it ends with exit code 9, and the other output is as it was."""
+    root = f"{root}/{moment}-{fenced}"  # servers outlive a test
+    other = made.source(tmp_path / "other", 1, shards=2)
+    # The first process cannot be found dead: its claim says nothing of a machine.
+    work = to_location(f"{root}/out.tpuconv")
+    assert isinstance(work, BucketPath)
+    slow = FENCED[fenced] + SLOW.format(seconds=0.02) + "claim.this_machine = lambda: ''\n"
+    with started("convert", source, f"{root}/out", patch=slow, stderr=subprocess.PIPE) as first:
+        wait_for(lambda: buckets.listing(work), first)
+        time.sleep(moment)
+        first.send_signal(signal.SIGSTOP)
+        is_published = buckets.facts(work.parent / "out/tpuconv.json") is not None
+        time.sleep(2)
+        attacked("convert", other, f"{root}/out", "--overwrite", patch=BRIEF)
+        right = objects(f"{root}/out")
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(120) == (0 if is_published else 9), first.stderr.read()
+    assert objects(f"{root}/out") == right
+    assert api.verify(f"{root}/out").passed
+    api.convert(other, f"{root}/out")
+    assert {name.split("/")[0] for name in objects(root)} <= {"out", "out.tpuconv"}
+
+
+def same_command_twice(root: str, source: Path, out: str, *options: str) -> None:
+    with ExitStack() as stack:
+        two = [stack.enter_context(started("convert", source, f"{root}/{out}", *options)) for _ in range(2)]
+        codes = sorted(process.wait(300) for process in two)
+    assert codes in ([0, 9], [0, 0]), codes  # both end well if the second one finds what the first one published
+    assert api.verify(f"{root}/{out}").passed
+    assert {name.split("/")[0] for name in objects(root)} == {out}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_same_command_twice_at_once(overwrite, root, source, tmp_path):
+    """One finishes; the other finds its output, or leaves with exit code 9. A hundred times each in the campaign."""
+    root = f"{root}/{overwrite}"
+    if overwrite:
+        api.convert(made.source(tmp_path / "other", 1, shards=2), f"{root}/out")
+    for _ in range(DUPLICATES):
+        same_command_twice(root, source, "out", *["--overwrite"] * overwrite)
+        if not overwrite:
+            place = to_location(f"{root}/out")
+            assert isinstance(place, BucketPath)
+            buckets.remove_objects(place, buckets.listing(place).keys())
+
+
+DUPLICATES = int(os.environ.get("TPUCONV_DUPLICATES", "3"))
+"""How often."""
+
+
+@pytest.mark.parametrize("root", ["gs", "s3"], indirect=True)
+def test_markers_of_folders_are_neither_ours_nor_anybodys(root, source, request):
+    """Consoles of clouds create objects without bytes, of the name of a folder."""
+    place = f"{root.partition('://')[2].partition('/')[2]}"
+    for name in ("out/", "out/params/", "out.tpuconv/"):
+        if root.startswith("s3"):
+            import boto3
+
+            client = boto3.client("s3", endpoint_url=request.getfixturevalue("s3"), region_name="us-east-1")
+            client.put_object(Bucket="bkt", Key=f"{place}/{name}", Body=b"")
+        else:
+            request.getfixturevalue("gcs").contents[f"bkt/{place}/{name}"] = (1, 0.0, b"")
+    api.convert(source, f"{root}/out")
+    assert api.verify(f"{root}/out").passed
+    api.convert(source, f"{root}/out", overwrite=True, dtype="float32")
+    assert api.verify(f"{root}/out").passed
+
+
+def test_an_upload_that_fails_leaves_no_parts(s3, monkeypatch):
+    import boto3
+
+    monkeypatch.setattr(buckets, "PART_BYTES_OF_UPLOADS", 5 << 20)
+    client = boto3.client("s3", endpoint_url=s3, region_name="us-east-1")
+
+    def interrupted() -> None:
+        with buckets.upload(BucketPath("s3", "bkt", "x")) as append:
+            for _ in range(4):
+                append(bytes(6 << 20))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not client.list_multipart_uploads(Bucket="bkt").get("Uploads")

@@ -17,6 +17,7 @@ from tpuconv import api, buckets, doctor
 from tpuconv.cli import tpuconv as cli
 from tpuconv.errors import BucketError, CorruptOutput, OutputError, SourceError, UsageError
 from tpuconv.location import BucketPath, to_location
+from tpuconv.storage import claim as claims
 from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.sealed import seal
 
@@ -185,17 +186,37 @@ def test_doctor(bucket, monkeypatch):
 
 
 def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypatch):
-    monkeypatch.setattr("tpuconv.storage.bucket_journal.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.02)
     with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
         journal.begin()
-        first = journal._version
-        while journal._version == first:
+        first = journal.claim.held.number
+        while journal.claim.held.number == first:
             pass
-        bucket.put("out.tpuconv/claim", b"of another process")
-        assert journal._lost.wait(10)
+        bucket.put(
+            "out.tpuconv/claim", journal.claim.held.to_bytes().replace(journal.claim.process.encode(), b"0" * 32)
+        )
+        assert journal.claim._lost.wait(10)
         with pytest.raises(OutputError, match="another process writes"):
             journal.record("u", {})
-    assert set(objects(ROOT)) == {"out.tpuconv/claim", "out.tpuconv/plan.done"}
+        work = journal.claim.held.work
+    assert set(objects(ROOT)) == {"out.tpuconv/claim", f"out.tpuconv/{work}/plan.done"}
+
+
+def test_a_writer_that_cannot_renew_its_claim_stops(bucket, monkeypatch):
+    """By its own clocks, without asking the store: no object is written after the time is over."""
+    with BucketJournal(to_location(f"{ROOT}/out"), "f", names=["x"]) as journal:
+        journal.begin()
+        journal.sink.write("x", b"1")
+        began, was = claims._clocks, len(bucket.log)
+        for late in ((claims.FENCE_SECONDS + 1, 0), (0, claims.FENCE_SECONDS + 1)):  # suspended; its clock was set
+            monkeypatch.setattr(
+                claims, "_clocks", lambda late=late: tuple(a + b for a, b in zip(began(), late, strict=True))
+            )
+            for act in (lambda: journal.sink.write("x", b"2"), lambda: journal.record("u", {}, ["x"]), journal.publish):
+                with pytest.raises(OutputError, match="could not be renewed for 200 s"):
+                    act()
+        assert len(bucket.log) == was
+    assert bytes(buckets.read(journal._folder / journal.claim.process / "x")) == b"1"
 
 
 def test_a_clock_that_another_process_cleared_is_written_again(bucket, monkeypatch):
@@ -203,26 +224,29 @@ def test_a_clock_that_another_process_cleared_is_written_again(bucket, monkeypat
     cleared, facts = [], buckets.facts
 
     def cleared_once(path):
-        if path.name.startswith("clock-") and not cleared:
-            cleared.append(path.name)
-            bucket.delete([f"out.tpuconv/{path.name}"])
+        if path.name == "clock" and not cleared:
+            cleared.append(path)
+            bucket.delete([path.key])
         return facts(path)
 
     with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
         monkeypatch.setattr(buckets, "facts", cleared_once)
-        assert journal._now() > 0
+        assert -1 < journal.claim.age(*journal.claim.read()) < 60
         assert cleared
     assert not [name for name in objects(ROOT) if "clock" in name]
 
 
 def test_an_entry_of_other_keys_is_refused(bucket):
-    with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
+    journal = BucketJournal(to_location(f"{ROOT}/out"), "f")
+    with journal:
         journal.begin()
-        facts = json.loads(bytes(objects(ROOT)["out.tpuconv/plan.done"]))
-    del facts["hidden"]
-    bucket.put("out.tpuconv/plan.done", seal(facts))
+        journal._has_staged = True
+    place = f"out.tpuconv/{journal.claim.held.work}/plan.done"
+    facts = json.loads(bytes(objects(ROOT)[place]))
+    del facts["old"]
+    bucket.put(place, seal(facts))
     with (
-        pytest.raises(OutputError, match="hidden") as e,
+        pytest.raises(OutputError, match="old") as e,
         BucketJournal(to_location(f"{ROOT}/out"), "f") as journal,
     ):
         journal.begin()
@@ -244,7 +268,7 @@ def test_a_renewal_whose_answer_was_lost(bucket):
     with BucketJournal(to_location(f"{ROOT}/out"), "f") as journal:
         journal.begin()
         bucket.at, bucket.late, bucket.error = len(bucket.log), True, buckets.ConditionLost()
-        journal._renew()
+        journal.claim._renew(journal.claim.held)
         bucket.at = None
-        journal._renew()
+        journal.claim._renew(journal.claim.held)
         journal.record("u", {})

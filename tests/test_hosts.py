@@ -22,7 +22,7 @@ from tpuconv.errors import OutputError, SourceError, UsageError
 from tpuconv.hosts import ProcessPart, divided, find_part
 from tpuconv.location import Location, to_location
 from tpuconv.sources.reader import SafetensorsReader
-from tpuconv.storage.shared_bucket_journal import SharedBucketJournal
+from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.shared_journal import SharedJournal
 
 COUNT = 3
@@ -174,7 +174,7 @@ def test_two_plans_never_mix(source, alone, out, tmp_path, monkeypatch):
                     stages(other, out, part, overwrite=overwrite)
                 refused.append(error.value.message)
 
-    at_work(SharedJournal if isinstance(out, Path) else SharedBucketJournal, second, monkeypatch)
+    at_work(SharedJournal if isinstance(out, Path) else BucketJournal, second, monkeypatch)
     for part in PARTS:
         stages(source, out, part)
     assert len(refused) == 6
@@ -191,7 +191,7 @@ def test_the_same_index_twice(source, alone, out, monkeypatch):
         else:
             assert stages(source, out, PARTS[0])[-1] == PART_DONE
 
-    at_work(SharedJournal if isinstance(out, Path) else SharedBucketJournal, second, monkeypatch)
+    at_work(SharedJournal if isinstance(out, Path) else BucketJournal, second, monkeypatch)
     assert [stages(source, out, part)[-1] for part in PARTS] == [PART_DONE, PART_DONE, "published"]
     assert found(out) == alone
 
@@ -221,7 +221,7 @@ def test_hosts_that_read_other_files_are_refused(source, out, tmp_path, monkeypa
         with pytest.raises(SourceError, match="read other files"):
             stages(copy, out, PARTS[1])
 
-    at_work(SharedJournal if isinstance(out, Path) else SharedBucketJournal, second, monkeypatch)
+    at_work(SharedJournal if isinstance(out, Path) else BucketJournal, second, monkeypatch)
     assert stages(source, out, PARTS[0])[-1] == PART_DONE
 
 

@@ -170,9 +170,9 @@ def test_a_cast_is_in_the_config(hf, tmp_path):
 def stop_after_three_files(source, out, monkeypatch):
     record, count = Journal.record, 0
 
-    def stops(self, part, facts):
+    def stops(self, part, facts, files=()):
         nonlocal count
-        record(self, part, facts)
+        record(self, part, facts, files)
         count += part.startswith("file")
         if count == 3:
             raise KeyboardInterrupt

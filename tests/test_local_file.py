@@ -184,10 +184,10 @@ def test_a_resumed_run_reads_what_is_left(tmp_path, monkeypatch):
     wide = {unit.uid: unit.nbytes for unit in plan_for(folder, options).units if unit.is_wide}
     record = Journal.record
 
-    def stopped(journal, part, facts):
-        if part in wide:
+    def stopped(journal, *entry):
+        if entry[0] in wide:
             raise InterruptedError
-        record(journal, part, facts)
+        record(journal, *entry)
 
     monkeypatch.setattr(Journal, "record", stopped)
     with pytest.raises(InterruptedError):

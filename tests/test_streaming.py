@@ -403,12 +403,12 @@ def test_a_run_that_ends_anywhere_goes_on(
     class Ended(BaseException):
         pass
 
-    def record(self: Journal, part: str, facts: Any) -> None:
+    def record(self: Journal, *entry: Any) -> None:
         nonlocal left
         left -= 1
         if not left:
             raise Ended
-        real(self, part, facts)
+        real(self, *entry)
 
     monkeypatch.setattr(Journal, "record", record)
     ended = 0
@@ -437,9 +437,9 @@ def test_a_file_counts_once_its_shards_are_proved(
     steps: list[ReadStep] = []
     record, begin = Journal.record, StreamReader.begin
 
-    def recording(self: Journal, part: str, facts: Any) -> None:
-        record(self, part, facts)
-        recorded.append(part)
+    def recording(self: Journal, *entry: Any) -> None:
+        record(self, *entry)
+        recorded.append(entry[0])
 
     def beginning(self: StreamReader, *args: Any) -> set[str]:
         steps[:] = args[0]

@@ -5,7 +5,6 @@ the store refuses or cannot be reached, after retries; a missing object is a Fil
 """
 
 import errno
-import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,8 +15,10 @@ from datetime import datetime, timedelta
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from tpuconv.errors import BucketError, UsageError
+from tpuconv.credentials import credentials, endpoint, google_token
+from tpuconv.errors import AccessRefused, BucketError, UsageError
 from tpuconv.location import SCHEMES, BucketPath
+from tpuconv.object_requests import UploadedBytes, delete_if
 
 Version = Mapping[str, str]
 """What tells two contents of an object apart: `e_tag`, and `version` where the store has one."""
@@ -26,6 +27,9 @@ ABSENT_OBJECT: Version = {}
 
 REQUESTS = 16
 """Requests for small objects at a time."""
+DELETED_AT_ONCE = 1000
+COPIES = 64
+"""Copies at a time, which the server makes."""
 PART_BYTES_OF_UPLOADS = 32 << 20
 """The parts of an object that is written from start to end: 10,000 of them, the most that stores take, are 320 GB."""
 
@@ -35,8 +39,6 @@ PARTS_AT_A_TIME = 4
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
 BUCKET_RETRIES: dict[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=3)}
 
-ENDPOINTS = {"gs": ("GOOGLE_BASE_URL",), "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "az": ("AZURE_ENDPOINT",)}
-"""Variables with the address of another server than the cloud's own."""
 CREDENTIAL_HINTS = {
     "gs": "log in with `gcloud auth application-default login`, or name a key file in GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or install boto3 for profiles and SSO",
@@ -46,6 +48,10 @@ CREDENTIAL_HINTS = {
 
 class ConditionLost(Exception):
     """The object was written by another process since: the condition of a write does not hold."""
+
+
+class SourceGone(Exception):
+    """There is no object to be copied."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +84,46 @@ class Bucket:
 
     @contextmanager
     def upload(self, key: str) -> Iterator[Callable[[Any], object]]:
-        """A function that appends bytes to a new object, which appears when the `with` ends without an error."""
+        """A function that appends bytes to a new object, which appears when the `with` ends without an error. After an
+        error the store is told to forget the parts."""
         import obstore
 
-        file = obstore.open_writer(self.store, key, buffer_size=PART_BYTES_OF_UPLOADS, max_concurrency=PARTS_AT_A_TIME)
-        yield file.write
-        file.close()
+        parts = UploadedBytes()
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(
+                obstore.put,
+                self.store,
+                key,
+                parts,
+                use_multipart=True,
+                chunk_size=PART_BYTES_OF_UPLOADS,
+                max_concurrency=PARTS_AT_A_TIME,
+            )
+            done.add_done_callback(lambda _: parts.end())
+            try:
+                yield parts.append
+            except BaseException:
+                parts.fail()
+                raise
+            parts.close()
+            done.result()
 
-    def copy(self, key: str, target: str) -> None:
+    def copy(self, key: str, target: str, *, overwrite: bool = True) -> None:
         """Copies an object within the bucket; its bytes do not come through this machine."""
         import obstore
 
-        obstore.copy(self.store, key, target)
+        obstore.copy(self.store, key, target, overwrite=overwrite)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, in any order."""
         import obstore
 
         obstore.delete(self.store, list(keys))
+
+    def delete_if(self, key: str, version: Version) -> bool | None:
+        """Deletes an object if it has a version; see `conditions.delete_if`."""
+        scheme, _, name = self.root.partition("://")
+        return delete_if(self.store, scheme, name, key, version, google_token)
 
 
 OPEN: dict[str, Bucket] = {}
@@ -135,65 +163,6 @@ def _connect(path: BucketPath) -> Any:
     return from_url(path.root, retry_config=BUCKET_RETRIES, **options)  # type: ignore[call-overload]
 
 
-def endpoint(scheme: str) -> str | None:
-    """The address of another server than the cloud's own, if the environment names one."""
-    return next((os.environ[name] for name in ENDPOINTS[scheme] if name in os.environ), None)
-
-
-def region() -> str | None:
-    """Amazon's region, if the environment names one."""
-    return next((os.environ[name] for name in ("AWS_REGION", "AWS_DEFAULT_REGION") if name in os.environ), None)
-
-
-def credentials(scheme: str) -> tuple[str, Callable[[], Any] | None]:
-    """Whose credentials are used: a name for people, and what makes obstore's provider; None for obstore's own ways."""
-    if names := [name for name in CREDENTIAL_VARIABLES[scheme] if name in os.environ]:
-        return f"the environment ({', '.join(names)})", None
-    found = _google_credentials() if scheme == "gs" else _boto3_credentials() if scheme == "s3" else None
-    return found or ("those of this machine, if it has any", None)
-
-
-def _google_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What google-auth finds, where it is installed: a login of gcloud, a workload identity, a metadata server."""
-    try:
-        import google.auth
-        from google.auth.exceptions import DefaultCredentialsError
-        from obstore.auth.google import GoogleCredentialProvider
-    except ImportError:
-        return None
-    try:
-        found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
-    except DefaultCredentialsError:
-        return None
-    return f"google-auth ({type(found).__module__})", lambda: GoogleCredentialProvider(credentials=found)
-
-
-def _boto3_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What boto3 finds, where it is installed: a profile, SSO, a role."""
-    try:
-        import boto3  # type: ignore[import-untyped]
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        return None
-    session = boto3.Session()
-    keys = session.get_credentials()
-    return None if keys is None else (f"boto3 ({keys.method})", lambda: Boto3CredentialProvider(session))
-
-
-CREDENTIAL_VARIABLES = {
-    "gs": (
-        *("GOOGLE_BEARER_TOKEN", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
-        *("GOOGLE_SKIP_SIGNATURE",),
-    ),
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
-    "az": (
-        *("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_FEDERATED_TOKEN_FILE"),
-        *("AZURE_SKIP_SIGNATURE",),
-    ),
-}
-"""Variables by which obstore itself finds credentials. They come before those that other libraries find."""
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +179,20 @@ def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryvie
         if stop is None:
             return memoryview(obstore.get(store, path.key).bytes())
         return memoryview(obstore.get_range(store, path.key, start=start, end=stop))
+
+
+def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
+    """The bytes of an object, and its facts when they were read.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+    """
+    store = bucket_of(path).store
+    import obstore
+
+    with _translated(path):
+        found = obstore.get(store, path.key)
+        return bytes(found.bytes()), _facts(found.meta)
 
 
 def read_ranges(path: BucketPath, starts: Sequence[int], length: int) -> list[memoryview]:
@@ -278,7 +261,7 @@ def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
     store, cut = bucket_of(folder).store, len(folder.key) + 1 if folder.key else 0
     import obstore
 
-    with _translated(folder):
+    with _listed(folder), _translated(folder):
         found = _tried_again(lambda: [e for page in obstore.list(store, prefix=folder.key or None) for e in page])
         return {each["path"][cut:]: _facts(each) for each in found if len(each["path"]) > cut}
 
@@ -288,12 +271,25 @@ def names(folder: BucketPath) -> list[str]:
     store = bucket_of(folder).store
     import obstore
 
-    with _translated(folder):
+    with _listed(folder), _translated(folder):
         found = _tried_again(lambda: obstore.list_with_delimiter(store, prefix=folder.key or None))
     inside = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
     return sorted({path.rstrip("/").rpartition("/")[2] for path in inside})
 
 
+@contextmanager
+def _listed(folder: BucketPath) -> Iterator[None]:
+    """Names the right to list, which is another one than that to read."""
+    try:
+        yield
+    except AccessRefused:
+        raise AccessRefused(
+            f"{folder} cannot be listed: {SCHEMES[folder.scheme]} refuses access",
+            hint=f"ask for the right to list objects ({LIST_RIGHTS[folder.scheme]})",
+        ) from None
+
+
+LIST_RIGHTS = {"gs": "storage.objects.list", "s3": "s3:ListBucket", "az": "Storage Blob Data Reader"}
 LIST_TRIES = 4
 
 
@@ -346,35 +342,57 @@ def upload(path: BucketPath) -> Iterator[Callable[[Any], object]]:
         yield append
 
 
-def copy_all(source: BucketPath, target: BucketPath, inside: Collection[str]) -> None:
-    """Copies objects from one folder of a bucket to another, by their names, on the server."""
+def copy_object(source: BucketPath, target: BucketPath, *, overwrite: bool = True) -> None:
+    """Copies an object within a bucket, on the server.
+
+    Raises:
+        SourceGone: there is no source.
+        ConditionLost: there is a target, and it must not be overwritten.
+    """
     bucket = bucket_of(source)
+    with _translated(target, writes=True):
+        try:
+            bucket.copy(source.key, target.key, overwrite=overwrite)
+        except FileNotFoundError:
+            raise SourceGone(str(source)) from None
 
-    def copy(name: str) -> None:
-        with _translated(target / name, writes=True):
-            bucket.copy((source / name).key, (target / name).key)
 
-    for_each(copy, inside)
+def delete_object(path: BucketPath, version: Version) -> bool | None:
+    """Deletes an object if it has a version. Returns whether it had; None if this store or client cannot ask for
+    that."""
+    bucket = bucket_of(path)
+    with _translated(path, writes=True):
+        return bucket.delete_if(path.key, version)
+
+
+def is_same(version: Version, other: Version) -> bool:
+    """Whether two versions of an object are one, by what a store says of both."""
+    common = version.keys() & other.keys()
+    return bool(common) and all(version[key].strip('"') == other[key].strip('"') for key in common)
 
 
 def remove_objects(folder: BucketPath, inside: Collection[str]) -> None:
     """Deletes objects of a folder, by their names from there. Missing ones do not matter."""
     bucket, keys = bucket_of(folder), [(folder / name).key for name in inside]
-    if keys:
-        try:
-            with _translated(folder, writes=True):
-                bucket.delete(keys)
-        except FileNotFoundError:  # a store without a request for many says so of one that is gone
-            for key in keys if len(keys) > 1 else ():
-                remove_objects(folder, [key[len(folder.key) + 1 :]])
+    with _translated(folder, writes=True):
+        for start in range(0, len(keys), DELETED_AT_ONCE):
+            _remove(bucket, keys[start : start + DELETED_AT_ONCE])
+
+
+def _remove(bucket: Bucket, keys: Sequence[str]) -> None:
+    try:
+        bucket.delete(keys)
+    except FileNotFoundError:  # a store without a request for many says so of one that is gone
+        for key in keys if len(keys) > 1 else ():
+            _remove(bucket, [key])
 
 
 _Each = TypeVar("_Each")
 
 
-def for_each(act: Callable[[_Each], object], items: Collection[_Each]) -> None:
+def for_each(act: Callable[[_Each], object], items: Collection[_Each], at_a_time: int | None = None) -> None:
     """Calls a function that makes requests for each of some items, several at a time, and raises what went wrong."""
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with ThreadPoolExecutor(at_a_time or REQUESTS) as pool:
         for _ in pool.map(act, items):
             pass
 
@@ -411,7 +429,7 @@ def _translated(path: BucketPath, *, writes: bool = False) -> Iterator[None]:
         raise ConditionLost(str(path)) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError):
         what = "written" if writes else "read"
-        raise BucketError(
+        raise AccessRefused(
             f"{path} cannot be {what}: {SCHEMES[path.scheme]} refuses access", hint=f"ask for the right, or {hint}"
         ) from None
     except (exceptions.InvalidPathError, exceptions.UnknownConfigurationKeyError, exceptions.NotSupportedError) as e:
@@ -420,6 +438,8 @@ def _translated(path: BucketPath, *, writes: bool = False) -> Iterator[None]:
         if isinstance(e, OSError) and e.errno is not None:  # of a local disk, within an upload
             raise
         text = _first_line(e)
+        if re.search("NoSuchBucket|list request.* 404 ", str(e), re.DOTALL):
+            raise BucketError(f"{path} cannot be read: there is no bucket {path.root}", hint="create it") from None
         if re.search("credential|metadata server|token", text, re.IGNORECASE):
             raise BucketError(
                 f"{path}: no credentials for {SCHEMES[path.scheme]} were found: {text}", hint=hint

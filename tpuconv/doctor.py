@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuconv import buckets
+from tpuconv.credentials import credentials
 from tpuconv.errors import TpuconvError
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.memory import available_memory
@@ -231,7 +232,7 @@ def _bucket(folder: BucketPath) -> Item:
     probe = folder / f"tpuconv-doctor-{secrets.token_hex(8)}"
     facts: dict[str, Any] = {"folder": str(folder), "store": SCHEMES[folder.scheme]}
     try:
-        whose = buckets.credentials(folder.scheme)[0]
+        whose = credentials(folder.scheme)[0]
         facts["credentials"] = whose
         buckets.put_object(probe, b"x", only_if=buckets.ABSENT_OBJECT)
         try:

@@ -79,6 +79,10 @@ class BucketError(TpuconvError):
     exit_code = 7
 
 
+class AccessRefused(BucketError):
+    """A bucket refuses access to an object."""
+
+
 class ResourceError(TpuconvError):
     """The disk or the memory budget is too small."""
 

@@ -30,7 +30,7 @@ from tpuconv.models.stored import model_config
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 from tpuconv.storage.disk import aligned_array
-from tpuconv.storage.places import is_there
+from tpuconv.storage.places import is_readable
 
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 """Of the parameters and activations of a model."""
@@ -229,7 +229,7 @@ def _loaded_dtype(wanted: Any, stored: StoredArray | None) -> Any:
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
     """The sharding of each array, and its device layout if `layouts.json` has one for this kind of device and mesh."""
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-    if is_there(manifest.folder / LAYOUTS):
+    if is_readable(manifest.folder / LAYOUTS):
         manifest.read_file(LAYOUTS)  # checks its hash
     layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
     out = {}

@@ -5,6 +5,7 @@ command again ends in the last, to the byte, with nothing left over.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,19 @@ import tpuconv
 from helpers.attacks import made
 from helpers.attacks.counts import count
 from helpers.buckets import ROOT, Killed, MemoryBucket, in_memory, objects
+from tpuconv import buckets
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export import export as exporter
 from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.planned import planned_names
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.registry import get_family
-from tpuconv.storage import bucket_journal
+from tpuconv.storage import claim as claims
+from tpuconv.storage.bucket_journal import BucketJournal
+from tpuconv.storage.bucket_publishing import TRIAL
 from tpuconv.storage.sealed import read_sealed
 from tpuconv.verify.checksums import check_checkpoint, check_export
 
@@ -88,7 +93,8 @@ def state(bucket: MemoryBucket) -> dict[str, bytes] | None:
     """What a reader finds: nothing, or a complete output. Orbax's mark without a manifest must stand for a complete
     checkpoint too."""
     there = objects(f"{ROOT}/out")
-    if "tpuconv.json" not in there:
+    there.pop(TRIAL, None)
+    if not there.get("tpuconv.json", b"").startswith(b"{"):
         return None
     assert isinstance(OUT, BucketPath)
     sealed = read_sealed(OUT)
@@ -96,6 +102,14 @@ def state(bucket: MemoryBucket) -> dict[str, bytes] | None:
     checks = check_export(OUT, sealed) if is_export else check_checkpoint(read_manifest(OUT))
     assert not [(each.name, each.fault) for each in checks if each.fault]
     return there
+
+
+def can_be_finished() -> bool:
+    """Whether all of an output waits in the work folder, to be published by any later run."""
+    held = json.loads(objects(f"{ROOT}/out.tpuconv")["claim"])
+    work = objects(f"{ROOT}/out.tpuconv/{held['work']}")
+    staged = json.loads(work["complete.done"])["objects"].values()
+    return held["state"] == "publishing" and all(each["key"] in work for each in staged)
 
 
 class Trial:
@@ -123,8 +137,10 @@ class Trial:
         left = state(bucket)
         assert left in (None, self.old, self.new), at
         if left is None and self.overwrite:
-            assert "out.tpuconv/complete.done" in objects(ROOT), f"{at}: the old output is gone, the new one not there"
-        if left is None and "params/commit_success.txt" in (raw := objects(f"{ROOT}/out")):
+            assert can_be_finished(), f"{at}: the old output is gone, the new one not there"
+        raw = objects(f"{ROOT}/out")
+        is_marked = raw.get("params/commit_success.txt") == b"ok" and raw["params/_METADATA"][:1] == b"{"
+        if left is None and is_marked:
             complete = (self.old or {}) if self.overwrite else {}
             kept = {k: v for k, v in raw.items() if k.startswith("params/")}
             assert any(
@@ -170,28 +186,29 @@ def test_a_request_that_fails(name, overwrite, step, sources, monkeypatch):
     for at in range(0, len(trial.log), step):
         bucket = trial.reset()
         bucket.at, bucket.error = at, BucketError("refused")
-        if trial.log[at] != "delete out.tpuconv/claim":  # the last one: all is there
-            with pytest.raises(BucketError):
-                trial.command(overwrite)
+        with pytest.raises(BucketError):
+            trial.command(overwrite)
         trial.check_and_finish(bucket, f"failed at {at}: {trial.log[at]}")
 
 
 def test_another_plan_waits_and_takes_over(sources, monkeypatch):
     """Two plans never mix: the second one is refused, and with --overwrite it begins anew once the claim has lapsed."""
     trial = Trial("convert", False, sources, monkeypatch)
-    for at in (len(trial.log) // 2, trial.log.index("put out/tpuconv.json")):
+    monkeypatch.setattr(claims, "this_machine", lambda: "")  # as on another machine: nobody knows that it is dead
+    for at in (len(trial.log) // 2, trial.log.index("copy out/params/_METADATA")):
         bucket = trial.reset()
         bucket.at = at
         with pytest.raises(Killed):
             trial.command(False)
         bucket.at = None
-        with pytest.raises(OutputError, match="unfinished conversion"):
+        is_published = "copy" in trial.log[at]
+        with pytest.raises(OutputError, match="being written by" if is_published else "unfinished conversion"):
             trial.make_old(False)
-        with pytest.raises(OutputError, match="being written by another process, or was until"):
+        with pytest.raises(OutputError, match=r"being written by a process on .*, or was until"):
             trial.make_old(True)
-        monkeypatch.setattr(bucket_journal, "LAPSED_SECONDS", -1)
+        monkeypatch.setattr(claims, "LAPSED_SECONDS", -1)
         trial.make_old(True)
-        monkeypatch.setattr(bucket_journal, "LAPSED_SECONDS", 300)
+        monkeypatch.setattr(claims, "LAPSED_SECONDS", 300)
         assert state(bucket)
         assert not [name for name in objects(ROOT) if not name.startswith("out/")]
 
@@ -199,36 +216,143 @@ def test_another_plan_waits_and_takes_over(sources, monkeypatch):
 def test_a_plan_finishes_what_another_one_was_replacing(sources, monkeypatch):
     """Killed while a new output replaces an old one: another plan with --overwrite completes that first."""
     trial = Trial("convert", True, sources, monkeypatch)
-    at = next(i for i, what in enumerate(trial.log) if what.startswith("copy ")) + 3
+    at = trial.log.index("copy out/tpuconv.json") + 3
     bucket = trial.reset()
     bucket.at = at
     with pytest.raises(Killed):
         trial.command(True)
     bucket.at = None
     assert state(bucket) is None
-    monkeypatch.setattr(bucket_journal, "LAPSED_SECONDS", -1)
     start = len(bucket.log)
     trial.make_old(True)
-    assert "copy out/tpuconv.json" in bucket.log[start:]
+    assert bucket.log[start:].count("copy out/tpuconv.json") == 3  # the new one, and over that a note and the old one
     assert state(bucket) == trial.old
 
 
-def test_the_second_process_of_a_plan_takes_the_claim(sources, monkeypatch):
+def test_the_second_process_of_a_plan_leaves(sources, monkeypatch):
+    """It writes and deletes nothing."""
     trial = Trial("convert", False, sources, monkeypatch)
-    plan = made.plan_of(sources.new)
-    journal = bucket_journal.BucketJournal(OUT, plan.fingerprint, plan.facts)
-    trial.reset()
-
-    def first() -> None:
-        with journal:
-            journal.begin()
+    plan, bucket = made.plan_of(sources.new), trial.reset()
+    with BucketJournal(OUT, plan.fingerprint, plan.facts, planned_names(plan)) as journal:
+        journal.begin()
+        was = {k: v for k, v in objects(ROOT).items() if "/claim" not in k}
+        with pytest.raises(OutputError, match="is being written by a process on") as info:
             trial.command(False)
-            journal.publish()
-
-    with pytest.raises(OutputError, match="another process writes") as info:
-        first()
-    assert info.value.exit_code == 9
+        assert info.value.exit_code == 9
+        assert {k: v for k, v in objects(ROOT).items() if "/claim" not in k} == was
+    trial.command(False)
     assert objects(f"{ROOT}/out") == trial.new
+    assert state(bucket) == trial.new
+
+
+NEIGHBOURS = ["tpuconv.json", "gemma.tex", "claim", "plan.done", "new/x", "0" * 31 + "/x", "0" * 32]
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_the_name_of_our_work_is_not_ours(name, overwrite, sources, monkeypatch):
+    bucket = in_memory(monkeypatch)
+    convert, make_old = commands("convert", sources)
+    if overwrite:
+        make_old(False)
+    bucket.put(f"out.tpuconv/{name}", b"theirs")
+    before = objects(ROOT)
+    with pytest.raises(OutputError) as info:
+        convert(overwrite)
+    assert f"{ROOT}/out.tpuconv" in str(info.value)
+    assert objects(ROOT) == before
+    count("a neighbour's files", "in a bucket")
+
+
+PLACES = [
+    *("thesis.tex", "params/notes.txt", "params/step_40/x", "params/layers.0.norm1.scale/c.9"),
+    *("hf/config.json", "llama/tpuconv.json"),
+]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_files_of_others_in_an_output_stop_its_replacement(name, sources, monkeypatch):
+    """At the beginning, and where they come while the new output is made."""
+    bucket = in_memory(monkeypatch)
+    convert, make_old = commands("convert", sources)
+    make_old(False)
+    bucket.put(f"out/{name}", b"theirs")
+    before = objects(ROOT)
+    with pytest.raises(OutputError, match=re.escape(name)):
+        convert(True)
+    assert objects(ROOT) == before
+    bucket.delete([f"out/{name}"])
+    complete = BucketJournal._complete
+    monkeypatch.setattr(BucketJournal, "_complete", lambda self: (complete(self), bucket.put(f"out/{name}", b"theirs")))
+    with pytest.raises(OutputError, match=re.escape(name)):
+        convert(True)
+    monkeypatch.undo()
+    monkeypatch.setitem(buckets.OPEN, ROOT, bucket)
+    assert {k: v for k, v in objects(ROOT).items() if k.startswith("out/")} == before
+    with pytest.raises(OutputError, match=re.escape(name)):
+        convert(True)
+    bucket.delete([f"out/{name}"])
+    convert(True)
+    assert state(bucket) is not None
+    count("files of others in an output", "in a bucket")
+
+
+def test_a_file_that_its_owner_rewrote_is_not_replaced(sources, monkeypatch):
+    bucket = in_memory(monkeypatch)
+    convert, make_old = commands("convert", sources)
+    make_old(False)
+    shard = next(name for name in objects(f"{ROOT}/out") if "/c." in name)
+    for name in ("README.md", "config.json", shard):
+        was = objects(f"{ROOT}/out")[name]
+        for data in (b"mine", bytes([was[0] ^ 1]) + was[1:]):
+            bucket.put(f"out/{name}", data)
+            with pytest.raises(OutputError, match=re.escape(f"{name} was changed since tpuconv wrote it")):
+                convert(True)
+            assert objects(f"{ROOT}/out")[name] == data
+        bucket.put(f"out/{name}", was)
+    convert(True)
+
+
+def test_outputs_in_outputs_are_refused(sources, monkeypatch):
+    bucket = in_memory(monkeypatch)
+    convert, make_old = commands("convert", sources)
+    plan = made.plan_of(sources.other)
+    inner = to_location(f"{ROOT}/out/llama")
+    make_old(False)
+    with pytest.raises(OutputError, match="lies in another output of tpuconv, gs://bkt/out"):
+        made.drain(run(plan, inner, made.LIMITS))
+    bucket = in_memory(monkeypatch)
+    new = made.plan_of(sources.new)
+    with BucketJournal(OUT, new.fingerprint, new.facts, planned_names(new)) as journal:
+        journal.begin()
+        with pytest.raises(OutputError, match="lies in gs://bkt/out, which another process writes"):
+            made.drain(run(plan, inner, made.LIMITS))
+    made.drain(run(plan, inner, made.LIMITS))
+    before = objects(ROOT)
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="llama/"):
+            convert(overwrite)
+    assert objects(ROOT) == before
+    with pytest.raises(UsageError, match="has the name of a folder in which tpuconv keeps unfinished work"):
+        made.drain(run(plan, to_location(f"{ROOT}/out.tpuconv"), made.LIMITS))
+    assert objects(ROOT) == before
+    assert bucket.log
+
+
+def test_a_staged_object_that_was_changed_is_not_published(sources, monkeypatch):
+    bucket = in_memory(monkeypatch)
+    convert, _ = commands("convert", sources)
+    complete = BucketJournal._complete
+
+    def change(journal: BucketJournal) -> None:
+        staged = next(each for name, each in journal.sink.staged.items() if "/c." in name)
+        bucket.put(f"{journal._folder.key}/{staged.key}", b"0" * staged.size)
+        complete(journal)
+
+    monkeypatch.setattr(BucketJournal, "_complete", change)
+    with pytest.raises(OutputError, match="are not as they were written"):
+        convert(False)
+    assert not objects(f"{ROOT}/out")
 
 
 def test_what_is_not_ours_is_not_touched(sources, monkeypatch):
@@ -250,10 +374,16 @@ def test_what_is_not_ours_is_not_touched(sources, monkeypatch):
 
 def test_a_store_without_conditions_is_refused(sources, monkeypatch):
     bucket = in_memory(monkeypatch)
-    monkeypatch.setattr(bucket, "put", lambda key, data, only_if=None: MemoryBucket.put(bucket, key, data))
-    with pytest.raises(UsageError, match="ignores conditions"):
-        commands("convert", sources)[0](False)
-    assert objects(ROOT) == {}
+    for ignores in (lambda only_if: True, bool):  # all conditions, or those of compare-and-swap alone
+        bucket = in_memory(monkeypatch)
+
+        def put(key, data, only_if=None, bucket=bucket, ignores=ignores):
+            return MemoryBucket.put(bucket, key, data, None if ignores(only_if) else only_if)
+
+        monkeypatch.setattr(bucket, "put", put)
+        with pytest.raises(UsageError, match="ignores conditions"):
+            commands("convert", sources)[0](False)
+        assert objects(ROOT) == {}
 
 
 def test_damage_in_a_bucket_is_found(sources, monkeypatch):

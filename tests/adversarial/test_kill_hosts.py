@@ -20,7 +20,7 @@ from tpuconv.convert.plan import sizes
 from tpuconv.convert.run.conversion import run
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
-from tpuconv.storage import bucket_journal, disk
+from tpuconv.storage import claim, disk
 
 COUNT = 3
 RERUNS = {"restarted": COUNT, "one process": None, "two processes": 2, "four processes": 4}
@@ -89,7 +89,7 @@ class Trial:
             held.pop(".tpuconv-staged", None)
             return held
         held = objects(str(self.out))
-        return held if "tpuconv.json" in held else {}
+        return held if held.get("tpuconv.json", b"").startswith(b"{") else {}
 
     def leftovers(self) -> list[str]:
         if isinstance(self.out, Path):
@@ -99,7 +99,7 @@ class Trial:
     def finish(self, rerun: str, victim: int) -> None:
         count = RERUNS[rerun]
         if rerun != "restarted":  # a claim of a process that never comes back lapses
-            self.monkeypatch.setattr(bucket_journal, "LAPSED_SECONDS", -1)
+            self.monkeypatch.setattr(claim, "LAPSED_SECONDS", -1)
         if count is None:
             self.convert(None)
             return

@@ -427,8 +427,8 @@ def test_row_12_a_file_of_the_source_changes_meanwhile(change, shard, tmp_path, 
     monkeypatch.setattr(sizes, "UNIT_BYTES", 20_000)
     real = Journal.record
 
-    def record(self: Journal, part: str, facts: dict) -> None:
-        real(self, part, facts)
+    def record(self: Journal, part: str, facts: dict, files=()) -> None:
+        real(self, part, facts, files)
         if part == "unit-00000":
             status = (folder / shard).stat()
             CHANGES[change](folder / shard)
@@ -1170,8 +1170,8 @@ def stop_after(folder: Path, out: Path, limits: Limits, units: int) -> None:
     """A conversion that ends with an error once some units are done."""
     real, done = Journal.record, [0]
 
-    def record(self: Journal, part: str, facts: dict) -> None:
-        real(self, part, facts)
+    def record(self: Journal, part: str, facts: dict, files=()) -> None:
+        real(self, part, facts, files)
         done[0] += part.startswith("u")
         if done[0] >= units:
             raise KeyboardInterrupt

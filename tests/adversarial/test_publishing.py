@@ -9,6 +9,7 @@ Every call is tried, of every command, with and without an old output: by a disk
 import errno
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_without_power(name, overwrite, every, commands, tmp_path):
         crash = Crash(tmp_path / "before", trial.folder, trial.log[:at])
         for rng in (None, random.Random(at), random.Random(-at - 1)):
             copy_tree(tmp_path / "before", trial.folder)
-            disk.remove(trial.folder)
+            shutil.rmtree(trial.folder)
             crash.lay_out(trial.folder, rng)
             trial.check_and_finish(f"no power after {trial.log[at - 1][:3] if at else 'nothing'}, {rng}")
 

@@ -22,6 +22,7 @@ from helpers.attacks.counts import count
 from helpers.attacks.simulated import contents, copy_tree
 from tpuconv import api
 from tpuconv.checkpoint import reader as checkpoint_module
+from tpuconv.checkpoint.contents import contents_of
 from tpuconv.errors import CorruptOutput, SourceError, TpuconvError
 from tpuconv.storage.journal import Journal
 from tpuconv.storage.sealed import STAGED, identity
@@ -52,7 +53,8 @@ def versions(tmp_path_factory) -> dict[str, Path]:
 def publish(version: Path, out: Path) -> None:
     """Replaces an output, in the steps of every command that does."""
     own = identity(version)
-    with Journal(out, str(own), {}, overwrite=True) as journal:
+    names = contents(version)
+    with Journal(out, str(own), {}, names, overwrite=True, contents_of=contents_of) as journal:
         journal.begin()
         shutil.copytree(version, journal.staging, dirs_exist_ok=True)
         (journal.staging / STAGED).touch()

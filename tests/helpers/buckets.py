@@ -1,9 +1,10 @@
 """Buckets in memory, whose requests can be counted, lost or refused."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import obstore
 from obstore.store import MemoryStore
 
 from tpuconv import buckets
@@ -38,12 +39,24 @@ class MemoryBucket(Bucket):
         yield lambda data: parts.append(bytes(data))
         self._request(f"upload {key}", lambda: Bucket.put(self, key, b"".join(parts)))
 
-    def copy(self, key: str, target: str) -> None:
-        self._request(f"copy {target}", lambda: Bucket.copy(self, key, target))
+    def copy(self, key: str, target: str, *, overwrite: bool = True) -> None:
+        self._request(f"copy {target}", lambda: Bucket.copy(self, key, target, overwrite=overwrite))
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:  # a request for many may be done in part
             self._request(f"delete {key}", lambda key=key: Bucket.delete(self, [key]))
+
+    def delete_if(self, key: str, version: Mapping[str, str]) -> bool | None:
+        def delete() -> bool:
+            try:
+                if obstore.head(self.store, key)["e_tag"] != version["e_tag"]:
+                    return False
+            except FileNotFoundError:
+                return False
+            Bucket.delete(self, [key])
+            return True
+
+        return bool(self._request(f"delete {key}", delete))
 
     def _request(self, what: str, act: Callable[[], Any]) -> Any:
         number = len(self.log)

@@ -218,9 +218,9 @@ def interrupted(entry: str, when: str) -> Iterator[None]:
     """Ctrl-C "before" or "after" this entry of the journal is written, in the work inside the block."""
     record = Journal.record
 
-    def interrupting(self: Journal, name: str, facts: Any) -> None:
+    def interrupting(self: Journal, name: str, *results: Any) -> None:
         if name != entry or when == "after":
-            record(self, name, facts)
+            record(self, name, *results)
         if name == entry:
             raise KeyboardInterrupt
 

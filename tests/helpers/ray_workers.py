@@ -18,8 +18,8 @@ def set_up() -> None:
     sizes.CHUNK_BYTES, sizes.SLAB_BYTES, sizes.UNIT_BYTES = 1500, 3000, 6000
     record, made = Journal.record, []
 
-    def halting(self: Any, part: str, facts: Any) -> None:
-        record(self, part, facts)
+    def halting(self: Any, part: str, facts: Any, files: Any = ()) -> None:
+        record(self, part, facts, files)
         made.append(part)
         if HALT in os.environ and len(made) > 5:
             _halt(Path(os.environ[HALT]))

@@ -12,7 +12,7 @@ from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
 from tpuconv.location import Location
 from tpuconv.names import collapse, expand
-from tpuconv.storage.places import is_there
+from tpuconv.storage.places import is_readable
 from tpuconv.storage.sealed import take_in, write_whole
 
 LAYOUTS = "layouts.json"
@@ -101,7 +101,7 @@ def _to_text(entries: list[dict[str, Any]]) -> str:
 
 def _read_entries(folder: Location) -> list[dict[str, Any]]:
     path = folder / LAYOUTS
-    if not is_there(path):
+    if not is_readable(path):
         return []
     try:
         raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)

@@ -166,7 +166,10 @@ class Manifest:
         yield from size_faults(self.folder, self.file_sizes())
 
     def file_sizes(self) -> dict[str, int]:
-        """Returns the size of each file but the manifest, by its path in the folder."""
+        """Returns the size of each file but the manifest, by its path in the folder. A manifest of format 1 lists
+        none."""
+        if not self.sealed.is_sealed:
+            return {}
         sizes = {name: int(facts["bytes"]) for name, facts in self.sealed.files.items()}
         for array in self.arrays.values():
             sizes |= {self.path_of(f"{array.name}/{name}"): n for name, n in array.spec.shard_sizes().items()}
@@ -317,8 +320,12 @@ def read_manifest(folder: Location) -> Manifest:
         UsageError: the folder has none.
         CorruptOutput: the manifest cannot be understood, or does not match its seal.
     """
-    sealed, path = read_sealed(folder), folder / MANIFEST
-    raw = sealed.raw
+    return manifest_of(folder, read_sealed(folder))
+
+
+def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
+    """The manifest of a converted checkpoint, whose file was read. Raises as `read_manifest` does."""
+    raw, path = sealed.raw, folder / MANIFEST
     if raw["format"] > MANIFEST_FORMAT:
         raise UsageError(f"{folder} was made by a newer tpuconv (format {raw['format']})", hint="update tpuconv")
     if raw.get("kind", CHECKPOINT) != CHECKPOINT:

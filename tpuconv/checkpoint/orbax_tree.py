@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv import buckets
+from tpuconv.credentials import endpoint, region
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
 from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes, short
 from tpuconv.layout import Shape
@@ -250,7 +251,7 @@ def _key_value_store(folder: Location) -> dict[str, Any]:
     if folder.scheme == "gs":
         return out | {"driver": "gcs"}
     if folder.scheme == "s3":
-        settings = {"endpoint": buckets.endpoint("s3"), "aws_region": buckets.region()}
+        settings = {"endpoint": endpoint("s3"), "aws_region": region()}
         return out | {"driver": "s3"} | {key: value for key, value in settings.items() if value}
     raise UsageError(
         f"{folder} is in {SCHEMES[folder.scheme]}, which TensorStore does not read",

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable
 from itertools import count
@@ -16,6 +17,7 @@ from tpuconv.sizes import format_size
 from tpuconv.sources import schedule
 from tpuconv.sources.schedule import Segment
 from tpuconv.storage import disk
+from tpuconv.storage.ownership import remove_known
 
 FOLDER_IN_WORK = "source"
 """The workspace in the work folder of a local output."""
@@ -23,6 +25,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PART, WIDE = ".part", ".wide"
 MOST_PLACES = 1024
 LOCK = "lock"
+_SEGMENT = re.compile(rf"\d{{5}}/(\d{{6}}(-[0-9a-f]{{8}})?({re.escape(WIDE)})?({re.escape(PART)})?)?")
+"""A file of a workspace, in the folder of its file of the source, and such a folder."""
+_OLD = re.compile(rf"[0-9a-f]{{32}}/({_SEGMENT.pattern})?")
+"""The same of a workspace of any source."""
 
 
 class Workspace:
@@ -46,17 +52,12 @@ class Workspace:
         self.root, self._lock = claim(parent, name)
         boot = BOOT_ID.read_text() if BOOT_ID.is_file() else os.urandom(16).hex()
         self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {schedule.SEGMENT_BYTES} {boot}".encode())
-        for other in disk.entries(self.root):
-            if other not in (self.folder.name, LOCK):
-                disk.remove(self.root / other)
+        remove_known(self.root, lambda name: bool(_OLD.fullmatch(name)) and not name.startswith(self.folder.name))
         disk.make_folder(self.folder)
 
     def keep_only(self, paths: Collection[Path]) -> None:
         """Removes what an earlier run left, but for these: what was on the way, or was not dropped any more."""
-        for file in disk.entries(self.folder):
-            for name in disk.entries(self.folder / file):
-                if self.folder / file / name not in paths:
-                    disk.remove(self.folder / file / name)
+        remove_known(self.folder, lambda name: bool(_SEGMENT.fullmatch(name)) and self.folder / name not in paths)
 
     def file_folder(self, number: int) -> Path:
         """The folder of a file of the source, by its number there."""
@@ -90,7 +91,8 @@ class Workspace:
 
     def remove_file(self, number: int) -> None:
         """Removes all segments of a file."""
-        disk.remove(self.file_folder(number))
+        remove_known(self.file_folder(number), lambda name: bool(_SEGMENT.fullmatch(f"{number:05d}/{name}")))
+        disk.remove_empty(self.file_folder(number))
 
     def close(self) -> None:
         """Removes what is empty, and lets other processes use the folder."""

@@ -1,275 +1,391 @@
 """The journal of a conversion into a bucket, where nothing can be renamed. A killed conversion resumes from it, and no
-reader takes a part of an output for a complete one.
+reader takes a part of an output for a complete one. docs/publishing.md has the states, and who may do what in each.
 
-The work objects of OUT lie beside it, under `OUT.tpuconv/`:
+The work folder of OUT lies beside it:
 
-    claim          which plan writes OUT, and which process: created if absent, later replaced by compare-and-swap only
-    plan.done      the work has begun; says whether files are written to OUT itself or, to replace an output, to new/
-    UNIT.done      a part of the work is done
-    new/           what becomes OUT when an output is replaced
-    complete.done  new/ is complete; holds the identity of its manifest
+    OUT.tpuconv/claim        says which plan is written, in which WORK, and by which process: see `storage.claim`
+    WORK/plan.done           the work has begun: its plan, its names, and what was in OUT
+    WORK/PROCESS/NAME        an object of the output, staged by one process under a prefix of its own
+    WORK/UNIT.done           a part of the work is done: its results, and the staged objects. The first entry counts
+    WORK/complete.done       the staged object of each name of the output, and the seal of its manifest
+    WORK/PROCESS/note        what stands in OUT while an old output is replaced
+    WORK/PROCESS/runs        where this process runs, if it is one of several
 
-Objects are written to OUT under their final names. The two marks of a complete output come last, when the claim was
-read again: `commit_success.txt`, without which Orbax restores nothing from a bucket, then the manifest, without which
-there is no checkpoint for tpuconv. To replace an output, its marks are deleted first, the manifest before the other
-one; then the store copies new/ over it. A run continues from what it finds:
-
-    complete.done, OUT without a manifest  -> copying goes on, whichever plan the run is of
-    the manifest of OUT is that of the plan -> it is published; the work objects are deleted, the claim last
-    plan.done                               -> units without an entry are done
-    nothing                                 -> the work begins
-
-Two processes of one plan write the same bytes. The second one takes the claim, and the first one stops when it finds
-that out. A process of another plan is refused; with --overwrite it waits until the claim is LAPSED_SECONDS old.
+WORK and PROCESS are random and never used again. A run goes on from what it finds: a claim in the state `publishing`
+is published first, whichever plan it is of; `cleaning` and `dropping` are cleaned. Whoever has lost the claim writes
+and deletes nothing.
 """
 
 import json
 import re
 import secrets
-import threading
+import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from tpuconv import buckets
-from tpuconv.buckets import ABSENT_OBJECT, ConditionLost
-from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError
-from tpuconv.jsonfile import MIB, check, parse
+from tpuconv.buckets import ABSENT_OBJECT, ConditionLost, ObjectFacts
+from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
+from tpuconv.hosts import ProcessPart
+from tpuconv.jsonfile import Each, Optional, Size, check, read_bytes
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
+from tpuconv.storage import claim as claims
 from tpuconv.storage import sealed
-from tpuconv.storage.journal import ENTRY_SCHEMAS, JournalEntries, State
-from tpuconv.storage.refusals import exists_already, unfinished
-from tpuconv.storage.sinks import BucketSink, is_mark
+from tpuconv.storage.bucket_publishing import NOTE, RUNS, Abilities, Publication, clean, inside_random, note_text, probe
+from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
+from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
+from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in
+from tpuconv.storage.places import work_folder
+from tpuconv.storage.refusals import CLAIM, check_place, exists_already, unfinished
+from tpuconv.storage.sinks import Staged, StagedSink
 
-HEARTBEAT_SECONDS = 60
-LAPSED_SECONDS = 300
-"""Age of a claim after which its process is taken for dead."""
-CLOCK_ATTEMPTS = 3
-"""A process that publishes clears the work, with the clocks of others."""
-
-CLAIM = "claim"
-CLAIM_SCHEMA = {"fingerprint": str, "process": str, "by": str}
-BY = "tpuconv"
+POLL_SECONDS = 1.0
+"""Between two looks at the claim of another process of this run, which prepares or publishes."""
+STAGED_SCHEMA = Each({"key": str, "bytes": Size, "version": Each(str)})
+PLAN_SCHEMA = {**ENTRY_SCHEMAS["plan"], "names": [str], "old": STAGED_SCHEMA}
+ENTRY_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}
+COMPLETE_SCHEMA = {**ENTRY_SCHEMAS["complete"], "objects": STAGED_SCHEMA}
 
 
 class BucketJournal(JournalEntries):
-    """The work objects of one output; see `Journal` for the arguments."""
+    """The work objects of one output; see `Journal` and, for a `part`, `SharedJournal` for the arguments."""
 
-    entry_schemas: ClassVar[Mapping[str, Any]] = {**ENTRY_SCHEMAS, "plan": {**ENTRY_SCHEMAS["plan"], "hidden": bool}}
+    entry_schemas: ClassVar[Mapping[str, Any]] = {"plan": PLAN_SCHEMA, "complete": COMPLETE_SCHEMA}
 
     def __init__(
-        self, out: BucketPath, fingerprint: str, facts: Mapping[str, Any] | None = None, *, overwrite: bool = False
+        self,
+        out: BucketPath,
+        fingerprint: str,
+        facts: Mapping[str, Any] | None = None,
+        names: Collection[str] = (),
+        part: ProcessPart | None = None,
+        *,
+        overwrite: bool = False,
+        contents_of: ContentsOf = listed_files,
     ):
         if not out.key:
             raise UsageError(f"{out} is a bucket", hint=f"give a folder in it, such as {out}/NAME")
-        self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
+        self.out, self.fingerprint, self.part, self.overwrite = out, fingerprint, part, overwrite
+        self.names, self.contents_of = frozenset(names), contents_of
         self.facts: dict[str, Any] = json.loads(json.dumps(facts or {}))
-        self.sink = BucketSink(out, is_hidden=False)
-        self._process = secrets.token_hex(8)
-        self._claim = json.dumps({"by": BY, "fingerprint": fingerprint, "process": self._process}).encode()
+        self.claim = Claim(out, self.work)
+        self._can: Abilities | None = None
+        self._entries: dict[str, dict[str, Any]] = {}
         self._known: set[str] = set()
-        self._version: buckets.Version = ABSENT_OBJECT
-        self._lost, self._ended = threading.Event(), threading.Event()
-        self._swap = threading.Lock()
+        self._state = State.NEW
+        self._has_staged = False
 
     @property
     def work(self) -> BucketPath:
-        return self.out.with_name(f"{self.out.name}.tpuconv")
+        return self.out.parent / work_folder(self.out).name
 
-    # --- the claim ---------------------------------------------------------------------------------------------------
+    @property
+    def _folder(self) -> BucketPath:
+        """The folder of this work."""
+        assert self.claim.held is not None
+        return self.work / self.claim.held.work
+
+    # --- the claim -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "BucketJournal":
-        self._take_claim()
-        self._list_entries()
-        threading.Thread(target=self._beat, daemon=True).start()
+        check_place(self.out)
+        try:
+            while not self._enter():
+                pass
+            if self.claim.held is not None:
+                self.sink = StagedSink(self._folder, self.claim.process, self.claim.check)
+                self._list_entries()
+                self.claim.keep()
+                if self.part is not None:
+                    self._sign_in()
+        except BaseException:
+            self.claim.end()
+            raise
         return self
 
-    def _list_entries(self) -> None:
-        self._known = {name for name in buckets.listing(self.work) if re.fullmatch(r"[^/]+\.done", name)}
+    def _enter(self) -> bool:
+        """Takes the claim, or what another process left behind. Returns whether there is something to do, or nothing is
+        left to do."""
+        self._check_folder()
+        found = self.claim.read()
+        if found is None or found[0].state == ClaimState.FREE:
+            return self._take_free(found)
+        held = found[0]
+        is_ours = held.plan == self.fingerprint
+        if is_ours and held.state == ClaimState.WRITING and held.holder == ANYBODY and self.part is not None:
+            self.claim.join(found)
+            self._state = State.JOINED
+            return True
+        if not self._is_dead(*found):
+            if is_ours and self.part is not None:  # another process of this run prepares, or publishes
+                time.sleep(POLL_SECONDS)
+                return False
+            raise self._busy(*found)
+        return self._take_over(*found)
 
-    def _take_claim(self) -> None:
-        try:
-            self._version = buckets.put_object(self.work / CLAIM, self._claim, only_if=ABSENT_OBJECT)
-        except ConditionLost:
-            self._take_over()
-            return
-        try:  # a store that ignores the condition would let two plans write to one output
-            buckets.put_object(self.work / CLAIM, self._claim, only_if=ABSENT_OBJECT)
-        except ConditionLost:
-            return
-        buckets.remove_objects(self.work, [CLAIM])
-        raise UsageError(
-            f"{self.out.root} cannot hold outputs: its store ignores conditions of writes (If-None-Match)",
-            hint="write to a local disk, and copy the output",
-        )
+    def _is_dead(self, held: Held, found: ObjectFacts) -> bool:
+        """Whether the process that holds a claim is dead, or all that share one."""
+        if held.holder == ANYBODY:
+            here = self.work / held.work
+            marks = [name for name in buckets.listing(here) if name.endswith(f"/{RUNS}")]
+            machines = {name: bytes(buckets.read(here / name)).decode() for name in marks}
+            if machines and all(is_running(m, name.partition("/")[0]) is False for name, m in machines.items()):
+                return True
+        return self.claim.is_dead(held, found)
 
-    def _take_over(self) -> None:
-        """Takes the claim of another process: at once if that is of the same plan, else once it has lapsed."""
-        path = self.work / CLAIM
-        found = buckets.facts(path)
-        if found is None:  # its process has just finished
-            self._take_claim()
-            return
-        held = self._read_claim()
-        if held["process"] != self._process and held["fingerprint"] != self.fingerprint:
-            self._known = {"plan.done"} if buckets.facts(self.work / "plan.done") else set()
-            began = self.done("plan")
-            if began is not None and began["fingerprint"] != self.fingerprint and not self.overwrite:
-                raise unfinished(self.out, self.work, began, self.facts)
-            age = self._now() - found.modified.timestamp()
-            if age < LAPSED_SECONDS:
-                raise OutputError(
-                    f"{self.out} is being written by another process, or was until {age:.0f} s ago",
-                    hint=f"wait for it, or for {LAPSED_SECONDS - age:.0f} s if it is dead; or choose another OUT",
-                )
-        try:
-            self._version = buckets.put_object(path, self._claim, only_if=found.version)
-        except ConditionLost:
-            raise self._other_writer() from None
+    def _sign_in(self) -> None:
+        """Says which process takes part, so that others on this machine find out whether it runs."""
+        buckets.put_object(self.sink.folder / RUNS, this_machine().encode())
 
-    def _read_claim(self) -> dict[str, Any]:
-        path = self.work / CLAIM
-        try:
-            raw = parse(bytes(buckets.read(path, 0))[:MIB], str(path), OutputError)
-            claim: dict[str, Any] = check(raw, CLAIM_SCHEMA, str(path), OutputError)
-            return claim
-        except FileNotFoundError:
-            raise self._other_writer() from None
-        except OutputError as e:
-            raise OutputError(
-                f"{self.work} was not made by this version of tpuconv",
-                details=[e.message],
-                hint="move it away, or choose another OUT",
-            ) from None
-
-    def _now(self) -> float:
-        """The time of the server, in seconds: clocks of hosts differ."""
-        clock = self.work / f"clock-{self._process}"
-        for _ in range(CLOCK_ATTEMPTS):
-            buckets.put_object(clock, b"")
-            found = buckets.facts(clock)
-            buckets.remove_objects(self.work, [clock.name])
+    def _take_free(self, found: tuple[Held, ObjectFacts] | None) -> bool:
+        if self.is_published() and (not self.overwrite or self.part is not None):
+            self._state = State.PUBLISHED
             if found is not None:
-                return found.modified.timestamp()
-        raise BucketError(f"{clock} was written, and is not there", hint="run again")
+                self.claim.remove(found[1].version)
+            return True
+        self._look()
+        try:
+            self.claim.take(self.fingerprint, secrets.token_hex(16), ClaimState.WRITING, found)
+        except ClaimLost:
+            if self.part is not None:
+                self._start_again()
+                return False
+            raise
+        return True
 
-    def _other_writer(self) -> OutputError:
+    def _take_over(self, held: Held, facts: ObjectFacts) -> bool:
+        """Goes on with the work of a process that is dead."""
+        is_ours, state = held.plan == self.fingerprint, held.state
+        if not is_ours and state == ClaimState.WRITING:
+            if not self.overwrite:
+                raise self._unfinished(held)
+            state = ClaimState.DROPPING
+        if state == ClaimState.PUBLISHING:  # the old output may be gone already, and a note must be there before
+            text = f"{self.claim.process}/{NOTE}"
+            buckets.put_object(self.work / held.work / text, note_text(self.work / held.work))
+        try:
+            self.claim.take(held.plan, held.work, state, (held, facts))
+        except ClaimLost:
+            if self.part is not None:
+                self._start_again()
+                return False
+            raise
+        self._state = State.BEGUN
+        if state == ClaimState.WRITING:
+            return True
+        self._list_entries()
+        if state == ClaimState.PUBLISHING:
+            self._publication().publish()
+            self.claim.change(ClaimState.CLEANING)
+        self._clean()
+        self.claim.free()
+        self._start_again()
+        if is_ours and state in (ClaimState.PUBLISHING, ClaimState.CLEANING):
+            self._state = State.PUBLISHED
+            return True
+        return False
+
+    def _start_again(self) -> None:
+        """After work that was finished or dropped, or a claim that another process of this run was faster to take."""
+        self.claim.end()
+        self.claim = Claim(self.out, self.work)
+        self._entries, self._known, self._state = {}, set(), State.NEW
+
+    def _check_folder(self) -> None:
+        """Raises OutputError if the work folder holds what is not ours. Objects under random prefixes are what late
+        requests left."""
+        foreign = [name for name in objects_in(self.work) if name != CLAIM and inside_random(name) is None]
+        if foreign:
+            raise OutputError(
+                f"{self.work}, the work folder of {self.out.name}, holds files that tpuconv did not write",
+                details=shorten(sorted(foreign)),
+                hint="move them away, or choose another OUT",
+            )
+
+    def _probe(self) -> Abilities:
+        if self._can is None:
+            self._can = probe(self._folder / self.claim.process)
+        return self._can
+
+    def _busy(self, held: Held, found: ObjectFacts) -> OutputError:
+        if held.plan != self.fingerprint and held.state == ClaimState.WRITING and not self.overwrite:
+            return self._unfinished(held)
+        age = self.claim.age(held, found)
+        who = f"a process on {held.host}" if held.holder != ANYBODY else "several processes"
         return OutputError(
-            f"another process writes to {self.out}", hint="wait for it; the same command then finds its output"
+            f"{self.out} is being written by {who}, or was until {age:.0f} s ago",
+            hint=f"wait for it, or for {claims.LAPSED_SECONDS - age:.0f} s if it is dead; or choose another OUT",
         )
 
-    def _beat(self) -> None:
-        while not self._ended.wait(HEARTBEAT_SECONDS):
-            try:
-                with self._swap:
-                    if self._ended.is_set():
-                        return
-                    self._renew()
-            except (ConditionLost, FileNotFoundError):
-                self._lost.set()
-                return
-            except TpuconvError:  # the network: what it disturbs raises its own error
-                continue
-
-    def _renew(self) -> None:
-        """Writes the claim again, which so gets younger. Raises ConditionLost if another process has taken it."""
-        path = self.work / CLAIM
+    def _unfinished(self, held: Held) -> OutputError:
         try:
-            self._version = buckets.put_object(path, self._claim, only_if=self._version)
-        except ConditionLost:
-            found = buckets.facts(path)
-            if found is None or bytes(buckets.read(path)) != self._claim:
-                raise
-            self._version = found.version  # written by a request whose answer was lost
-
-    def _check_claim(self) -> None:
-        """Raises OutputError if another process has taken the claim."""
-        if self._lost.is_set() or self._read_claim()["process"] != self._process:
-            raise self._other_writer()
+            began = self._read_entry(self.work / held.work / "plan.done")
+        except OutputError:
+            began = {"facts": self.facts}
+        return unfinished(self.out, self.work, began, self.facts)
 
     def __exit__(self, *raised: Any) -> None:
         kind: type[BaseException] | None = raised[0] if raised else None
-        with self._swap:
-            self._ended.set()
-        if self._lost.is_set() or self._known - {"plan.done"}:
-            return
-        if kind is not None and not issubclass(kind, Exception | KeyboardInterrupt):
-            return
         try:
-            if not (self._known and buckets.listing(self.sink.folder)):  # there is nothing that can be resumed
-                self._clear()
-                buckets.remove_objects(self.work, [CLAIM])
+            held = self.claim.held
+            is_alone = held is not None and held.holder == self.claim.process and held.state == ClaimState.WRITING
+            is_orderly = kind is None or issubclass(kind, Exception | KeyboardInterrupt)
+            if is_alone and is_orderly and not self._has_staged and self._state is State.NEW:
+                self.claim.change(ClaimState.DROPPING)  # there is nothing that can be resumed
+                self._clean()
+                self.claim.free()
+        except ClaimLost:  # another process goes on, and cleans up
+            pass
         except (TpuconvError, OSError):
             if kind is None:
                 raise
+        finally:
+            self.claim.end()
 
-    # --- entries -----------------------------------------------------------------------------------------------------
+    # --- entries ---------------------------------------------------------------------------------------------------
+
+    def _list_entries(self) -> None:
+        names = buckets.names(self._folder)
+        self._known = {name for name in names if re.fullmatch(r"[^/]+\.done", name)}
 
     def _is_recorded(self, part: str) -> bool:
         return f"{part}.done" in self._known
 
-    def _write_entry(self, name: str, data: bytes) -> None:
-        self._check_claim()
-        buckets.put_object(self.work / name, data)
-        self._known.add(name)
+    def _entry_path(self, part: str) -> BucketPath:
+        return self._folder / f"{part}.done"
+
+    def _entry(self, part: str) -> dict[str, Any]:
+        if part not in self._entries:
+            facts, path = super()._entry(part), self._entry_path(part)
+            check(facts, ENTRY_SCHEMA, str(path), OutputError)
+            if any(inside_random(staged["key"]) is None for staged in facts.get("objects", {}).values()):
+                raise OutputError(f"{path} names objects that no process staged")
+            self._entries[part] = facts
+        return self._entries[part]
+
+    def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
+        """See `RunJournal`. Of two processes that did a part the first entry counts, and the second one takes back what
+        it staged."""
+        objects = {name: self.sink.staged[name].to_json() for name in files}
+        self._put_entry(part, {**facts, "objects": objects}, is_first=bool(objects))
+        self._has_staged = self._has_staged or bool(objects)
+
+    def _put_entry(self, part: str, facts: Mapping[str, Any], *, is_first: bool) -> None:
+        self.claim.check_held()
+        path, data = self._folder / f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts})
+        try:
+            buckets.put_object(path, data, only_if=ABSENT_OBJECT if is_first else None)
+            self._entries[part] = json.loads(data)
+        except ConditionLost:
+            found = self._entry(part)
+            theirs = found.get("objects", {})
+            lost = [name for name, own in facts["objects"].items() if theirs.get(name) != own]
+            self._take_back(lost, theirs)
+        self._known.add(path.name)
+
+    def _take_back(self, names: Collection[str], theirs: Mapping[str, Any]) -> None:
+        buckets.remove_objects(self.sink.folder, list(names))
+        self.sink.staged |= {name: Staged.from_json(theirs[name]) for name in names if name in theirs}
 
     def forget(self, parts: list[str]) -> None:
-        entries = [name for part in parts if (name := f"{part}.done") in self._known]
-        buckets.remove_objects(self.work, entries)
-        self._known -= set(entries)
+        """See `RunJournal`. Where a part has objects the work begins anew under another name: a late process might
+        record the same part as it was."""
+        known = [part for part in parts if self._is_recorded(part)]
+        self._load(known)
+        if any(self._entries[part].get("objects") for part in known):
+            self._begin_anew()
+            return
+        buckets.remove_objects(self._folder, [f"{part}.done" for part in known])
+        for part in known:
+            self._known.discard(f"{part}.done")
+            self._entries.pop(part, None)
 
-    # --- states ------------------------------------------------------------------------------------------------------
+    def _load(self, parts: Collection[str]) -> None:
+        """Reads entries, several at a time."""
+        buckets.for_each(self._entry, [part for part in parts if part not in self._entries])
+
+    def _begin_anew(self) -> None:
+        self.claim.change(ClaimState.DROPPING)
+        self._clean()
+        self.claim.change(ClaimState.WRITING, work=secrets.token_hex(16))
+        self.sink = StagedSink(self._folder, self.claim.process, self.claim.check)
+        self._entries, self._known = {}, set()
+        self._record_plan()
+
+    # --- states ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> State:
-        complete, began = self.done("complete"), self.done("plan")
-        if complete is not None:
-            if buckets.facts(self.out / MANIFEST) is None:  # it was being replaced: only this makes it complete again
-                self._replace()
-            if sealed.identity(self.out) == complete["identity"]:
-                self._clear(is_replaced=True)
-                return State.PUBLISHED if complete["fingerprint"] == self.fingerprint else self._begin_anew()
-            if complete["fingerprint"] == self.fingerprint:
-                self._check_out()
-                self.sink = BucketSink(self.work / "new", is_hidden=True)
-                return State.COMPLETE
-        is_ours = began is not None and began["fingerprint"] == self.fingerprint
-        is_direct = began is not None and not began["hidden"]
-        if self.is_published() and (not self.overwrite or (is_ours and is_direct)):
-            self._clear()
-            return State.PUBLISHED
-        if began is not None and not is_ours:
-            if not self.overwrite:
-                raise unfinished(self.out, self.work, began, self.facts)
-            self._abandon(is_direct)
-        elif began is not None and not (is_direct and buckets.facts(self.out / MANIFEST)):
-            if not is_direct:
-                self._check_out()
-                self.sink = BucketSink(self.work / "new", is_hidden=True)
-            else:  # if the source has changed, files that are marked as complete would be written anew
-                buckets.remove_objects(self.out, [name for name in buckets.listing(self.out) if is_mark(name)])
-            return State.BEGUN
-        return self._begin_anew()
+        if self._state is State.PUBLISHED:
+            return self._state
+        if self.done("complete") is not None:
+            return State.COMPLETE
+        if self._state is State.JOINED:
+            if self.done("plan") is None:
+                raise self.claim.lost()
+        elif self.done("plan") is None:
+            self._record_plan()
+            self._state = State.NEW
+        return self._state
 
-    def _begin_anew(self) -> State:
-        is_hidden = self._check_out()
-        self._clear()
-        if is_hidden:
-            self.sink = BucketSink(self.work / "new", is_hidden=True)
-        self.record("plan", {"fingerprint": self.fingerprint, "facts": self.facts, "hidden": is_hidden})
-        return State.NEW
+    def _record_plan(self) -> None:
+        self._probe()
+        self._put_entry(
+            "plan",
+            {
+                "fingerprint": self.fingerprint,
+                "facts": self.facts,
+                "names": sorted(self.names),
+                "old": {name: Staged(name, f.size, f.version).to_json() for name, f in self._look().items()},
+                "objects": {},
+            },
+            is_first=True,
+        )
 
-    def _abandon(self, is_direct: bool) -> None:
-        """Deletes what another plan has written. It began where nothing was, so that all of OUT is its own, unless
-        there is an output by now."""
-        if is_direct and buckets.facts(self.out / MANIFEST) is None:
-            buckets.remove_objects(self.out, buckets.listing(self.out).keys())
+    def _look(self) -> dict[str, ObjectFacts]:
+        """What lies in OUT, and may be replaced. Raises OutputError if it may not."""
+        there = objects_in(self.out)
+        if there and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
+            raise error
+        return there
 
     def share(self) -> None:
-        """See `RunJournal`."""
+        if self.part is not None and self._state is not State.JOINED:
+            self.claim.change(ClaimState.WRITING, holder=ANYBODY)
 
     def gather(self, parts: Collection[str]) -> bool:
         """See `RunJournal`."""
+        if self.part is not None and not (self.part.publishes and self._has_all(parts) and self._take_back_claim()):
+            return False
+        self._list_entries()
+        entries = [name.removesuffix(".done") for name in self._known]
+        self._load(entries)
+        for entry in entries:
+            objects = self._entries[entry].get("objects", {})
+            self.sink.staged |= {name: Staged.from_json(facts) for name, facts in objects.items()}
         return True
+
+    def _has_all(self, parts: Collection[str]) -> bool:
+        try:
+            self._list_entries()
+        except AssertionError:
+            return False
+        return all(self._is_recorded(part) for part in parts)
+
+    def _take_back_claim(self) -> bool:
+        """Whether this process, of several, is to publish."""
+        while True:
+            held, found = self.claim.held, self.claim.read()
+            if found is None or held is None or (found[0].work, found[0].state) != (held.work, ClaimState.WRITING):
+                return False
+            if found[0].holder != ANYBODY and not self._is_dead(*found):
+                return found[0].holder == self.claim.process
+            try:
+                self.claim.take(held.plan, held.work, ClaimState.WRITING, found)
+                return True
+            except ClaimLost:
+                continue
 
     def is_published(self) -> bool:
         """See `RunJournal`."""
@@ -280,50 +396,58 @@ class BucketJournal(JournalEntries):
         except TpuconvError:
             return False
 
-    def _check_out(self) -> bool:
-        """Whether there is an output, which may be replaced. Raises OutputError if it may not."""
-        if not buckets.names(self.out):
-            return False
-        if error := exists_already(self.out, self.facts, overwrite=self.overwrite):
-            raise error
-        return True
-
     def publish(self) -> None:
-        if self.sink.is_hidden:
-            if self.done("complete") is None:
-                new = sealed.read_sealed(self.work / "new").identity
-                self.record("complete", {"fingerprint": self.fingerprint, "identity": new})
-            self._check_claim()
-            self._check_out()
-            self._replace()
-        else:
-            self._check_claim()
-            self.sink.write_marks()
-        self._clear(is_replaced=self.sink.is_hidden)
+        self.claim.check_held()
+        if self.done("complete") is None:
+            self._complete()
+        publication = self._publication()
+        publication.check()
+        publication.write_note()
+        self.claim.change(ClaimState.PUBLISHING)
+        publication.publish()
+        with suppress(ClaimLost):  # whoever has it by now cleans up
+            self.claim.change(ClaimState.CLEANING)
+            self._clean()
+            self.claim.free()
 
-    def _replace(self) -> None:
-        """Makes new/ the output. May be called again after it was interrupted."""
-        new = self.work / "new"
-        names, old = buckets.listing(new), buckets.listing(self.out)
-        if MANIFEST not in names:
-            raise OutputError(f"{new / MANIFEST} is missing", hint=f"delete {self.work}, and convert again")
-        buckets.remove_objects(self.out, [name for name in old if name == MANIFEST])
-        buckets.remove_objects(self.out, [name for name in old if is_mark(name) and name != MANIFEST])
-        buckets.copy_all(new, self.out, [name for name in names if not is_mark(name)])
-        buckets.remove_objects(self.out, [name for name in old if name not in names])
-        there = buckets.listing(self.out)
-        if faults := [name for name, size in names.items() if not is_mark(name) and there.get(name) != size]:
-            raise OutputError(f"{self.out / faults[0]} was changed while it was published", hint="run again")
-        self._check_claim()
-        buckets.copy_all(new, self.out, [name for name in names if is_mark(name) and name != MANIFEST])
-        buckets.copy_all(new, self.out, [MANIFEST])
+    def _complete(self) -> None:
+        """Records what the output consists of, once every object was compared with its entry."""
+        objects, there = self.sink.staged, buckets.listing_facts(self._folder)
+        wrong = [
+            name
+            for name, staged in objects.items()
+            if (found := there.get(staged.key)) is None
+            or found.size != staged.size
+            or not buckets.is_same(found.version, staged.version)
+        ]
+        if wrong:
+            raise OutputError(
+                f"objects in {self._folder} are not as they were written",
+                details=shorten(sorted(wrong)),
+                hint=f"delete {self._folder}, and run again to begin anew",
+            )
+        manifest = read_bytes(self._folder / objects[MANIFEST].key, sealed.MAX_MANIFEST_BYTES, OutputError)
+        facts = {"fingerprint": self.fingerprint, "identity": sealed.seal_of(manifest) or ""}
+        self._put_entry("complete", {**facts, "objects": {n: s.to_json() for n, s in objects.items()}}, is_first=True)
 
-    def _clear(self, *, is_replaced: bool = False) -> None:
-        """Deletes the work objects but the claim, in an order in which no later run resumes a part of them: until all
-        else is gone, complete.done says that an output was replaced (`is_replaced`); else nothing says anything."""
-        names = set(buckets.listing(self.work)) - {CLAIM}
-        order = ["complete.done", "plan.done"]
-        rest = sorted(names.difference(order))
-        for step in [rest, *([name] for name in reversed(order))] if is_replaced else [*([n] for n in order), rest]:
-            buckets.remove_objects(self.work, [name for name in step if name in names])
-        self._known = set()
+    def _publication(self) -> Publication:
+        plan, complete = self.done("plan"), self.done("complete")
+        if plan is None or complete is None:
+            raise self.claim.lost()
+        new, old = (
+            {n: Staged.from_json(facts) for n, facts in each.items()} for each in (complete["objects"], plan["old"])
+        )
+        return Publication(self.claim, self._folder, new, old, self._probe())
+
+    def _clean(self) -> None:
+        """Deletes the objects of this work, those without which nobody knows the others last. What is unknown stays."""
+        self._list_entries()
+        entries = [name.removesuffix(".done") for name in self._known]
+        names = set(self.names)
+        for entry in entries:
+            try:
+                self._load([entry])
+            except OutputError:  # it was damaged; what it names has the names of the plan
+                continue
+            names |= {*self._entries[entry].get("objects", {}), *self._entries[entry].get("names", ())}
+        clean(self._folder, names, self.claim.check)

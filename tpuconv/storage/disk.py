@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -250,17 +249,9 @@ def remove_empty(path: Path) -> None:
 
 @_translated
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with its contents, if it exists. Links are not followed."""
-    try:
-        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return
-    if not is_folder:
+    """Removes a file or a link, if it exists. Links are not followed."""
+    with suppress(FileNotFoundError):
         os.unlink(path)
-        return
-    for name in entries(path):
-        remove(path / name)
-    os.rmdir(path)
 
 
 @_translated

@@ -4,6 +4,7 @@ complete or not at all.
 The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a name on the disk:
 
     tpuconv.work      the lock, and the mark that the folder is ours; nothing is removed from a folder without it
+    names.done        the names of all files that the plan may write into out/: no others are removed there
     plan.done         the work has begun; holds the fingerprint and the facts of its plan
     UNIT.done         a part of the work is done, and flushed to the disk
     calibrated/       what the calibration of a quantization found, before the first byte of out/ is written
@@ -21,151 +22,45 @@ finds:
     complete.done, OUT with STAGED        -> the file STAGED in OUT is removed
     complete.done, no STAGED              -> the work folder is removed, plan.done first and complete.done last
     no plan.done, or out/ without STAGED  -> nothing can be resumed: the folder is cleared
+
+A file in the work folder that is neither of the journal nor of the plan is of others: it stays, and the command says
+so.
 """
 
 import fcntl
 import json
 import os
+import re
 import stat
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from enum import Enum
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from tpuconv.errors import OutputError, TpuconvError, UsageError
-from tpuconv.jsonfile import check, parse, read_bytes
-from tpuconv.location import Location
+from tpuconv.errors import OutputError, TpuconvError, UsageError, shorten
+from tpuconv.names import MANIFEST
 from tpuconv.storage import disk, sealed
-from tpuconv.storage.refusals import exists_already, unfinished
+from tpuconv.storage.entries import ENTRY_KEY, JournalEntries, State
+from tpuconv.storage.ownership import ContentsOf, files_in, is_known, listed_files, names_of, remove_known, unknown
+from tpuconv.storage.places import work_folder
+from tpuconv.storage.refusals import WORK, check_place, exists_already, unfinished
 from tpuconv.storage.sealed import STAGED
-from tpuconv.storage.sinks import FolderSink, Sink
+from tpuconv.storage.sinks import FolderSink
 
-WORK = "tpuconv.work"
 MARK = b"work folder of tpuconv\n"
 
 CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
-MAX_ENTRY_BYTES = 1 << 30
-ENTRY_KEY = "entry"
-"""Key under which an entry holds its own name."""
-ENTRY_SCHEMAS: Mapping[str, Any] = {
-    "plan": {"fingerprint": str, "facts": dict},
-    "complete": {"fingerprint": str, "identity": str},
-}
-"""Of the journal's own entries. The schemas of other parts are given by those who record them."""
-
-
-class State(Enum):
-    """What a run finds: nothing, a part of its work, a complete but unpublished output, its published output, or other
-    processes of the same plan at work."""
-
-    NEW = "new"
-    BEGUN = "begun"
-    COMPLETE = "complete"
-    PUBLISHED = "published"
-    JOINED = "joined"
-
-
-class JournalEntries(ABC):
-    """The entries of a journal, wherever they are kept."""
-
-    entry_schemas: ClassVar[Mapping[str, Any]] = ENTRY_SCHEMAS
-
-    @property
-    @abstractmethod
-    def work(self) -> Location:
-        """The folder of the entries, beside the output."""
-
-    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part of the work.
-
-        Args:
-            part: the name of the part.
-            schema: what the results must look like; see `tpuconv.jsonfile.check`.
-
-        Returns:
-            The results, or None if the part is not done.
-
-        Raises:
-            OutputError: the entry cannot be read, or was changed.
-        """
-        path = self.work / f"{part}.done"
-        if not self._is_recorded(part):
-            return None
-        try:
-            data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
-            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
-            if facts[ENTRY_KEY] != part or sealed.seal_of(data) is None:
-                raise OutputError(f"{path} was changed, or is of another version of tpuconv")
-            return dict(check(facts, self.entry_schemas.get(part, schema), str(path), OutputError))
-        except OutputError as e:
-            raise OutputError(e.message, hint=f"move {self.work} away, and run again to begin anew") from None
-
-    def record(self, part: str, facts: Mapping[str, Any]) -> None:
-        """Marks a part as done, with its results. What it wrote must be durable already."""
-        self._write_entry(f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
-
-    @abstractmethod
-    def _is_recorded(self, part: str) -> bool:
-        """Whether there is an entry for a part."""
-
-    @abstractmethod
-    def _write_entry(self, name: str, data: bytes) -> None:
-        """Writes or replaces an entry."""
-
-    @abstractmethod
-    def forget(self, parts: list[str]) -> None:
-        """Marks parts as not done."""
-
-
-class RunJournal(Protocol):
-    """What a run needs of a journal: `Journal` on a local disk, `BucketJournal` in a bucket."""
-
-    @property
-    def out(self) -> Location:
-        """The output."""
-
-    @property
-    def work(self) -> Location:
-        """The folder of the entries, beside the output."""
-
-    @property
-    def sink(self) -> Sink:
-        """What takes the files of the output, once `begin` was called."""
-
-    def __enter__(self) -> Any:
-        """Makes this process the writer of the output."""
-
-    def __exit__(self, *_: object) -> None:
-        """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
-
-    def begin(self) -> State:
-        """What exists already. Raises OutputError if `out` must not be replaced, or belongs to another plan."""
-
-    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part; None if it is not done."""
-
-    def record(self, part: str, facts: Mapping[str, Any]) -> None:
-        """Marks a part as done."""
-
-    def forget(self, parts: list[str]) -> None:
-        """Marks parts as not done."""
-
-    def share(self) -> None:
-        """Lets other processes of the same plan do their parts, if this is one of several."""
-
-    def gather(self, parts: Collection[str]) -> bool:
-        """Whether this process is to publish the output: all parts are recorded, and other processes have stopped. Of a
-        process that works alone."""
-
-    def is_published(self) -> bool:
-        """Whether `out` is a published output of this plan."""
-
-    def publish(self) -> None:
-        """Makes what was written the output. It must be complete and hold its manifest."""
+LAST = (WORK, "names.done", "complete.done")
+"""What is removed at the end: without it nobody knows what else is ours."""
+_OF_JOURNAL = re.compile(
+    rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+|(out|old|{CALIBRATED}|source)/"
+    rf"|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
+    r"|source(-\d+)?/(lock|[0-9a-f]{32}/(\d{5}/(\d{6}[^/]*)?)?)"
+)
+"""The files of a work folder besides those of out/ and old/: entries, locks, what a calibration left, and the segments
+of a source that is fetched."""
 
 
 class Journal(JournalEntries):
@@ -175,10 +70,21 @@ class Journal(JournalEntries):
         out: the output. If it is a link, its target is written or replaced.
         fingerprint: equal for two plans that write the same.
         facts: what the fingerprint is made of, by name, to say in an error how two plans differ.
+        names: of all files that the output may hold.
         overwrite: replace an existing output of ours, or unfinished work of another plan.
+        contents_of: reads what the manifest of an existing output lists.
     """
 
-    def __init__(self, out: Path, fingerprint: str, facts: Mapping[str, Any] | None = None, *, overwrite: bool = False):
+    def __init__(
+        self,
+        out: Path,
+        fingerprint: str,
+        facts: Mapping[str, Any] | None = None,
+        names: Collection[str] = (),
+        *,
+        overwrite: bool = False,
+        contents_of: ContentsOf = listed_files,
+    ):
         try:
             self.out = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
             if self.out.is_symlink():
@@ -187,8 +93,8 @@ class Journal(JournalEntries):
             raise disk.write_error(out, e) from None
         self.fingerprint = fingerprint
         self.facts = json.loads(json.dumps(facts or {}))
-        self.overwrite = overwrite
-        self.folder = self.out.parent / f".{self.out.name}.tpuconv"
+        self.names, self.overwrite, self.contents_of = frozenset(names), overwrite, contents_of
+        self.folder = Path(str(work_folder(self.out)))
         self.staging = self.folder / "out"
         self.sink = FolderSink(self.staging)
         self._old = self.folder / "old"
@@ -196,6 +102,7 @@ class Journal(JournalEntries):
         self._writing = threading.Lock()
 
     def __enter__(self) -> "Journal":
+        check_place(self.out)
         while self._lock < 0:
             self._check_folder()
             disk.make_folder(self.folder)
@@ -268,6 +175,7 @@ class Journal(JournalEntries):
         Raises:
             OutputError: OUT exists and must not be replaced, or there is unfinished work of another plan.
         """
+        self._check_work()
         complete = self.done("complete")
         if complete is not None and not self._is_staged():
             ended = self._end_publication(complete)
@@ -286,13 +194,25 @@ class Journal(JournalEntries):
                 raise unfinished(self.out, self.work, began, self.facts)
             began = None
         if began is not None and self._is_staged():
+            self._record_names()
             return State.BEGUN
         self.discard()
+        self._record_names()
         disk.make_folder(self.staging)
         disk.write_file(self.staging / STAGED, b"")
         disk.sync(self.staging)
         self.record("plan", {"fingerprint": self.fingerprint, "facts": self.facts})
         return State.NEW
+
+    def _record_names(self) -> None:
+        """Records what is ours in the staging folder, before anything is written there. A source may have other files
+        beside its weights than when the work began."""
+        known = self._planned_names()
+        if not known >= self.names:
+            self.record("names", {"names": sorted(known | self.names)})
+
+    def _planned_names(self) -> set[str]:
+        return set((self.done("names") or {"names": ()})["names"])
 
     @property
     def work(self) -> Path:
@@ -301,7 +221,11 @@ class Journal(JournalEntries):
     def _is_recorded(self, part: str) -> bool:
         return os.path.lexists(self.folder / f"{part}.done")
 
+    def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
+        self._write_entry(f"{part}.done", sealed.seal({ENTRY_KEY: part, **facts}))
+
     def _write_entry(self, name: str, data: bytes) -> None:
+        """Writes or replaces an entry."""
         with self._writing:  # two threads may record the hash of one file
             disk.replace_file(self.folder / name, data)
 
@@ -314,6 +238,7 @@ class Journal(JournalEntries):
         """Makes the staging folder the output. It must be complete and hold its manifest."""
         complete = self.done("complete")
         if complete is None:
+            self._keep_listed()
             disk.sync_all(self.staging)
             complete = {"fingerprint": self.fingerprint, "identity": sealed.read_sealed(self.staging).identity}
             self.record("complete", complete)
@@ -329,6 +254,15 @@ class Journal(JournalEntries):
         disk.sync(self.folder)
         disk.sync(self.out.parent)
         self._end_publication(complete)
+
+    def _keep_listed(self) -> None:
+        """Removes from the staging folder what its manifest does not list: files of an earlier run, which the source
+        does not have any more."""
+        planned, listed = is_known({STAGED, *self._planned_names()}), names_of(self.staging, self.contents_of)
+        others = unknown(files_in(self.staging), listed)
+        if foreign := [name for name in {*listed, *others} if not planned(name)]:
+            raise self._holds_others(foreign)
+        remove_known(self.staging, set(others).__contains__)
 
     def _end_publication(self, complete: Mapping[str, Any]) -> bool:
         """Removes what is left after the swap. Returns False if OUT is not what was published: it was moved or replaced
@@ -374,20 +308,58 @@ class Journal(JournalEntries):
         with disk.writing(self.out):
             if not os.path.lexists(self.out):
                 return
-            if error := exists_already(self.out, self.facts, overwrite=self.overwrite):
+            if error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite):
                 raise error
 
     def discard(self) -> None:
         """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
-        put back first."""
+        put back first.
+
+        Raises:
+            OutputError: files of others are left in the work folder.
+        """
         if self._old.exists() and not os.path.lexists(self.out):
             disk.rename(self._old, self.out)
             disk.sync(self.out.parent)
         disk.remove(self.folder / "plan.done")
         disk.sync(self.folder)
-        for name in sorted(disk.entries(self.folder), key=lambda name: (name == "complete.done", name)):
-            if name != WORK:
-                disk.remove(self.folder / name)
+        left = {
+            f"{folder.name}/{name}" for folder in self._outputs for name in remove_known(folder, self._is_in(folder))
+        }
+        left |= {*remove_known(self.folder, lambda name: name not in LAST and self._is_of_journal(name))} - {*LAST}
+        if left:
+            raise self._holds_others(left)
+        for name in LAST[1:]:
+            disk.remove(self.folder / name)
+
+    def _check_work(self) -> None:
+        """Raises OutputError if the work folder holds files of others."""
+        with disk.writing(self.folder):
+            left = {name for name in files_in(self.folder) if not self._is_of_journal(name)}
+            for folder in self._outputs:
+                inside = files_in(folder) if folder.is_dir() and not folder.is_symlink() else ()
+                left -= {f"{folder.name}/{name}" for name in inside if self._is_in(folder)(name)}
+        if left:
+            raise self._holds_others(left)
+
+    def _is_of_journal(self, name: str) -> bool:
+        return bool(_OF_JOURNAL.fullmatch(name))
+
+    @property
+    def _outputs(self) -> tuple[Path, Path]:
+        return self.staging, self._old
+
+    def _is_in(self, folder: Path) -> Callable[[str], bool]:
+        """Whether a file is of the output in a folder: one that was replaced, or one that is not finished."""
+        is_unfinished = (folder / STAGED).exists() or not (folder / MANIFEST).exists()
+        return is_known({STAGED, *(self._planned_names() if is_unfinished else names_of(folder, self.contents_of))})
+
+    def _holds_others(self, names: Collection[str]) -> OutputError:
+        return OutputError(
+            f"{self.folder}, the work folder of {self.out.name}, holds files that tpuconv did not write",
+            details=shorten(sorted(names)),
+            hint="move them away, and run again",
+        )
 
 
 def same_file(fd: int, path: Path) -> bool:

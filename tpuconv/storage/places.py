@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tpuconv import buckets
+from tpuconv.errors import AccessRefused
 from tpuconv.location import BucketPath, Location
 from tpuconv.storage.hashes import stamp
 
@@ -22,9 +23,31 @@ def is_there(location: Location) -> bool:
     return os.path.lexists(location)
 
 
+def is_readable(location: Location) -> bool:
+    """As `is_there`, but for a file that may be missing: S3 refuses to say so to those who may not list a bucket."""
+    try:
+        return is_there(location)
+    except AccessRefused:
+        return False
+
+
 def is_file(location: Location) -> bool:
     """Whether there is a regular file, or an object, of this name."""
     return location.is_file() if isinstance(location, Path) else is_there(location)
+
+
+def work_folder(out: Location) -> Location:
+    """The folder of the unfinished work of an output, beside it: `.NAME.tpuconv`, in a bucket `NAME.tpuconv`."""
+    return out.with_name(f"{'' if isinstance(out, BucketPath) else '.'}{out.name}{WORK_SUFFIX}")
+
+
+def is_work_name(out: Location) -> bool:
+    """Whether a folder has the name of a work folder."""
+    is_hidden = isinstance(out, BucketPath) or out.name.startswith(".")
+    return is_hidden and out.name.endswith(WORK_SUFFIX)
+
+
+WORK_SUFFIX = ".tpuconv"
 
 
 def names_in(folder: Location) -> list[str]:

@@ -2,12 +2,18 @@
 there differs from what the command would write."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuconv.errors import BucketError, OutputError, TpuconvError
-from tpuconv.location import Location
+from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
+from tpuconv.location import BucketPath, Location
+from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
+from tpuconv.storage.ownership import ContentsOf, strangers
+from tpuconv.storage.places import WORK_SUFFIX, is_readable, is_work_name, work_folder
+
+WORK, CLAIM = "tpuconv.work", "claim"
+"""The marks of a work folder, on a disk and in a bucket."""
 
 
 def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
@@ -19,15 +25,12 @@ def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: M
     )
 
 
-def exists_already(out: Location, facts: Mapping[str, Any], *, overwrite: bool) -> OutputError | None:
+def exists_already(
+    out: Location, facts: Mapping[str, Any], contents_of: ContentsOf, *, overwrite: bool
+) -> OutputError | None:
     """The error for an output that exists and is not that of a plan with these facts; None if it may be replaced."""
-    if why_foreign := sealed.why_not_ours(out):
-        stays = ", so --overwrite does not replace it" if overwrite else ""
-        return OutputError(
-            f"{out} exists already and holds files that tpuconv did not write{stays}",
-            details=why_foreign,
-            hint="choose another OUT, or move away what is not tpuconv's",
-        )
+    if why_foreign := strangers(out, contents_of):
+        return not_replaced(out, why_foreign, overwrite=overwrite)
     if overwrite:
         return None
     return OutputError(
@@ -35,6 +38,40 @@ def exists_already(out: Location, facts: Mapping[str, Any], *, overwrite: bool) 
         details=_differences(_made_with(out, facts), facts, was="made"),
         hint="choose another OUT, or give --overwrite to replace it",
     )
+
+
+def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> OutputError:
+    """The error for a place that holds what is not tpuconv's, by these reasons."""
+    stays = ", so --overwrite does not replace it" if overwrite else ""
+    return OutputError(
+        f"{out} exists already and holds files that tpuconv did not write{stays}",
+        details=shorten(why),
+        hint="choose another OUT, or move away what is not tpuconv's",
+    )
+
+
+def check_place(out: Location) -> None:
+    """Checks that an output may lie here.
+
+    Raises:
+        UsageError: its name is that of a work folder.
+        OutputError: it lies in another output, or in one that is being written.
+    """
+    if is_work_name(out):
+        raise UsageError(
+            f"{out} has the name of a folder in which tpuconv keeps unfinished work",
+            hint=f"choose a name that does not end with {WORK_SUFFIX}",
+        )
+    for parent in out.parents:
+        if is_readable(parent / MANIFEST) and sealed.identity(parent) is not None:
+            raise OutputError(f"{out} lies in another output of tpuconv, {parent}", hint="choose an OUT outside of it")
+        is_top = not (parent.key if isinstance(parent, BucketPath) else parent.name)
+        if not is_top and is_readable(work_folder(parent) / (CLAIM if isinstance(parent, BucketPath) else WORK)):
+            raise OutputError(
+                f"{out} lies in {parent}, which another process writes, or was to write",
+                details=[f"its unfinished work is in {work_folder(parent)}"],
+                hint="choose an OUT outside of it, or finish that conversion first",
+            )
 
 
 def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_byt
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
 from tpuconv.paths import near_folders
-from tpuconv.storage.disk import PARTIAL, replace_file
+from tpuconv.storage.disk import replace_file
 from tpuconv.storage.hashes import blocks, hash_file
-from tpuconv.storage.places import is_there, names_in, stamp_of
+from tpuconv.storage.places import is_there, stamp_of
 from tpuconv.storage.sinks import Sink
 
 MANIFEST_FORMAT = 2
@@ -214,32 +214,5 @@ def raise_damage(folder: Location, faults: Iterable[tuple[str, str]]) -> None:
         raise CorruptOutput(
             f"{folder} is damaged: {len(lines)} of its files are not as they were written",
             details=shorten(lines),
-            hint="give --overwrite to make it again",
+            hint="delete these files, then give --overwrite to make it again",
         )
-
-
-def unexpected(names: Iterable[str], expected: Iterable[str]) -> list[str]:
-    """The names at the top of a folder that are neither expected nor files of ours that are being written."""
-    known = {STAGED, *expected}
-    return [name for name in names if name not in known and name.removesuffix(PARTIAL) not in known]
-
-
-def why_not_ours(folder: Location) -> list[str]:
-    """The reasons why a folder must not be replaced: only outputs of ours may be. Empty if it may."""
-    if isinstance(folder, Path) and not folder.is_dir():
-        return ["it is not a folder"]
-    names = names_in(folder)
-    if not names or STAGED in names:
-        return []
-    try:
-        raw = parse(_read_manifest(folder / MANIFEST), MANIFEST, CorruptOutput)
-        check(raw, SEALED_SCHEMA, MANIFEST, CorruptOutput)
-    except BucketError:
-        raise
-    except TpuconvError:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return [f"it holds {', '.join(names[:5])}{more}, and no manifest of tpuconv"]
-    if raw["format"] < SEALED_SINCE:
-        return []
-    foreign = unexpected(names, [MANIFEST, *(name.partition("/")[0] for name in raw.get("files", {}))])
-    return [f"it holds {name}, which tpuconv did not write" for name in foreign]

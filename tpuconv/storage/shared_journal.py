@@ -25,7 +25,10 @@ from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import Size
 from tpuconv.storage import disk
-from tpuconv.storage.journal import MARK, WORK, Journal, State, same_file
+from tpuconv.storage.entries import State
+from tpuconv.storage.journal import MARK, Journal, same_file
+from tpuconv.storage.ownership import ContentsOf, listed_files
+from tpuconv.storage.refusals import WORK
 
 PROCESSES = "processes"
 """The entry with the count of processes."""
@@ -51,11 +54,13 @@ class SharedJournal(Journal):
         out: Path,
         fingerprint: str,
         facts: Mapping[str, Any] | None,
+        names: Collection[str],
         part: ProcessPart,
         *,
         overwrite: bool = False,
+        contents_of: ContentsOf = listed_files,
     ):
-        super().__init__(out, fingerprint, facts, overwrite=overwrite)
+        super().__init__(out, fingerprint, facts, names, overwrite=overwrite, contents_of=contents_of)
         self.part = part
         self._is_alone = False
         self._own_lock = -1

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
 
 from tpuconv import buckets
+from tpuconv.errors import BucketError, ResourceError
 from tpuconv.location import BucketPath, Location
-from tpuconv.names import MANIFEST
+from tpuconv.sizes import format_size
 from tpuconv.storage import disk
 from tpuconv.storage.hashes import FileHash, hash_bytes
 from tpuconv.storage.places import size_faults
-
-COMMIT_MARK = "commit_success.txt"
-"""The file by which Orbax tells, in a bucket, that a checkpoint is complete."""
 
 
 class FileWriter(Protocol):
@@ -34,10 +33,6 @@ class Sink(Protocol):
     @property
     def folder(self) -> Location:
         """The folder."""
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether nobody sees the files before all are there."""
 
     def make_folders(self, folders: Collection[str]) -> None:
         """Creates folders."""
@@ -58,17 +53,15 @@ class Sink(Protocol):
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
         """Each file that is missing or has the wrong size, and what is wrong with it."""
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes all at the top but these names: files of an earlier run."""
-
     def check_room(self, need: int, what: str) -> None:
         """Checks that there is room for `need` bytes. Raises ResourceError if there is not."""
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Checks that a file may have this size. Raises ResourceError if it may not."""
 
 
 class FolderSink:
     """A folder on a local disk."""
-
-    is_hidden = True
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -98,31 +91,61 @@ class FolderSink:
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
         return size_faults(self.folder, sizes)
 
-    def keep_only(self, names: Collection[str]) -> None:
-        for name in disk.entries(self.folder):
-            if name not in names:
-                disk.remove(self.folder / name)
-
     def check_room(self, need: int, what: str) -> None:
         disk.check_room(self.folder.parents[1], need, what)
 
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Disks say so when they are full."""
 
-class BucketSink:
-    """A folder in a bucket. If it is not hidden, the marks of a complete output, COMMIT_MARK and the manifest, are held
-    back until `write_marks`."""
 
-    def __init__(self, folder: BucketPath, is_hidden: bool):
-        self.folder, self.is_hidden = folder, is_hidden
-        self.held: dict[str, bytes] = {}
+MAX_COPY_BYTES = {"s3": 5 << 30}
+"""The largest object that a store copies by one request: outputs are published by copies."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An object of an output that waits in the work folder of a bucket: its name there, its size in bytes, and its
+    version when it was written."""
+
+    key: str
+    size: int
+    version: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As an entry of the journal has it."""
+        return {"key": self.key, "bytes": self.size, "version": dict(self.version)}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Staged":
+        """From an entry of the journal."""
+        return cls(facts["key"], facts["bytes"], facts["version"])
+
+
+class StagedSink:
+    """Objects of an output that wait under a prefix of this process alone, until the output is published.
+
+    Args:
+        folder: the work folder.
+        prefix: of the names of objects there.
+        check: called before each request that writes; raises OutputError if this process must not write any more.
+    """
+
+    def __init__(self, folder: BucketPath, prefix: str, check: Callable[[], None]):
+        self.work, self.prefix, self._check = folder, prefix, check
+        self.staged: dict[str, Staged] = {}
+
+    @property
+    def folder(self) -> BucketPath:
+        """See `Sink`."""
+        return self.work / self.prefix
 
     def make_folders(self, folders: Collection[str]) -> None:
         """Buckets have none."""
 
     def write(self, name: str, data: bytes | np.ndarray) -> None:
-        if is_mark(name) and not self.is_hidden:
-            self.held[name] = bytes(data)
-        else:
-            buckets.put_object(self.folder / name, data)
+        self._check()
+        version = buckets.put_object(self.folder / name, data)
+        self._add(name, len(data) if isinstance(data, bytes) else data.nbytes, version)
 
     def write_all(self, files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
         buckets.for_each(lambda name: self.write(name, files[name]), files.keys())
@@ -131,40 +154,46 @@ class BucketSink:
     @contextmanager
     def writer(self, name: str) -> Iterator[FileWriter]:
         with buckets.upload(self.folder / name) as append:
-            yield _Upload(append)
+            upload = _Upload(append, self._check)
+            yield upload
+        found = buckets.facts(self.folder / name)
+        if found is None or found.size != upload.facts()["bytes"]:
+            raise BucketError(f"{self.folder / name} was written, and is not there as it was", hint="run again")
+        self._add(name, found.size, found.version)
+
+    def _add(self, name: str, size: int, version: Mapping[str, str]) -> None:
+        self.staged[name] = Staged(f"{self.prefix}/{name}", size, version)
 
     def sync(self, names: Iterable[str]) -> None:
         """Objects are durable when they are written."""
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
-        return size_faults(self.folder, {name: size for name, size in sizes.items() if name not in self.held})
-
-    def keep_only(self, names: Collection[str]) -> None:
-        others = [name for name in buckets.listing(self.folder) if name.partition("/")[0] not in names]
-        buckets.remove_objects(self.folder, others)
+        for name, size in sizes.items():
+            found = self.staged.get(name)
+            if found is None or found.size != size:
+                yield name, "is missing" if found is None else f"has {found.size} bytes instead of {size}"
 
     def check_room(self, need: int, what: str) -> None:
         """Buckets are never full."""
 
-    def write_marks(self) -> None:
-        """Writes the marks, the manifest last."""
-        for name in sorted(self.held, key=lambda name: name == MANIFEST):
-            buckets.put_object(self.folder / name, self.held[name])
+    def check_size(self, name: str, nbytes: int) -> None:
+        limit = MAX_COPY_BYTES.get(self.work.scheme)
+        if limit and nbytes > limit:
+            raise ResourceError(
+                f"{name} would have {format_size(nbytes)}, and {self.work.root} publishes at most {format_size(limit)}",
+                hint="write to a local disk, and copy the output",
+            )
 
 
 class _Upload:
-    def __init__(self, append: Callable[[Any], object]):
-        self._append, self._hash = append, FileHash()
+    def __init__(self, append: Callable[[Any], object], check: Callable[[], None]):
+        self._append, self._check, self._hash = append, check, FileHash()
 
     def write(self, data: Any) -> None:
+        self._check()
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._append(view)
 
     def facts(self) -> dict[str, Any]:
         return self._hash.facts()
-
-
-def is_mark(name: str) -> bool:
-    """Whether a file says that an output is complete."""
-    return name == MANIFEST or PurePosixPath(name).name == COMMIT_MARK

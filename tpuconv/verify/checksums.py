@@ -6,7 +6,7 @@ Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,9 @@ from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
+from tpuconv.storage.ownership import files_in, unknown
 from tpuconv.storage.places import is_file, names_in
-from tpuconv.storage.sealed import Sealed, check_current, reseal, unexpected
+from tpuconv.storage.sealed import STAGED, Sealed, check_current, reseal
 
 MEANINGS = {
     CONFIG_FILE: "it may describe a different model",
@@ -82,7 +83,7 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
     Raises:
         SourceError: the folder was replaced during the check.
     """
-    for name in unexpected(_names_or_none(folder), {*sealed.files, MANIFEST}):
+    for name in unknown(files_in(folder), {*sealed.files, MANIFEST, STAGED}):
         yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
     with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
@@ -125,45 +126,30 @@ def _meaning(name: str) -> str:
 
 
 def _extra(manifest: Manifest) -> Iterator[Checked]:
-    """Files and folders that the manifest does not list, those at the top first."""
+    """Files and folders that the manifest does not list, those at the top first. Of a folder in which nothing is known
+    the top is yielded."""
     if not manifest.sealed.is_sealed:
-        for name in unexpected(_names_or_none(manifest.params), {*manifest.arrays, *ORBAX_FILES}):
+        tops = {name.partition("/")[0] for name in files_in(manifest.params)} - {*manifest.arrays, *ORBAX_FILES}
+        for name in sorted(tops):
             yield Checked(manifest.path_of(name), 0, "is not in the manifest: Orbax may read it as an array")
         return
-    expected: dict[str, set[str]] = {"": {MANIFEST}}
-    for path in map(PurePosixPath, manifest.sealed.files):
-        for entry in (path, *path.parents[:-1]):
-            expected.setdefault(str(entry.parent).removeprefix("."), set()).add(entry.name)
-    arrays = {manifest.path_of(array.name): array for array in manifest.arrays.values()}
-    for folder, array in arrays.items():
-        expected.setdefault(folder, set()).update(array.spec.shard_names())
-    names_of = _names_by_folder(manifest.folder)
-    for folder in sorted(expected):
-        why = "not part of the array" if folder in arrays else "Orbax may read it as an array"
-        if not folder:
-            why = "tpuconv did not write it"
-        for name in unexpected(names_of(folder), expected[folder]):
-            yield Checked(f"{folder}/{name}".removeprefix("/"), 0, f"is not in the manifest: {why}")
+    known = {MANIFEST, STAGED, *manifest.file_sizes()}
+    arrays = {manifest.path_of(name) for name in manifest.arrays}
+    for name in _tops(unknown(files_in(manifest.folder), known), known):
+        path = PurePosixPath(name)
+        why = "tpuconv did not write it" if len(path.parts) == 1 else "Orbax may read it as an array"
+        why = "not part of the array" if str(path.parent) in arrays else why
+        yield Checked(str(path), 0, f"is not in the manifest: {why}")
 
 
-def _names_by_folder(root: Location) -> Callable[[str], list[str]]:
-    """A function that returns the names in a folder of an output, sorted; none if it is missing, which `_check_file` or
-    `_check_array` reports. A bucket is listed once."""
-    if isinstance(root, Path):
-        return lambda folder: _names_or_none(root / folder)
-    inside: dict[str, set[str]] = {}
-    for path in buckets.listing(root):
-        parts = path.split("/")
-        for i, name in enumerate(parts):
-            inside.setdefault("/".join(parts[:i]), set()).add(name)
-    return lambda folder: sorted(inside.get(folder, ()))
-
-
-def _names_or_none(folder: Location) -> list[str]:
-    try:
-        return names_in(folder)
-    except OSError:
-        return []
+def _tops(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Files, or the highest folders that hold some of them and no known file, those at the top first."""
+    folders = {str(parent) for name in known for parent in PurePosixPath(name).parents}
+    tops = dict.fromkeys(
+        next((str(folder) for folder in reversed(PurePosixPath(name).parents) if str(folder) not in folders), name)
+        for name in names
+    )
+    return sorted((top.rstrip("/") for top in tops), key=lambda top: (top.count("/") > 0, top))
 
 
 def _check_array(manifest: Manifest, array: StoredArray) -> Checked:

@@ -541,7 +541,7 @@ def journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """An entry of a work folder, with its seal or sealed again, of a conversion that is half done or not yet published:
     it goes on and ends as if nothing was, or is refused."""
     from helpers.attacks.simulated import contents
-    from tpuconv.storage.journal import ENTRY_KEY
+    from tpuconv.storage.entries import ENTRY_KEY
 
     folders = {state: base / state for state in ("begun", "ready")}
     plan, right = plan_of(base / "two-shards"), contents(base / "result")
@@ -627,7 +627,7 @@ def bucket_journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     from helpers.buckets import ROOT, Killed, MemoryBucket, objects
     from tpuconv import buckets
     from tpuconv.location import to_location
-    from tpuconv.storage import bucket_journal as journals
+    from tpuconv.storage import claim
 
     plan, out = plan_of(base / "two-shards"), to_location(f"{ROOT}/out")
 
@@ -640,17 +640,18 @@ def bucket_journal(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
         return bucket
 
     log, right = begin(None).log, objects(f"{ROOT}/out")
-    stops = {"begun": len(log) // 2, "ready": next(i for i, what in enumerate(log) if "commit_success" in what)}
+    ready = max(i for i, what in enumerate(log) if "put out.tpuconv/claim" in what and "copy" in " ".join(log[i:]))
+    stops = {"begun": ready // 2, "ready": ready}
     states = {}
     for state, at in stops.items():
         begin(at)
         states[state] = objects(ROOT)
-    journals.HEARTBEAT_SECONDS = 3600
+    claim.HEARTBEAT_SECONDS = 3600
 
     def make(rng: random.Random) -> tuple[Any, Try]:
         state, overwrite = rng.choice(list(states)), rng.random() < 0.2
         there = states[state]
-        entries = sorted(name for name in there if name.startswith("out.tpuconv/") and "/new/" not in name)
+        entries = sorted(name for name in there if name.endswith((".done", "/claim")))
         entry, how = rng.choice(entries), rng.choice(("bytes", "sealed", "another's", "gone"))
         whole = json.loads(there[entry])
         if how == "bytes":

@@ -65,8 +65,8 @@ UNHURRIED = """
 import time
 from tpuconv.storage.journal import Journal
 record = Journal.record
-def unhurried(self, part, facts):
-    record(self, part, facts)
+def unhurried(self, part, facts, files=()):
+    record(self, part, facts, files)
     time.sleep(0.2)
 Journal.record = unhurried
 """
@@ -80,8 +80,8 @@ def halted_after(part: str, until: Path | None = None) -> str:
 import os, time
 from tpuconv.storage.journal import Journal
 record = Journal.record
-def halted(self, part, facts):
-    record(self, part, facts)
+def halted(self, part, facts, files=()):
+    record(self, part, facts, files)
     while part == {part!r} and not os.path.exists({str(until or "")!r}):
         time.sleep(0.02)
 Journal.record = halted

@@ -22,8 +22,13 @@ from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
 from tpuconv.convert.export.carried import Carried, skipped_tensors
 from tpuconv.convert.export.exporting import Exporting, describe_exporting
-from tpuconv.convert.export.fetched import FetchedFiles, file_entry, file_reads, workspace_of_files
-from tpuconv.convert.export.files import file_names, safetensors_header, write_index_and_companions
+from tpuconv.convert.export.fetched import FetchedFiles, file_entry, file_reads, record_file, workspace_of_files
+from tpuconv.convert.export.files import (
+    exported_names,
+    file_names,
+    safetensors_header,
+    write_index_and_companions,
+)
 from tpuconv.convert.export.layout import FileLayout, lay_out
 from tpuconv.convert.export.planned_arrays import PlannedArrays, describe_plan
 from tpuconv.convert.export.rows import ExportPiece
@@ -31,6 +36,7 @@ from tpuconv.convert.export.serving.formats import IN_COMPRESSED
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.conversion import PART_DONE, PUBLISHING, RunProgress, check_outside
+from tpuconv.convert.run.opening import open_journal
 from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
@@ -44,9 +50,8 @@ from tpuconv.location import Location
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.headers import DTYPES
+from tpuconv.storage.entries import RunJournal, State
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.journal import RunJournal, State
-from tpuconv.storage.opening import open_journal
 from tpuconv.storage.places import size_faults
 from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal
 
@@ -105,7 +110,8 @@ def export(
     names = [[tensor.name for tensor in shard] for shard in shards]  # another version may divide them otherwise
     fingerprint = hash_bytes(json.dumps([facts, names]).encode())["xxh3_128"]
     stamps = arrays.stamps_for_hosts
-    with open_journal(out, fingerprint, facts, part, overwrite=overwrite) as journal:
+    planned = exported_names(arrays, len(shards))
+    with open_journal(out, fingerprint, facts, planned, part, overwrite=overwrite) as journal:
         state = journal.begin()
         if state is State.PUBLISHED:
             _check_exported(arrays, journal.out)
@@ -120,6 +126,8 @@ def export(
         if state is not State.COMPLETE:
             companions = sum(facts["bytes"] for facts in arrays.companions.values())
             journal.sink.check_room(total + companions, "the export")
+            for name, shard in zip(file_names(len(shards)), shards, strict=True):
+                journal.sink.check_size(name, sum(tensor.nbytes for tensor in shard))
             arrays.check()
             journal.share()
             writing = _Run(arrays, pieces, beside, shards, journal, jobs, part)
@@ -315,7 +323,7 @@ class _Run:
             record(number, {"facts": file.facts(), "figures": found})
 
     def _record(self, number: int, facts: Mapping[str, Any]) -> None:
-        self.journal.record(file_entry(number), facts)
+        record_file(self.journal, number, len(self.shards), facts)
 
     def _made(self, pieces: list[ExportPiece]) -> Iterator["_Made"]:
         """Yields each tensor, or one after the other its slabs."""

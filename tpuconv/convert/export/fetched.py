@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tpuconv.convert.export.carried import Carried
+from tpuconv.convert.export.files import file_names
 from tpuconv.convert.export.layout import FileLayout
 from tpuconv.convert.export.planned_arrays import PlannedArrays
 from tpuconv.convert.plan.types import Plan
@@ -17,7 +18,7 @@ from tpuconv.convert.run.steps import COMPARE_STEP, compare_steps, copied_ranges
 from tpuconv.errors import SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep
-from tpuconv.storage.journal import RunJournal
+from tpuconv.storage.entries import RunJournal
 
 Reads = Sequence[Collection[Extent]]
 """By file of an export what it is made from."""
@@ -26,6 +27,11 @@ Reads = Sequence[Collection[Extent]]
 def file_entry(number: int) -> str:
     """The name of the journal's entry, and of the step, for a file of an export."""
     return f"file-{number:05d}"
+
+
+def record_file(journal: RunJournal, number: int, count: int, facts: Mapping[str, Any]) -> None:
+    """Records that one of `count` files is done."""
+    journal.record(file_entry(number), facts, [file_names(count)[number]])
 
 
 def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None) -> list[set[Extent]]:
@@ -169,5 +175,5 @@ class FetchedFiles:
     def _record_proved(self) -> None:
         for number in list(self._made):
             if not self.arrays.reader.unproved(self._shards_of[file_entry(number)]):
-                self.journal.record(file_entry(number), self._made.pop(number))
+                record_file(self.journal, number, len(self.reads), self._made.pop(number))
                 self.arrays.reader.finish(file_entry(number))

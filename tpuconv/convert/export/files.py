@@ -7,6 +7,8 @@ from typing import Any
 
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.tensor import ExportTensor
+from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.config import without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
@@ -20,6 +22,12 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def exported_names(arrays: ArraySource, count: int) -> set[str]:
+    """Returns the name of each file that an export of `count` shards may write."""
+    companions = {CARD if name == SOURCE_CARD else name for name in arrays.companions}
+    return {*file_names(count), *companions, INDEX_FILE, CONFIG_FILE, REPORT, MANIFEST}
 
 
 def divide_tensors(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:

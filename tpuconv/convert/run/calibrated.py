@@ -17,7 +17,8 @@ from tpuconv.errors import OutputError
 from tpuconv.layout import Shape
 from tpuconv.sources.workspace import claim, release
 from tpuconv.storage import disk
-from tpuconv.storage.journal import CALIBRATED, Journal, RunJournal
+from tpuconv.storage.entries import RunJournal
+from tpuconv.storage.journal import CALIBRATED, Journal
 
 QVALUES, VALUES = "qvalues", "values"
 """The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""

@@ -17,6 +17,8 @@ from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.found import FOUND_STEP, write_found
+from tpuconv.convert.run.opening import open_journal
+from tpuconv.convert.run.planned import planned_names
 from tpuconv.convert.run.results import HASH_ENTRY, UNIT_ENTRY, UnitResult
 from tpuconv.convert.run.share import entries_of, share_of
 from tpuconv.convert.run.sizing import Limits, jobs
@@ -32,11 +34,10 @@ from tpuconv.names import MANIFEST
 from tpuconv.progress import Progress
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.damaged import hash_of
+from tpuconv.storage.entries import RunJournal, State
 from tpuconv.storage.hashes import known_hash
-from tpuconv.storage.journal import RunJournal, State
-from tpuconv.storage.opening import open_journal
 from tpuconv.storage.places import real
-from tpuconv.storage.sealed import STAGED, raise_damage, seal
+from tpuconv.storage.sealed import raise_damage, seal
 from tpuconv.storage.sinks import Sink
 
 AHEAD_BYTES = 768 * MIB
@@ -124,7 +125,7 @@ def run(
     job_count = jobs(plan, limits)
     check_outside(plan.source.folder, out)
     total, stamps = plan.source_bytes, stamps_for_hosts(plan.source)
-    with open_journal(out, plan.fingerprint, plan.facts, part, overwrite=overwrite) as journal:
+    with open_journal(out, plan.fingerprint, plan.facts, planned_names(plan), part, overwrite=overwrite) as journal:
         state = journal.begin()
         if state is State.PUBLISHED:
             yield from _check_published(plan, journal.out)
@@ -151,10 +152,12 @@ def run(
 
 
 def check_outside(folder: Location, out: Location) -> None:
-    """Raises UsageError if an output is, or lies in, the folder of its source."""
+    """Raises UsageError if an output is the folder of its source, lies in it, or holds it."""
     inside, target = real(folder), real(out)
     if target == inside or inside in target.parents:
         raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
+    if target in inside.parents:
+        raise UsageError(f"{out} holds the source folder, {folder}", hint="give another OUT")
 
 
 def _check_published(plan: Plan, out: Location) -> Iterator[RunProgress]:
@@ -276,7 +279,6 @@ def _write_rest(
         for i, s in enumerate(plan.source.shards)
     }
     sink = journal.sink
-    sink.keep_only({STAGED, *(path.partition("/")[0] for path in files)})  # the others, of an earlier run, follow now
     for name, own_facts in plan.source.companions.items():
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, sink, target)

@@ -10,7 +10,8 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.results import UnitResult, add_sums
 from tpuconv.convert.run.store import Store
 from tpuconv.storage.disk import page_buffer
-from tpuconv.storage.journal import CALIBRATED, RunJournal
+from tpuconv.storage.entries import RunJournal
+from tpuconv.storage.journal import CALIBRATED
 
 FOUND_STEP = f"{CALIBRATED}-arrays"
 """The journal's entry, of the same form as that of a unit of work."""
@@ -31,4 +32,4 @@ def write_found(plan: Plan, journal: RunJournal, store: Store, values: Mapping[s
         add_sums(result.checksums, name, (0, crc_checksum(spec.grid, first, shard.crcs())))
         paths.append(store.write(name, shard))
     store.sync(paths)
-    journal.record(FOUND_STEP, result.to_json())
+    journal.record(FOUND_STEP, result.to_json(), paths)

@@ -9,7 +9,7 @@ from tpuconv.jsonfile import Each
 from tpuconv.location import BucketPath
 from tpuconv.sources.reader import WAIT
 from tpuconv.sources.source import Source
-from tpuconv.storage.journal import RunJournal
+from tpuconv.storage.entries import RunJournal
 
 ENTRY = "stamps"
 ENTRY_SCHEMA = {"stamps": Each(str)}

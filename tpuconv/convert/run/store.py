@@ -79,9 +79,7 @@ class Store:
         for name, fault in self.sink.size_faults(sizes):
             raise OutputError(
                 f"{self.sink.folder / name} {fault}",
-                hint=f"remove {self.sink.folder.parent} and convert again"
-                if self.sink.is_hidden
-                else f"delete {self.sink.folder} and {self.sink.folder}.tpuconv, and convert again",
+                hint=f"remove {self.sink.folder.parent} and convert again",
             )
         # Without its zarr.json nobody takes an array that lacks shards for one of zeros.
         files = {self._path(f"{a.name}/zarr.json"): json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}

@@ -22,7 +22,7 @@ from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, wor
 from tpuconv.convert.run.store import Store
 from tpuconv.errors import SourceError
 from tpuconv.sources.shard import SourceShard
-from tpuconv.storage.journal import RunJournal
+from tpuconv.storage.entries import RunJournal
 
 
 class _Cancelled(Exception):
@@ -90,7 +90,7 @@ class Workers:
         self.writers = ThreadPoolExecutor(jobs)
         self.finisher = ThreadPoolExecutor(1)
         self.flushes: deque[Future[None]] = deque()
-        self.made: list[tuple[WorkUnit, UnitResult]] = []
+        self.made: list[tuple[WorkUnit, UnitResult, list[str]]] = []
         self.recording = threading.Lock()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
@@ -206,7 +206,7 @@ class Workers:
         self.store.sync(written)
         self.reader.check_unchanged(self.plan.shards_of(opened.unit))  # what is done was made of the files of the plan
         with self.recording:
-            self.made.append((opened.unit, result))
+            self.made.append((opened.unit, result, written))
         self._record_proved()
 
     def _record_proved(self) -> None:
@@ -214,8 +214,8 @@ class Workers:
         with self.recording:
             proved = [pair for pair in self.made if not self.reader.unproved(self.plan.shards_of(pair[0]))]
             self.made = [pair for pair in self.made if pair not in proved]
-        for unit, result in proved:
-            self.journal.record(unit.uid, result.to_json())
+        for unit, result, files in proved:
+            self.journal.record(unit.uid, result.to_json(), files)
             self.reader.finish(unit.uid)
 
     def _check_cancelled(self) -> None:

@@ -1,0 +1,145 @@
+"""What journals of all kinds have in common: entries for the parts of a work that are done, and what a run asks of
+them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+from tpuconv.errors import OutputError
+from tpuconv.jsonfile import check, parse, read_bytes
+from tpuconv.location import Location
+from tpuconv.storage import sealed
+from tpuconv.storage.sinks import Sink
+
+MAX_ENTRY_BYTES = 1 << 30
+ENTRY_KEY = "entry"
+"""Key under which an entry holds its own name."""
+ENTRY_SCHEMAS: Mapping[str, Any] = {
+    "plan": {"fingerprint": str, "facts": dict},
+    "complete": {"fingerprint": str, "identity": str},
+    "names": {"names": [str]},
+}
+"""Of the journal's own entries. The schemas of other parts are given by those who record them."""
+
+
+class State(Enum):
+    """What a run finds: nothing, a part of its work, a complete but unpublished output, its published output, or other
+    processes of the same plan at work."""
+
+    NEW = "new"
+    BEGUN = "begun"
+    COMPLETE = "complete"
+    PUBLISHED = "published"
+    JOINED = "joined"
+
+
+class JournalEntries(ABC):
+    """The entries of a journal, wherever they are kept."""
+
+    entry_schemas: ClassVar[Mapping[str, Any]] = ENTRY_SCHEMAS
+
+    @property
+    @abstractmethod
+    def work(self) -> Location:
+        """The folder of the entries, beside the output."""
+
+    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
+        """The recorded results of a part of the work.
+
+        Args:
+            part: the name of the part.
+            schema: what the results must look like; see `tpuconv.jsonfile.check`.
+
+        Returns:
+            The results, or None if the part is not done.
+
+        Raises:
+            OutputError: the entry cannot be read, or was changed.
+        """
+        if not self._is_recorded(part):
+            return None
+        path = self._entry_path(part)
+        try:
+            return dict(check(self._entry(part), self.entry_schemas.get(part, schema), str(path), OutputError))
+        except OutputError as e:
+            raise self._unreadable(e) from None
+
+    def _entry_path(self, part: str) -> Location:
+        return self.work / f"{part}.done"
+
+    def _entry(self, part: str) -> dict[str, Any]:
+        return self._read_entry(self._entry_path(part))
+
+    def _read_entry(self, path: Location) -> dict[str, Any]:
+        """What an entry says. Raises OutputError if it cannot be read, or was changed."""
+        try:
+            data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
+            facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
+            if facts[ENTRY_KEY] != path.name.removesuffix(".done") or sealed.seal_of(data) is None:
+                raise OutputError(f"{path} was changed, or is of another version of tpuconv")
+        except OutputError as e:
+            raise self._unreadable(e) from None
+        return facts
+
+    def _unreadable(self, error: OutputError) -> OutputError:
+        return OutputError(error.message, hint=f"move {self.work} away, and run again to begin anew")
+
+    @abstractmethod
+    def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
+        """Marks a part as done, with its results. The files that it wrote must be durable already."""
+
+    @abstractmethod
+    def _is_recorded(self, part: str) -> bool:
+        """Whether there is an entry for a part."""
+
+    @abstractmethod
+    def forget(self, parts: list[str]) -> None:
+        """Marks parts as not done."""
+
+
+class RunJournal(Protocol):
+    """What a run needs of a journal: `Journal` on a local disk, `BucketJournal` in a bucket."""
+
+    @property
+    def out(self) -> Location:
+        """The output."""
+
+    @property
+    def work(self) -> Location:
+        """The folder of the entries, beside the output."""
+
+    @property
+    def sink(self) -> Sink:
+        """What takes the files of the output, once `begin` was called."""
+
+    def __enter__(self) -> Any:
+        """Makes this process the writer of the output."""
+
+    def __exit__(self, *_: object) -> None:
+        """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
+
+    def begin(self) -> State:
+        """What exists already. Raises OutputError if `out` must not be replaced, or belongs to another plan."""
+
+    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
+        """The recorded results of a part; None if it is not done."""
+
+    def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
+        """Marks a part as done, which wrote these files of the output."""
+
+    def forget(self, parts: list[str]) -> None:
+        """Marks parts as not done."""
+
+    def share(self) -> None:
+        """Lets other processes of the same plan do their parts, if this is one of several."""
+
+    def gather(self, parts: Collection[str]) -> bool:
+        """Whether this process is to publish the output: all parts are recorded, and other processes have stopped. Of a
+        process that works alone."""
+
+    def is_published(self) -> bool:
+        """Whether `out` is a published output of this plan."""
+
+    def publish(self) -> None:
+        """Makes what was written the output. It must be complete and hold its manifest."""
