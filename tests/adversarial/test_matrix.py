@@ -17,8 +17,9 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -1237,10 +1238,16 @@ def test_property_mutated_files_at_length(made, tmp_path):
 
 def test_a_source_that_changed_since_is_told(hf, tmp_path):
     """By stamps where a file is the same, by hashes where it is another."""
-    from tpuconv.sources.shard import changed_shards
+    from tpuconv.sources import shard
+    from tpuconv.sources.origins import known_stamps
 
     convert(hf, tmp_path / "out")
-    known = read_manifest(tmp_path / "out").raw["source"]["shards"]
+    made = read_manifest(tmp_path / "out").sealed
+    known = made.raw["source"]["shards"]
+
+    def changed_shards(folder: Path, known: Mapping[str, Any]) -> list[str] | None:
+        return shard.changed_shards(folder, known, known_stamps(made, folder))
+
     assert changed_shards(hf, known) == []
     copy_tree(hf, tmp_path / "copy")
     assert changed_shards(tmp_path / "copy", known) == []

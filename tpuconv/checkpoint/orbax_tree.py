@@ -17,10 +17,11 @@ import numpy as np
 
 from tpuconv import buckets
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
-from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes, short
+from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, short
 from tpuconv.layout import Shape
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.paths import near_folders
+from tpuconv.sources.shard import samples
 from tpuconv.storage.hashes import hash_bytes, stamp
 from tpuconv.storage.places import is_file, names_in
 
@@ -145,8 +146,17 @@ class TrainedTree:
 
     @cached_property
     def identity(self) -> str:
-        """Changes when a file is written, replaced or moved."""
-        return str(hash_bytes(json.dumps(sorted(self._stamps.items())).encode())["xxh3_128"])
+        """Equal for copies: a hash of names, sizes and samples of the files; in a bucket, of their versions. Whether a
+        file is the same in all its bytes, `stamps` tell."""
+        found: dict[str, Any] = dict(self.stamps)
+        if isinstance(self.folder, Path):
+            found = {name: _sampled(self.folder / name) for name in found}
+        return str(hash_bytes(json.dumps(sorted(found.items())).encode())["xxh3_128"])
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """By file, what changes when it is written or replaced."""
+        return {name: str(hash_bytes(json.dumps(stamps).encode())["xxh3_128"]) for name, stamps in self._stamps.items()}
 
     def check_unchanged(self) -> None:
         """Raises SourceError if a file was changed since the tree was opened."""
@@ -236,6 +246,12 @@ class TrainedTree:
                 except OSError as e:
                     raise SourceError(f"{path} cannot be read: {e.strerror}") from None
         return out
+
+
+def _sampled(path: Path) -> list[Any]:
+    """The size of a file, and a hash of samples of its bytes."""
+    with opened(path, SourceError) as (fd, status):
+        return [status.st_size, hash_bytes(b"".join(samples(fd, 0, status.st_size)))["xxh3_128"]]
 
 
 def _key_value_store(folder: Location) -> dict[str, Any]:

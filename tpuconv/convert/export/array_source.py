@@ -11,6 +11,7 @@ from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
 from tpuconv.sources.config import with_encoding, without_encoding
 from tpuconv.sources.files import ENCODING_FILE
+from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 
 
@@ -71,8 +72,8 @@ class ArraySource(Protocol):
     def stamps_for_hosts(self) -> dict[str, str]:
         """The same, equal on all hosts that see the files."""
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
-        """Checks that an output was made of the source as it is now; `known` is what its manifest says about it."""
+    def check_made(self, out: Location, made: Sealed) -> None:
+        """Checks that an output, with this manifest, was made of the source as it is now."""
 
 
 class IdentifiedArrays:
@@ -99,7 +100,7 @@ class IdentifiedArrays:
         """See `ArraySource`."""
         return {}
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+    def check_made(self, out: Location, made: Sealed) -> None:
         """See `ArraySource`."""
 
 
@@ -132,7 +133,7 @@ class CheckpointArrays(IdentifiedArrays):
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the checkpoint was replaced."""
         self.manifest.check_current()
-        return dict(self.manifest.raw["source"])
+        return self.manifest.origin
 
 
 def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:

@@ -44,6 +44,7 @@ from tpuconv.location import Location
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.origins import remember
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.journal import RunJournal, State
 from tpuconv.storage.opening import open_journal
@@ -153,6 +154,7 @@ def export(
             known = {"fingerprint": fingerprint, "source": source, "family": what.family}
             journal.sink.write(MANIFEST, seal({**facts, **known, **further, "files": files}))
         journal.publish()
+        remember(read_sealed(journal.out), manifest.folder, arrays.stamps)
     yield RunProgress(total, total, 0, "published")
 
 
@@ -251,7 +253,7 @@ def _check_exported(arrays: ArraySource, out: Location) -> None:
     sealed = read_sealed(out)
     sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
     raise_damage(out, size_faults(out, sizes))
-    arrays.check_made(out, sealed.raw["source"])
+    arrays.check_made(out, sealed)
 
 
 class _Run:

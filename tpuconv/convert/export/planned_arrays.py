@@ -184,9 +184,9 @@ class PlannedArrays:
         """See `ArraySource`."""
         return stamps_for_hosts(self.plan.source)
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+    def check_made(self, out: Location, made: Sealed) -> None:
         """See `ArraySource`. Raises OutputError if it was not."""
-        for _ in check_made_of(self.plan, out, known["shards"]):
+        for _ in check_made_of(self.plan, out, made):
             pass
 
     def close(self) -> None:
