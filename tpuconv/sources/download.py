@@ -1,15 +1,16 @@
 """Downloads files of the Hub by byte ranges, so that a broken connection is resumed, and counts the bytes."""
 
-import errno
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tpuconv.sources.hub_errors import is_offline, is_unreachable
+from tpuconv.storage import locks
 
 RETRIES = 5  # failures in a row that bring nothing
 BACKOFF_SECONDS = 1.0  # before the first retry, then twice that and so on
@@ -125,19 +126,13 @@ def retry_after(error: BaseException) -> float:
     return min(float(said), MOST_WAIT_SECONDS) if said.isdecimal() else 0.0
 
 
-def lock(fd: int) -> bool:
-    """Locks an open file, and says whether it is locked. On a file system without locks everybody gets it: two writers
-    then write the same bytes to the same places."""
-    import fcntl
-
+def lock_partial(fd: int, path: Path) -> bool:
+    """Locks an open file of the Hub's cache, and returns whether it is locked. On a file system without locks everybody
+    gets it: two writers then write the same bytes to the same places."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
+        return locks.lock(fd, path)
+    except locks.NoLocks:
+        return True
 
 
 END_SECONDS = 1.0

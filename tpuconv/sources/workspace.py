@@ -1,6 +1,5 @@
 """The folder that holds what of a remote source is on the disk."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Collection, Iterable
@@ -15,7 +14,7 @@ from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources import schedule
 from tpuconv.sources.schedule import Segment
-from tpuconv.storage import disk
+from tpuconv.storage import disk, locks
 
 FOLDER_IN_WORK = "source"
 """The workspace in the work folder of a local output."""
@@ -100,8 +99,12 @@ class Workspace:
 
 
 def claim(parent: Path, name: str) -> tuple[Path, int]:
-    """The first folder of this name, or of it with a number, that is this user's and not in use; and its open lock.
-    Others cannot write to it, even in the folder for temporary files."""
+    """Returns the first folder of this name, or of it with a number, that is this user's and not in use, and its open
+    lock. Others cannot write to it, even in the folder for temporary files.
+
+    Raises:
+        ResourceError: it cannot be written, or the file system has no locks.
+    """
     for number in count():
         root = parent / (f"{name}-{number}" if number else name)
         with disk.writing(root):
@@ -117,11 +120,11 @@ def claim(parent: Path, name: str) -> tuple[Path, int]:
                     raise
         lock = disk.open_lock(root / LOCK)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), (root / LOCK).stat()):
+            if locks.lock(lock, root / LOCK) and locks.same_file(lock, root / LOCK):
                 return root, lock
-        except OSError:
-            pass
+        except ResourceError:
+            release(root, lock)
+            raise
         os.close(lock)
     raise AssertionError
 

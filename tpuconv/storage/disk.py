@@ -36,12 +36,14 @@ FLUSHED_AT_ONCE = 8
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY)
+UNMOVABLE = "an output appears by a rename of its folder, which this file system refuses: choose an OUT on another disk"
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 HINTS = {
     errno.EROFS: "the file system is read-only: choose another OUT",
     errno.EACCES: "you may not write there: choose another OUT",
     errno.EPERM: "you may not write there: choose another OUT",
     errno.EIO: "the disk fails: choose an OUT on another one",
+    **dict.fromkeys((errno.EXDEV, errno.EBUSY, errno.ENOSYS, errno.ENOTSUP), UNMOVABLE),
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -218,6 +220,31 @@ def exchange(path: Path, other: Path) -> bool:
         if e.errno in NO_EXCHANGE:
             return False
         raise
+    return True
+
+
+def try_moves(place: Path) -> None:
+    """Tries what publishing does, on two folders that are made at `place` and removed again: a swap, if the file system
+    can, and a rename into another folder."""
+    made, old = place / "from" / "made", place / "old"
+    for folder in (made, old):
+        make_folder(folder)
+    exchange(made, old)
+    rename(made, place / "moved")
+    remove(place)
+
+
+@_translated
+def is_movable(path: Path, full: Path) -> bool:
+    """Returns whether the file system renames a folder. Nothing is changed: `full` is a folder that is not empty, which
+    none can replace. On an overlay file system a folder of a lower layer cannot be renamed."""
+    try:
+        os.rename(path, full)
+    except OSError as e:
+        if e.errno not in (*IN_THE_WAY, errno.EXDEV, errno.EBUSY):
+            raise
+        return e.errno in IN_THE_WAY
+    os.rename(full, path)  # it replaced a folder with contents
     return True
 
 

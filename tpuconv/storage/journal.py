@@ -10,6 +10,7 @@ The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a na
     out/              what becomes OUT; it holds the file STAGED, which no finished output has
     complete.done     out/ is complete and flushed; holds the identity of its manifest
     old/              the output that is replaced, if the system cannot swap two folders
+    tried/            empty folders, on which the renames of publishing are tried before the work begins
 
 An entry is sealed as a manifest is, and holds its own name. An entry that was changed is an error, since its contents
 go into the output.
@@ -17,13 +18,13 @@ go into the output.
 Publishing goes from one state to the next, each step a single system call. A run continues from the state that it
 finds:
 
-    complete.done, out/ with STAGED       -> out/ becomes OUT, by a rename or a swap with the old output
+    complete.done, out/ with STAGED       -> out/ becomes OUT, by a rename (also over an empty folder) or a swap with
+                                             the old output
     complete.done, OUT with STAGED        -> the file STAGED in OUT is removed
     complete.done, no STAGED              -> the work folder is removed, plan.done first and complete.done last
     no plan.done, or out/ without STAGED  -> nothing can be resumed: the folder is cleared
 """
 
-import fcntl
 import json
 import os
 import stat
@@ -37,7 +38,8 @@ from typing import Any, ClassVar, Protocol
 from tpuconv.errors import OutputError, TpuconvError, UsageError
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import Location
-from tpuconv.storage import disk, sealed
+from tpuconv.storage import disk, locks, sealed
+from tpuconv.storage.mounts import check_place, file_system_of
 from tpuconv.storage.refusals import exists_already, unfinished
 from tpuconv.storage.sealed import STAGED
 from tpuconv.storage.sinks import FolderSink, Sink
@@ -47,6 +49,9 @@ MARK = b"work folder of tpuconv\n"
 
 CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
+
+TRIED = "tried"
+"""The folder in which renames are tried."""
 
 MAX_ENTRY_BYTES = 1 << 30
 ENTRY_KEY = "entry"
@@ -196,12 +201,19 @@ class Journal(JournalEntries):
         self._writing = threading.Lock()
 
     def __enter__(self) -> "Journal":
+        if self.overwrite or not self.is_published():
+            check_place(self.out)
         while self._lock < 0:
             self._check_folder()
             disk.make_folder(self.folder)
             lock = disk.open_lock(self.folder / WORK)
             try:
                 self._take(lock)
+            except locks.NoLocks:
+                if disk.entries(self.folder) == [WORK] and not os.fstat(lock).st_size:
+                    disk.remove(self.folder / WORK)
+                    disk.remove_empty(self.folder)
+                raise
             finally:
                 if self._lock != lock:
                     os.close(lock)
@@ -221,16 +233,12 @@ class Journal(JournalEntries):
             raise self._not_ours("it is a link" if stat.S_ISLNK(mode) else "it is not a folder")
 
     def _take(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks.lock(lock, self.folder / WORK):
             raise OutputError(
                 f"{self.out} is being written by another process", hint="wait for it, or choose another OUT"
-            ) from None
-        except OSError as e:
-            raise disk.write_error(self.folder, e) from None
-        # Whoever held it may have finished and removed the folder: then this is the lock of nothing.
-        if not same_file(lock, self.folder / WORK):
+            )
+        # Whoever held it may have finished and removed the folder: then the locked file has no name any more.
+        if not locks.same_file(lock, self.folder / WORK):
             return
         with disk.writing(self.folder):
             mark = os.pread(lock, len(MARK) + 1, 0)
@@ -274,7 +282,7 @@ class Journal(JournalEntries):
             if ended and complete["fingerprint"] == self.fingerprint:
                 return State.PUBLISHED
             complete = None
-        if complete is not None and complete["fingerprint"] == self.fingerprint:
+        if complete is not None and complete["fingerprint"] == self.fingerprint and self._is_movable(self.staging):
             self._check_out()
             return State.COMPLETE
         if not self.overwrite and self.is_published():
@@ -285,9 +293,10 @@ class Journal(JournalEntries):
             if not self.overwrite:
                 raise unfinished(self.out, self.work, began, self.facts)
             began = None
-        if began is not None and self._is_staged():
+        if began is not None and self._is_staged() and self._is_movable(self.staging):
             return State.BEGUN
         self.discard()
+        disk.try_moves(self.folder / TRIED)
         disk.make_folder(self.staging)
         disk.write_file(self.staging / STAGED, b"")
         disk.sync(self.staging)
@@ -317,7 +326,7 @@ class Journal(JournalEntries):
             disk.sync_all(self.staging)
             complete = {"fingerprint": self.fingerprint, "identity": sealed.read_sealed(self.staging).identity}
             self.record("complete", complete)
-        if os.path.lexists(self.out):
+        if os.path.lexists(self.out) and not _is_empty(self.out):
             self._check_out()
             disk.remove(self.out / STAGED)  # left by a publication whose work folder was removed
             disk.sync(self.out)
@@ -345,7 +354,7 @@ class Journal(JournalEntries):
 
     def _is_idle(self) -> bool:
         """Whether nothing here can be resumed, as after an error before the work began."""
-        if not same_file(self._lock, self.folder / WORK):
+        if not locks.same_file(self._lock, self.folder / WORK):
             return False
         names = disk.entries(self.folder)
         if "complete.done" in names:
@@ -372,10 +381,27 @@ class Journal(JournalEntries):
 
     def _check_out(self) -> None:
         with disk.writing(self.out):
-            if not os.path.lexists(self.out):
+            if not os.path.lexists(self.out) or _is_empty(self.out):
                 return
             if error := exists_already(self.out, self.facts, overwrite=self.overwrite):
                 raise error
+        if not self._is_movable(self.out):
+            raise UsageError(
+                f"{self.out} cannot be replaced: it is in a lower layer of an overlay file system (a container's "
+                "image)",
+                hint="choose another OUT, or remove this one first",
+            )
+
+    def _is_movable(self, folder: Path) -> bool:
+        """Whether the file system renames a folder that is there already."""
+        if "overlay" not in file_system_of(folder):
+            return True
+        full = self.folder / TRIED
+        disk.make_folder(full / "from")
+        try:
+            return disk.is_movable(folder, full)
+        finally:
+            disk.remove(full)
 
     def discard(self) -> None:
         """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
@@ -390,9 +416,6 @@ class Journal(JournalEntries):
                 disk.remove(self.folder / name)
 
 
-def same_file(fd: int, path: Path) -> bool:
-    """Whether a path is still the file that was opened."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except OSError:
-        return False
+def _is_empty(folder: Path) -> bool:
+    """Whether it is an empty folder, which a rename replaces as if it were not there."""
+    return folder.is_dir() and not folder.is_symlink() and not disk.entries(folder)
