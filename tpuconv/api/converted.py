@@ -127,12 +127,12 @@ class ConversionPlan:
 
         limits = sizing.Limits.of_this_machine(jobs, max_memory)
         if plan.target.is_safetensors:
-            from tpuconv.convert.export.export import PlannedFiles, planned_files
+            from tpuconv.convert.export.export import planned_files
 
-            planned = PlannedFiles([], {}, 0) if plan.faults else planned_files(plan)
-            count = sizing.jobs_for_tensors(plan, limits, planned.slabs)
-            memory = sizing.planned_memory_for_tensors(plan, count, planned.slabs)
-            return cls(plan, count, memory, planned.workspace_bytes, rules, planned.files)
+            if plan.faults:
+                return cls(plan, limits.jobs, 0, 0, rules)
+            planned = planned_files(plan, limits)
+            return cls(plan, planned.room.jobs, planned.memory, planned.workspace_bytes, rules, planned.files)
         count = sizing.jobs(plan, limits)
         return cls(plan, count, sizing.planned_memory(plan, count), workspace_bytes(plan), rules)
 

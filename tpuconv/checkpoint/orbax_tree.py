@@ -47,6 +47,9 @@ _STEP = re.compile(r"(?:[\w-]*_)?(\d+)")
 STORE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """How TensorStore's errors begin that are a bucket's and not the checkpoint's."""
 
+TENSORSTORE_MEMORY = 300 << 20
+"""What TensorStore and its threads add to a process."""
+
 CACHE_BYTES = 256 << 20
 """Of decoded chunks; more where two chunks of an array have more."""
 
@@ -143,6 +146,7 @@ class TrainedTree:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise SourceError(f"{path} has an array of the name {short(name)}, which is no name of a folder")
         self._stores: dict[str, Any] = {}
+        self._cache_bytes = CACHE_BYTES
 
     @cached_property
     def identity(self) -> str:
@@ -152,6 +156,11 @@ class TrainedTree:
         if isinstance(self.folder, Path):
             found = {name: _sampled(self.folder / name) for name in found}
         return str(hash_bytes(json.dumps(sorted(found.items())).encode())["xxh3_128"])
+
+    @property
+    def memory(self) -> int:
+        """The bytes that reading takes besides what is read: the cache, and TensorStore itself."""
+        return self._cache_bytes + TENSORSTORE_MEMORY
 
     @property
     def stamps(self) -> dict[str, str]:
@@ -176,7 +185,8 @@ class TrainedTree:
         stores = self._opened(names, CACHE_BYTES)
         largest = max((prod(_chunk(s)) * s.dtype.numpy_dtype.itemsize for s in stores.values()), default=0)
         if 2 * largest > CACHE_BYTES:  # layers in one chunk are read one at a time, and decoded once
-            stores = self._opened(names, 2 * largest)
+            self._cache_bytes = 2 * largest
+            stores = self._opened(names, self._cache_bytes)
         self._stores |= stores
         return {n: TreeArray(n, tuple(s.shape), s.dtype.name) for n, s in stores.items()}
 

@@ -23,6 +23,10 @@ class ArraySource(Protocol):
         """What the arrays are. Of a plan, what the manifest of its output would say before any value is known."""
 
     @property
+    def memory(self) -> int:
+        """The bytes that reading takes, besides the arrays."""
+
+    @property
     def file_config(self) -> Mapping[str, Any]:
         """The source's config.json, as the file has it."""
 
@@ -81,6 +85,7 @@ class IdentifiedArrays:
     hashed, and nothing of it is quantized meanwhile. See `ArraySource`."""
 
     hashed: Sequence[str] = ()
+    memory = 0
 
     def finish_part(self) -> dict[str, str]:
         """See `ArraySource`."""

@@ -32,7 +32,7 @@ from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.conversion import PART_DONE, PUBLISHING, RunProgress, check_outside
 from tpuconv.convert.run.results import HASH_ENTRY
-from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
+from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.strided import copy_strided
@@ -64,7 +64,7 @@ def export(
     what: Exporting,
     layout: FileLayout,
     out: Location,
-    jobs: int,
+    room: TensorRoom,
     *,
     overwrite: bool = False,
     part: ProcessPart | None = None,
@@ -80,7 +80,7 @@ def export(
         what: what is written of them.
         layout: how, from `lay_out`.
         out: the output folder.
-        jobs: threads.
+        room: threads and memory.
         overwrite: replace an existing output of ours.
         part: which of several processes this is. Each writes some of the files; the last one publishes.
         streamed: the arrays again, if their source is fetched meanwhile.
@@ -123,7 +123,7 @@ def export(
             journal.sink.check_room(total + companions, "the export")
             arrays.check()
             journal.share()
-            writing = _Run(arrays, pieces, beside, shards, journal, jobs, part)
+            writing = _Run(arrays, pieces, beside, shards, journal, room, part)
             if streamed is not None:
                 reads = file_reads(streamed, layout, beside)
                 writing.fetched = FetchedFiles(streamed, reads, writing.own, part, journal)
@@ -179,7 +179,7 @@ def export_checkpoint(
     """
     what = Exporting(table, config, manifest.family, beside)
     arrays = CheckpointArrays(manifest)
-    return export(arrays, what, lay_out(arrays, what), out, jobs, overwrite=overwrite)
+    return export(arrays, what, lay_out(arrays, what), out, TensorRoom(jobs), overwrite=overwrite)
 
 
 def convert_to_safetensors(
@@ -201,8 +201,8 @@ def convert_to_safetensors(
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
         layout = lay_out(arrays, what)
         streamed = arrays if plan.source.remote else None
-        job_count = jobs_for_tensors(plan, limits, layout.slabs)
-        yield from export(arrays, what, layout, out, job_count, overwrite=overwrite, part=part, streamed=streamed)
+        room = room_for_layout(plan.source.name, arrays, layout, limits)
+        yield from export(arrays, what, layout, out, room, overwrite=overwrite, part=part, streamed=streamed)
 
 
 @dataclass(frozen=True)
@@ -211,27 +211,37 @@ class PlannedFiles:
 
     Attributes:
         files: the tensors of each.
-        slabs: by name in how many slabs a tensor is made, if there are several.
+        room: threads and memory.
+        memory: the private memory in bytes that they need at most.
         workspace_bytes: the most that a source which is fetched takes on the disk of the workspace.
     """
 
     files: Sequence[Sequence[ExportTensor]]
-    slabs: Mapping[str, int]
+    room: TensorRoom
+    memory: int
     workspace_bytes: int
 
 
-def planned_files(plan: Plan) -> PlannedFiles:
+def room_for_layout(name: str, arrays: ArraySource, layout: FileLayout, limits: Limits) -> TensorRoom:
+    """Returns the threads and the memory of an export; see `room_for_tensors`."""
+    return room_for_tensors(name, limits, layout.job_bytes, layout.nbytes, arrays.memory)
+
+
+def planned_files(plan: Plan, limits: Limits) -> PlannedFiles:
     """Plans what `convert_to_safetensors` would write. No weight is read.
 
     Raises:
         UsageError: no format of servers holds what is quantized.
+        ResourceError: the memory does not suffice.
     """
     with closing(PlannedArrays(plan)) as arrays:
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
         layout = lay_out(arrays, what)
         reads = file_reads(arrays, layout, what.beside) if plan.source.remote else None
         workspace = 0 if reads is None else workspace_of_files(arrays, reads)
-        return PlannedFiles(layout.files, layout.slabs, workspace)
+        room = room_for_layout(plan.source.name, arrays, layout, limits)
+        memory = planned_memory_for_tensors(room, layout.job_bytes, arrays.memory)
+        return PlannedFiles(layout.files, room, memory, workspace)
 
 
 def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,11 +276,11 @@ class _Run:
         beside: Carried | None,
         shards: list[list[ExportTensor]],
         journal: RunJournal,
-        jobs: int,
+        room: TensorRoom,
         part: ProcessPart | None,
     ):
         self.arrays, self.pieces, self.beside = arrays, pieces, beside
-        self.shards, self.journal, self.jobs = shards, journal, jobs
+        self.shards, self.journal, self.room = shards, journal, room
         self._sizes = [sum(tensor.nbytes for tensor in shard) for shard in shards]
         numbers = range(len(shards))
         self.fetched: FetchedFiles | None = None
@@ -324,13 +334,13 @@ class _Run:
         waiting: deque[tuple[ExportPiece, Ranges, Future[tuple[list[np.ndarray], dict[str, Any]]]]] = deque()
         rest, nbytes = deque((piece, ranges) for piece in pieces for ranges in piece.slabs), 0
         held: list[_Made] = []  # of all tensors of a piece but the first, which is written first
-        with ThreadPoolExecutor(self.jobs) as pool, self.fetched or nullcontext():  # ends what threads wait for
+        with ThreadPoolExecutor(self.room.jobs) as pool, self.fetched or nullcontext():  # ends what threads wait for
             try:
                 while rest or waiting:
                     while (
                         rest
-                        and len(waiting) <= self.jobs
-                        and (not waiting or nbytes + rest[0][0].nbytes <= IN_FLIGHT_BYTES)
+                        and len(waiting) <= self.room.jobs
+                        and (not waiting or nbytes + rest[0][0].nbytes <= self.room.in_flight)
                     ):
                         piece, ranges = rest.popleft()
                         nbytes += piece.nbytes

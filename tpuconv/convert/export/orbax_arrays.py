@@ -96,6 +96,11 @@ class OrbaxArrays(IdentifiedArrays):
         return dict(self.manifest.raw["source"])
 
     @property
+    def memory(self) -> int:  # type: ignore[override]
+        """See `ArraySource`."""
+        return self.tree.memory
+
+    @property
     def stamps(self) -> dict[str, str]:
         """See `ArraySource`."""
         return self.tree.stamps
