@@ -269,16 +269,46 @@ def test_row_05_full_while_it_writes(middle, made, tmp_path):
 
 
 def test_row_05_a_file_may_not_grow(middle, made, tmp_path):
-    """The same where one may mount nothing, by a limit on the size of files."""
+    """By a limit on the size of files, which is no full disk."""
     out = tmp_path / "out"
     copy_tree(made / "old", out)
     args = ("convert", middle, out, "--overwrite")
     done = tpuconv(*args, limit=(resource.RLIMIT_FSIZE, 100_000), code=8)
-    assert f"the disk of {tmp_path}" in done.stderr
+    assert "would be larger than the file size that is allowed" in done.stderr
+    assert "ulimit -f" in done.stderr
     assert_left(out, contents(made / "old"))
     tpuconv(*args)
     tpuconv("convert", middle, tmp_path / "undisturbed")
     assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_too_many_open_files(hf, tmp_path):
+    """Whatever the call that finds no descriptor any more: exit code 8, and nothing is left."""
+    many = write_shards(hf, tmp_path / "many", 60)
+    for limit in range(12, 90, 4):
+        done = tpuconv("convert", many, tmp_path / "out", limit=(resource.RLIMIT_NOFILE, limit), code=None)
+        assert done.returncode in (0, 8), (limit, done.stderr)
+        if done.returncode:
+            assert "ulimit -n" in done.stderr, (limit, done.stderr)
+            assert not (tmp_path / "out").exists()
+        count("forty faults", f"limit of open files, exit {done.returncode}")
+    tpuconv("convert", many, tmp_path / "out")
+
+
+def write_shards(source: Path, folder: Path, shards: int) -> Path:
+    """The same source with a tensor in each file, as far as that goes."""
+    tensors = read_tensors(source)
+    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    dealt: dict[str, dict[str, np.ndarray]] = {name: {} for name in names}
+    for i, (name, x) in enumerate(tensors.items()):
+        dealt[names[i % shards]][name] = x
+    folder.mkdir()
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    for name, inside in dealt.items():
+        write_safetensors(folder / name, inside)
+    weight_map = {tensor: name for name, inside in dealt.items() for tensor in inside}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
 
 
 def test_row_06_too_small_a_disk_is_foreseen(middle, hf, tmp_path):

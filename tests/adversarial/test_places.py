@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from helpers.attacks.counts import count
 from helpers.attacks.simulated import contents
 from helpers.times import HANG
 from tpuconv import api
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import OutputError, ResourceError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.sources import download, workspace
@@ -263,3 +265,114 @@ def test_what_is_in_use_is_left_alone(tmp_path):
         Journal(tmp_path / "out", "x"),
     ):
         pass
+
+
+# -- file systems that rename a file which is removed while it is open ------------------------------------------------
+
+
+class Renaming:
+    """Stands in for `os`: as NFS and FUSE do it, a file that is removed while it is open gets another name in its
+    folder, and loses that when it is closed, or, as with FUSE, some time later. `others` are files that other programs
+    have open."""
+
+    def __init__(self, prefix: str, later: float):
+        self.prefix, self.later = prefix, later
+        self.hidden: dict[Path, tuple[int, int]] = {}
+        self.closed: dict[Path, float] = {}
+        self.others: set[tuple[int, int]] = set()
+        self.renamed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def _open(self) -> set[tuple[int, int]]:
+        found = set(self.others)
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                status = os.stat(f"/proc/self/fd/{fd}")
+            except OSError:
+                continue
+            found.add((status.st_dev, status.st_ino))
+        return found
+
+    def sweep(self) -> None:
+        opened = self._open()
+        for path, key in list(self.hidden.items()):
+            if key not in opened:
+                closed = self.closed.setdefault(path, time.monotonic())
+                if time.monotonic() >= closed + self.later:
+                    path.unlink(missing_ok=True)
+                    del self.hidden[path]
+
+    def unlink(self, path: Path) -> None:
+        self.sweep()
+        if path in self.hidden:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        status = os.lstat(path)
+        if (status.st_dev, status.st_ino) not in self._open():
+            os.unlink(path)
+            return
+        self.renamed += 1
+        target = path.with_name(f"{self.prefix}{self.renamed:08d}")
+        os.rename(path, target)
+        self.hidden[target] = (status.st_dev, status.st_ino)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Names below a folder move with it."""
+        os.rename(path, target)
+        moved = {p: target / p.relative_to(path) for p in self.hidden if p.is_relative_to(path)}
+        for old, new in moved.items():
+            self.hidden[new] = self.hidden.pop(old)
+
+    def rmdir(self, path: Path) -> None:
+        self.sweep()
+        os.rmdir(path)
+
+    def listdir(self, path: Path) -> list[str]:
+        self.sweep()
+        return os.listdir(path)
+
+
+FORMS = [("NFS", ".nfs", 0.0), ("FUSE", ".fuse_hidden", 0.2)]
+
+
+@pytest.mark.parametrize(("system", "prefix", "later"), FORMS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_open_files_that_are_renamed(system, prefix, later, overwrite, source, tmp_path, monkeypatch):
+    """The lock is open while the work folder is removed: nothing of it stays."""
+    made.convert(source, tmp_path / "right")
+    work = tmp_path / "work"
+    if overwrite:
+        made.convert(source, work / "out", Options(dtype="float32"))
+    monkeypatch.setattr(disk, "os", it := Renaming(prefix, later))
+    made.convert(source, work / "out", overwrite=overwrite)
+    assert it.renamed
+    assert [path.name for path in work.iterdir()] == ["out"]
+    assert contents(work / "out") == contents(tmp_path / "right")
+    root, lock = workspace.claim(work, "claimed")
+    workspace.release(root, lock)
+    assert [path.name for path in work.iterdir()] == ["out"]
+    count("places", f"{system}: open files are renamed")
+
+
+@pytest.mark.parametrize(("system", "prefix", "later"), FORMS)
+def test_an_old_output_that_a_server_has_open(system, prefix, later, source, tmp_path, monkeypatch):
+    """It is replaced, and what stays of the old one until the server closes it is removed by the next run."""
+    work = tmp_path / "work"
+    made.convert(source, work / "out", Options(dtype="float32"))
+    monkeypatch.setattr(disk, "LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr(disk, "os", it := Renaming(prefix, later))
+    shard = next(path for path in (work / "out/params").rglob("c*") if path.is_file())
+    it.others.add((shard.stat().st_dev, shard.stat().st_ino))
+    made.convert(source, work / "out", overwrite=True)
+    made.convert(source, tmp_path / "right")
+    assert contents(work / "out") == contents(tmp_path / "right")
+    left = {path.name for path in (work / ".out.tpuconv").rglob("*") if path.is_file()}
+    assert left == {"tpuconv.work", *(path.name for path in it.hidden if path.is_relative_to(work))}
+    made.convert(source, work / "out", Options(dtype="float32"), overwrite=True)  # meanwhile
+    it.others.clear()
+    it.sweep()
+    time.sleep(later)
+    made.convert(source, work / "out", overwrite=True)
+    assert [path.name for path in work.iterdir()] == ["out"]
+    count("places", f"{system}: an old output is open")

@@ -283,7 +283,7 @@ class Repository:
             position = min(out.seek(0, os.SEEK_END), file.size)
             out.seek(position)
             self.meter.set(file.name, position)
-            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped):
+            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped, skips=True):
                 out.write(chunk)
                 out.flush()  # what has come stays, however this process ends
                 position += len(chunk)
@@ -300,7 +300,7 @@ class Repository:
         head = bytearray().join(chunks_of(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
         end = 8 + int.from_bytes(head[:8], "little")
         if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is not a header, and `read_header` says what it is
-            for chunk in chunks_of(url, len(head), end, self.meter.stopped):
+            for chunk in chunks_of(url, len(head), end, self.meter.stopped, skips=True):
                 self.meter.check()
                 head += chunk
             del head[end:]

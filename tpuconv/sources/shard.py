@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from tpuconv import buckets
-from tpuconv.errors import SourceError
+from tpuconv.errors import SourceError, no_descriptors
 from tpuconv.location import BucketPath, Location
 from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.files import MAX_HEADER_BYTES
@@ -86,7 +86,7 @@ def read_digest(path: Location) -> tuple[str, str]:
                 digest.update(sample)
             return digest.hexdigest(), hash_stamp(status)
     except OSError as e:
-        raise SourceError(
+        raise no_descriptors(path, e) or SourceError(
             f"{path} cannot be read: {e.strerror}", hint="check the file, the disk and its permissions"
         ) from None
 

@@ -131,10 +131,11 @@ def claim(parent: Path, name: str) -> tuple[Path, int]:
 
 def release(root: Path, lock: int) -> None:
     """Removes a folder that was claimed, if it is empty, and lets other processes use it."""
-    if disk.entries(root) == [LOCK]:
+    if is_over := disk.entries(root) == [LOCK]:
         disk.remove(root / LOCK)
-        disk.remove_empty(root)
     os.close(lock)
+    if is_over:
+        disk.remove_empty(root)
 
 
 def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:

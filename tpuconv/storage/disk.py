@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError
+from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError, no_descriptors
 from tpuconv.sizes import format_size
 from tpuconv.storage.hashes import FileHash
 
@@ -33,7 +34,7 @@ HUGE_PAGE = 2 << 20
 FLUSHED_AT_ONCE = 8
 """Files that are flushed side by side."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY)
 UNMOVABLE = "an output appears by a rename of its folder, which this file system refuses: choose an OUT on another disk"
@@ -55,6 +56,14 @@ def write_error(path: Path, error: OSError) -> TpuconvError:
         return ResourceError(
             f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
         )
+    if error.errno == errno.EFBIG:
+        return ResourceError(
+            f"{path} would be larger than the file size that is allowed",
+            hint="raise the limit of this process (`ulimit -f unlimited`), or choose an OUT on another file "
+            "system; the same command resumes",
+        )
+    if exhausted := no_descriptors(path, error):
+        return exhausted
     if error.errno in IN_THE_WAY:
         return OutputError(f"{path} exists already", hint="choose another OUT")
     kind = UsageError if error.errno in WRONG_PATH else ResourceError
@@ -264,30 +273,55 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+LEFTOVERS = (".nfs", ".fuse_hidden")
+"""How the names begin that some file systems give to a file which is removed while it is open, until it is closed."""
+LEFTOVER_SECONDS = 2.0
+"""How long after a file is closed such a name may stay: FUSE closes it a little later."""
+
+
+def is_leftover(path: Path) -> bool:
+    """Returns whether a path is a removed file that is still open, or a folder that holds only such files."""
+    if not path.is_dir() or path.is_symlink():
+        return path.name.startswith(LEFTOVERS)
+    return all(is_leftover(path / name) for name in entries(path))
+
+
 @_translated
 def remove_empty(path: Path) -> None:
-    """Removes a folder if it is empty."""
+    """Removes a folder if it is empty, but for files that were closed just now."""
+    deadline = time.monotonic() + LEFTOVER_SECONDS
     with suppress(FileNotFoundError):
-        try:
-            os.rmdir(path)
-        except OSError as e:
-            if e.errno not in IN_THE_WAY:
-                raise
+        while True:
+            try:
+                os.rmdir(path)
+                return
+            except OSError as e:
+                if e.errno not in IN_THE_WAY:
+                    raise
+            if time.monotonic() > deadline or not is_leftover(path):
+                return
+            time.sleep(0.05)
 
 
 @_translated
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with its contents, if it exists. Links are not followed."""
+    """Removes a file, a link or a folder with its contents, if it exists. Links are not followed. Files that others
+    have open may stay under another name until they are closed, and their folders with them."""
     try:
         is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
         return
     if not is_folder:
-        os.unlink(path)
+        if not path.name.startswith(LEFTOVERS):
+            os.unlink(path)
         return
     for name in entries(path):
         remove(path / name)
-    os.rmdir(path)
+    try:
+        os.rmdir(path)
+    except OSError as e:
+        if e.errno not in IN_THE_WAY or not is_leftover(path):
+            raise
 
 
 @_translated

@@ -10,6 +10,7 @@ The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a na
     out/              what becomes OUT; it holds the file STAGED, which no finished output has
     complete.done     out/ is complete and flushed; holds the identity of its manifest
     old/              the output that is replaced, if the system cannot swap two folders
+    left-N/           files of a removed folder that others have open, where the file system keeps them
     tried/            empty folders, on which the renames of publishing are tried before the work begins
 
 An entry is sealed as a manifest is, and holds its own name. An entry that was changed is an error, since its contents
@@ -32,6 +33,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -50,6 +52,8 @@ MARK = b"work folder of tpuconv\n"
 CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
+HELD_OPEN = "left-"
+"""How the names begin of what is left of removed folders whose files are open; the next run removes it."""
 TRIED = "tried"
 """The folder in which renames are tried."""
 
@@ -206,7 +210,12 @@ class Journal(JournalEntries):
         while self._lock < 0:
             self._check_folder()
             disk.make_folder(self.folder)
-            lock = disk.open_lock(self.folder / WORK)
+            try:
+                lock = disk.open_lock(self.folder / WORK)
+            except TpuconvError:
+                if os.path.lexists(self.folder):
+                    raise
+                continue  # whoever had it has just removed it
             try:
                 self._take(lock)
             except locks.NoLocks:
@@ -226,7 +235,7 @@ class Journal(JournalEntries):
                 mode = os.lstat(self.folder).st_mode
             except FileNotFoundError:
                 return
-            names = os.listdir(self.folder) if stat.S_ISDIR(mode) else None
+            names = _names_in(self.folder) if stat.S_ISDIR(mode) else None
         if names and WORK not in names:
             raise self._not_ours(f"it holds {', '.join(sorted(names)[:5])}")
         if names is None:
@@ -243,7 +252,7 @@ class Journal(JournalEntries):
         with disk.writing(self.folder):
             mark = os.pread(lock, len(MARK) + 1, 0)
             if mark != MARK:
-                if not MARK.startswith(mark) or os.listdir(self.folder) != [WORK]:
+                if not MARK.startswith(mark) or _names_in(self.folder) != [WORK]:
                     raise self._not_ours(f"its {WORK} was not written by tpuconv")
                 disk.write_file(self.folder / WORK, MARK)
                 disk.sync(self.folder)
@@ -258,14 +267,17 @@ class Journal(JournalEntries):
         )
 
     def __exit__(self, *_: object) -> None:
+        is_over = False
         try:
             if self._is_idle():
                 self.discard()
-                disk.remove(self.folder / WORK)
-                disk.remove_empty(self.folder)
+                if is_over := disk.entries(self.folder) == [WORK]:  # else the mark stays: others have files of it open
+                    disk.remove(self.folder / WORK)
         finally:
             os.close(self._lock)
             self._lock = -1
+        if is_over:  # some file systems keep a removed file, under another name, until it is closed
+            disk.remove_empty(self.folder)
 
     def begin(self) -> State:
         """Prepares the work folder.
@@ -414,6 +426,20 @@ class Journal(JournalEntries):
         for name in sorted(disk.entries(self.folder), key=lambda name: (name == "complete.done", name)):
             if name != WORK:
                 disk.remove(self.folder / name)
+                self._set_aside(name)
+
+    def _set_aside(self, name: str) -> None:
+        """Gives what could not be removed, since others have files of it open, a name that no output gets."""
+        if name.startswith(HELD_OPEN) or not os.path.lexists(self.folder / name):
+            return
+        taken = disk.entries(self.folder)
+        number = next(i for i in count() if f"{HELD_OPEN}{i}" not in taken)
+        disk.rename(self.folder / name, self.folder / f"{HELD_OPEN}{number}")
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The names in a work folder, without those of removed files that are still open."""
+    return [name for name in os.listdir(folder) if not disk.is_leftover(folder / name)]
 
 
 def _is_empty(folder: Path) -> bool:
