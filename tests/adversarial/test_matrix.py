@@ -282,6 +282,22 @@ def test_row_05_a_file_may_not_grow(middle, made, tmp_path):
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
+def test_row_06_the_plan_says_it(hf, tmp_path):
+    """With what needs less; where there is room, it says that."""
+    need = r"takes \d+(\.\d)? MB of disk for OUT"
+    assert re.search(rf"{need}; .* are free", tpuconv("convert", hf, "--dry-run", cwd=tmp_path).stdout)
+    little = "import shutil, types; shutil.disk_usage = lambda _: types.SimpleNamespace(free=10**6)"
+    for words, less in (
+        ((), ("in a bucket", "--quantize int8_weight_only", "--layers 0-1")),
+        (("--layers", "0-1"), ("in a bucket",)),
+        (("--target", "huggingface"), ("in a bucket", "--quantize int8_weight_only")),
+    ):
+        said = " ".join(tpuconv("convert", hf, "out", "--dry-run", *words, cwd=tmp_path, patch=little).stdout.split())
+        assert re.search(rf"too little disk: it {need}, and .* has 1 MB free\. It fits with", said), said
+        assert [way for way in ("in a bucket", "--quantize int8_weight_only", "--layers 0-1") if way in said] == [*less]
+    assert not (tmp_path / "out").exists()
+
+
 def test_too_many_open_files(hf, tmp_path):
     """Whatever the call that finds no descriptor any more: exit code 8, and nothing is left."""
     many = write_shards(hf, tmp_path / "many", 60)

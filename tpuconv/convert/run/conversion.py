@@ -38,7 +38,6 @@ from tpuconv.storage.journal import RunJournal, State
 from tpuconv.storage.opening import open_journal
 from tpuconv.storage.places import real
 from tpuconv.storage.sealed import STAGED, Sealed, raise_damage, read_sealed, seal
-from tpuconv.storage.sinks import Sink
 
 AHEAD_BYTES = 768 * MIB
 """Bytes of the source that are read while the rules of a quantization are resolved: what a disk delivers
@@ -229,7 +228,7 @@ def _work(
     uids = {unit.uid for unit in share.units}
     todo = [unit for unit in left if unit.uid in uids]
     resumed = share.nbytes - sum(unit.nbytes for unit in todo)
-    _check_disk(plan, journal.sink, left)
+    journal.sink.check_room(disk_bytes(plan, left), "the conversion")
     if calibrated is not None:
         for layer in calibrated.layers():
             yield RunProgress(resumed, share.nbytes, resumed, "calibrate", layer)
@@ -251,10 +250,15 @@ def _work(
     return None
 
 
-def _check_disk(plan: Plan, sink: Sink, todo: Sequence[WorkUnit]) -> None:
+def disk_bytes(plan: Plan, todo: Sequence[WorkUnit]) -> int:
+    """Returns about how many bytes of disk the output takes that some units, or all, are left of."""
     written = sum(plan.written_bytes(slab) for unit in todo for slab in unit.slabs)
-    need = written + written // 100 + sum(facts["bytes"] for facts in plan.source.companions.values()) + 16 * MIB
-    sink.check_room(need, "the conversion")
+    return written + written // 100 + companion_bytes(plan) + 16 * MIB
+
+
+def companion_bytes(plan: Plan) -> int:
+    """Returns the size of the files that go with the weights."""
+    return sum(facts["bytes"] for facts in plan.source.companions.values())
 
 
 def _result(plan: Plan, journal: RunJournal) -> UnitResult:
