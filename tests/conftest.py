@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # There is a worker for each processor. With more threads than processors torch, which waits for them in a loop, takes
 # ten times as long for a tiny model.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# What conversions remember of their sources, theirs and those of child processes and workers, is removed at the end.
+# Wheels that pip downloads for oracles stay.
+os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = TemporaryDirectory(prefix="tpuconv-cache-")
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -612,7 +612,7 @@ def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_disk_fills_up(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> Iterator[bytes]:
+    def full(*_: object, **__: object) -> Iterator[bytes]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(repository, "chunks_of", full)

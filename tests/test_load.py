@@ -1,6 +1,7 @@
 """`tpuconv.load`: the model with its weights, on one device and on a mesh."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-import tpuconv
+import tpuconv.api
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from helpers.conversions import convert
 from tpuconv.checkpoint.manifest import read_manifest
@@ -44,7 +45,7 @@ alone = tpuconv.load(out)
 whole = np.asarray(alone(ids))
 facts = [written(alone)]
 for shape, axes in (
-    ((8,), ("tensor",)), ((2, 4), ("data", "tensor")), ((8,), ("data",)), ((4, 2), ("tensor", "other"))
+    ((8,), ("tensor",)), ((2, 4), ("data", "tensor")), ((8,), ("data",)), ((8, 1), ("tensor", "other"))
 ):
     mesh = jax.make_mesh(shape, axes)
     before = bytes_read()
@@ -79,13 +80,74 @@ def test_a_model_is_loaded_onto_any_mesh(tmp_path):
         ["data", "None"],
         ["None", "tensor"],
     ]
-    assert [shape for _, _, shape, *_ in facts] == [[1024, 512], [512, 1024], [128, 4096], [1024, 1024]]
+    assert [shape for _, _, shape, *_ in facts] == [[1024, 512], [512, 1024], [128, 4096], [1024, 512]]
     # All devices are on this host: together they read the whole once, but for chunks of which two read a part at once.
     # If each read all, it would be 8 times.
     assert max(read for read, *_ in facts) < 1.5
     assert max(difference for *_, difference, _ in facts) < 1e-5
     assert all(own == tokens for *_, own in facts)
     assert (axes, alike, laid_out) == ([[1, 0], [0, 1]], True, tokens)
+
+
+TRAINED_ON_A_MESH = """
+import json, sys
+import jax, numpy as np, optax, tpuconv
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from tpuconv.models.generate import Generator
+
+def loss_of(model, batch_BT):
+    logits_BTV = model(batch_BT[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch_BT[:, 1:]).mean()
+
+@nnx.jit
+def step(model, optimizer, batch_BT):
+    loss, gradients = nnx.value_and_grad(loss_of)(model, batch_BT)
+    optimizer.update(model, gradients)
+    return loss
+
+def trained(model, batch_BT):
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    return [float(step(model, optimizer, batch_BT)) for _ in range(2)]
+
+ids = np.random.default_rng(0).integers(0, 96, (4, 5)).astype(np.int32)
+alone = tpuconv.load(sys.argv[1])
+whole = np.asarray(alone(ids))
+facts = [[0.0, 0.0, "", trained(alone, ids)]]
+for types in (None, (jax.sharding.AxisType.Auto,) * 2):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), *([types] if types else []))
+    model = tpuconv.load(sys.argv[1], mesh=mesh)
+    batch = jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
+    logits = model(batch)
+    cached, _ = model(batch, cache=model.init_cache(4, 8))
+    errors = [float(np.abs(np.asarray(x) - whole).max() / np.abs(whole).max()) for x in (logits, cached)]
+    with jax.sharding.set_mesh(mesh):
+        facts.append([*errors, str(logits.sharding.spec[0]), trained(model, batch)])
+    assert len(list(Generator(model)([[3, 1, 4], [5, 6]], 2))) == 2
+print(json.dumps(facts))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_batch_on_the_mesh_as_it_was_given(quantized, tmp_path):
+    """Of explicit axes, which `jax.make_mesh` makes, and of automatic ones: logits, a cache, training, generation."""
+    config = qwen3_config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=1)
+    convert(random_checkpoint(tmp_path / "hf", config, "float32"), tmp_path / "out")
+    folder, code = tmp_path / "out", TRAINED_ON_A_MESH
+    if quantized:  # which is not trained
+        folder = tpuconv.api.quantize(tmp_path / "out", tmp_path / "int8", config="int8_weight_only").out
+        code = code.replace("trained(model, batch)]", "0]").replace("trained(alone, ids)]", "0]")
+    code = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n" + code
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    words = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=quick)
+    assert done.returncode == 0, done.stderr
+    (*_, alone), *facts = json.loads(done.stdout)
+    assert facts[0][2] == "data"
+    for plain, cached, _, losses in facts:
+        assert max(plain, cached) < 1e-5
+        assert losses == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from tpuconv import api, buckets
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.run.workers import Workers
-from tpuconv.errors import SourceError, TpuconvError, UsageError
+from tpuconv.errors import HubError, SourceError, TpuconvError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import BucketPath
 from tpuconv.sources import download, schedule
@@ -237,6 +238,42 @@ def test_faults_that_pass(fault: dict[str, Any], hub: HubServer, checkpoint: Pat
     hub.fail("*-00002-of-*.safetensors", times=3, **fault)
     api.convert(REPO, tmp_path / "out")
     assert outputs(tmp_path / "out") == outputs(tmp_path / "local")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_server_that_ignores_ranges_is_not_streamed_from(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
+    """Each segment would bring all that is before it. Downloaded whole, each file comes once."""
+    with resolve(REPO, weights=False):
+        pass
+    hub.forget()
+    hub.fail("*.safetensors", no_ranges=True)
+    with pytest.raises(HubError, match="sends whole files where parts of them are asked for") as info:
+        api.convert(REPO, tmp_path / "out")
+    assert "--keep-source" in str(info.value.hint)
+    assert len(of_weights(hub)) <= SHARDS + 2 * schedule.CONNECTIONS * (1 + download.RANGE_RETRIES)
+    assert not (tmp_path / "out").exists()
+    hub.forget()
+    api.convert(REPO, tmp_path / "out", keep_source=True)
+    assert hub.sent("*.safetensors") == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("7", 7),
+        ("Thu, 01 Jan 2026 00:00:30 GMT", 30),  # of the server's clock
+        ("Wed, 31 Dec 2025 00:00:00 GMT", 0),
+        ("Fri, 01 Jan 2027 00:00:00 GMT", download.MOST_WAIT_SECONDS),
+        ("soon", 0),
+        ("", 0),
+    ],
+)
+def test_when_to_come_back_is_a_number_or_a_date(said: str, seconds: float) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = HfHubHTTPError.__new__(HfHubHTTPError)
+    error.response = SimpleNamespace(headers={"Retry-After": said, "Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
+    assert download.retry_after(error) == seconds
 
 
 @pytest.mark.parametrize(

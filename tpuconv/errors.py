@@ -5,6 +5,7 @@ architecture or unmapped tensors, 6 config invalid, 7 authentication or network,
 locked or belongs to another plan, 10 output corrupt, 130 and 143 interrupted and resumable.
 """
 
+import errno
 from collections.abc import Sequence
 
 MAX_CHARACTERS = 4000
@@ -99,6 +100,17 @@ class CorruptOutput(TpuconvError):
     """A converted checkpoint does not match its manifest."""
 
     exit_code = 10
+
+
+def no_descriptors(what: object, error: BaseException) -> ResourceError | None:
+    """Returns the error to raise for a file that could not be opened because too many are open; None for other
+    errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return ResourceError(
+        f"{what} cannot be opened: {error.strerror}",
+        hint="raise the limit of open files (`ulimit -n 4096`, or more), or close other programs",
+    )
 
 
 def shorten(lines: Sequence[str], limit: int = 20) -> list[str]:

@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, get_args
 
 from tpuconv import buckets
-from tpuconv.errors import TpuconvError
+from tpuconv.errors import TpuconvError, no_descriptors
 from tpuconv.location import BucketPath, Location
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def opened(path: Path, error: type[TpuconvError], *, hint: str | None = None) ->
         link = ": it is a link to a missing file" if path.is_symlink() else ""
         raise error(f"{path} is missing{link}", hint=hint) from None
     except OSError as e:
-        raise error(f"{path} cannot be read: {e.strerror or e}") from None
+        raise no_descriptors(path, e) or error(f"{path} cannot be read: {e.strerror or e}") from None
 
 
 def read_bytes(path: Location, limit: int, error: type[TpuconvError], *, hint: str | None = None) -> bytes:

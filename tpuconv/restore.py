@@ -82,8 +82,6 @@ def load(
                 f"nothing is sharded over the axes {', '.join(unknown)} of a mesh: each part would hold a copy",
                 hint=f"use one or more of the axes {', '.join(AXES)}",
             )
-        # The axes of `jax.make_mesh` are explicit: every product would have to state the sharding of its result.
-        mesh = Mesh(mesh.devices, mesh.axis_names)
     if mtp:
         check_mtp(manifest)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes are those of no mesh

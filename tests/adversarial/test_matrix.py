@@ -17,8 +17,9 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -268,16 +269,63 @@ def test_row_05_full_while_it_writes(middle, made, tmp_path):
 
 
 def test_row_05_a_file_may_not_grow(middle, made, tmp_path):
-    """The same where one may mount nothing, by a limit on the size of files."""
+    """By a limit on the size of files, which is no full disk."""
     out = tmp_path / "out"
     copy_tree(made / "old", out)
     args = ("convert", middle, out, "--overwrite")
     done = tpuconv(*args, limit=(resource.RLIMIT_FSIZE, 100_000), code=8)
-    assert f"the disk of {tmp_path}" in done.stderr
+    assert "would be larger than the file size that is allowed" in done.stderr
+    assert "ulimit -f" in done.stderr
     assert_left(out, contents(made / "old"))
     tpuconv(*args)
     tpuconv("convert", middle, tmp_path / "undisturbed")
     assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_row_06_the_plan_says_it(hf, tmp_path):
+    """With what needs less; where there is room, it says that."""
+    need = r"takes \d+(\.\d)? MB of disk for OUT"
+    assert re.search(rf"{need}; .* are free", tpuconv("convert", hf, "--dry-run", cwd=tmp_path).stdout)
+    little = "import shutil, types; shutil.disk_usage = lambda _: types.SimpleNamespace(free=10**6)"
+    for words, less in (
+        ((), ("in a bucket", "--quantize int8_weight_only", "--layers 0-1")),
+        (("--layers", "0-1"), ("in a bucket",)),
+        (("--target", "huggingface"), ("in a bucket", "--quantize int8_weight_only")),
+    ):
+        said = " ".join(tpuconv("convert", hf, "out", "--dry-run", *words, cwd=tmp_path, patch=little).stdout.split())
+        said, _, ways = said.partition(" It fits with")
+        assert re.search(rf"too little disk: it {need}, and .* has 1 MB free\.$", said), said
+        assert [way for way in ("in a bucket", "--quantize int8_weight_only", "--layers 0-1") if way in ways] == [*less]
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_open_files(hf, tmp_path):
+    """Whatever the call that finds no descriptor any more: exit code 8, and nothing is left."""
+    many = write_shards(hf, tmp_path / "many", 60)
+    for limit in range(12, 90, 4):
+        done = tpuconv("convert", many, tmp_path / "out", limit=(resource.RLIMIT_NOFILE, limit), code=None)
+        assert done.returncode in (0, 8), (limit, done.stderr)
+        if done.returncode:
+            assert "ulimit -n" in done.stderr, (limit, done.stderr)
+            assert not (tmp_path / "out").exists()
+        count("forty faults", f"limit of open files, exit {done.returncode}")
+    tpuconv("convert", many, tmp_path / "out")
+
+
+def write_shards(source: Path, folder: Path, shards: int) -> Path:
+    """The same source with a tensor in each file, as far as that goes."""
+    tensors = read_tensors(source)
+    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    dealt: dict[str, dict[str, np.ndarray]] = {name: {} for name in names}
+    for i, (name, x) in enumerate(tensors.items()):
+        dealt[names[i % shards]][name] = x
+    folder.mkdir()
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    for name, inside in dealt.items():
+        write_safetensors(folder / name, inside)
+    weight_map = {tensor: name for name, inside in dealt.items() for tensor in inside}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
 
 
 def test_row_06_too_small_a_disk_is_foreseen(middle, hf, tmp_path):
@@ -1237,10 +1285,16 @@ def test_property_mutated_files_at_length(made, tmp_path):
 
 def test_a_source_that_changed_since_is_told(hf, tmp_path):
     """By stamps where a file is the same, by hashes where it is another."""
-    from tpuconv.sources.shard import changed_shards
+    from tpuconv.sources import shard
+    from tpuconv.sources.origins import known_stamps
 
     convert(hf, tmp_path / "out")
-    known = read_manifest(tmp_path / "out").raw["source"]["shards"]
+    made = read_manifest(tmp_path / "out").sealed
+    known = made.raw["source"]["shards"]
+
+    def changed_shards(folder: Path, known: Mapping[str, Any]) -> list[str] | None:
+        return shard.changed_shards(folder, known, known_stamps(made, folder))
+
     assert changed_shards(hf, known) == []
     copy_tree(hf, tmp_path / "copy")
     assert changed_shards(tmp_path / "copy", known) == []

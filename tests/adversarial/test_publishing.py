@@ -276,3 +276,25 @@ def test_killed_where_folders_cannot_be_swapped(commands, tmp_path, monkeypatch)
         with simulated(at):
             trial.run()
         trial.check_and_finish(f"killed before {trial.calls[at]}", may_be_absent=True)
+
+
+def test_killed_where_out_is_an_empty_folder(commands, tmp_path):
+    """It is replaced by a rename, and stays or is complete, after a kill and without power."""
+    trial = Trial(commands, "convert", False, tmp_path)
+    for folder in (tmp_path / "before" / "out", trial.out):
+        shutil.rmtree(folder)
+        folder.mkdir()
+    trial.old = contents(trial.out)
+    with simulated() as whole:
+        trial.run()
+    assert contents(trial.out) == trial.new
+    for at in range(len(whole.calls) - 30, len(whole.calls)):
+        trial.reset()
+        with simulated(at):
+            trial.run()
+        trial.check_and_finish(f"killed before {whole.calls[at]}")
+        crash = Crash(tmp_path / "before", trial.folder, whole.log[:at])
+        copy_tree(tmp_path / "before", trial.folder)
+        shutil.rmtree(trial.folder)
+        crash.lay_out(trial.folder, random.Random(at))
+        trial.check_and_finish(f"no power before {whole.calls[at]}")

@@ -101,6 +101,7 @@ class ConversionPlan:
         jobs: threads that would run.
         peak_memory_bytes: private memory that they would need at most.
         workspace_bytes: of a streamed source, the most that is on the disk at a time; 0 if nothing is streamed.
+        disk_bytes: what the output takes on its disk, with the files beside the weights.
         rules: the quantization config; None without one.
         files: of a target with safetensors the tensors of each file that would be written; empty for others.
     """
@@ -109,6 +110,7 @@ class ConversionPlan:
     jobs: int
     peak_memory_bytes: int
     workspace_bytes: int
+    disk_bytes: int
     rules: "QuantConfig | None"
     files: "Sequence[Sequence[ExportTensor]]" = ()
 
@@ -123,18 +125,21 @@ class ConversionPlan:
             UsageError: no format of servers holds what is quantized.
         """
         from tpuconv.convert.run import sizing
+        from tpuconv.convert.run.conversion import companion_bytes, disk_bytes
         from tpuconv.convert.run.steps import workspace_bytes
 
         limits = sizing.Limits.of_this_machine(jobs, max_memory)
         if plan.target.is_safetensors:
-            from tpuconv.convert.export.export import PlannedFiles, planned_files
+            from tpuconv.convert.export.export import planned_files
 
-            planned = PlannedFiles([], {}, 0) if plan.faults else planned_files(plan)
-            count = sizing.jobs_for_tensors(plan, limits, planned.slabs)
-            memory = sizing.planned_memory_for_tensors(plan, count, planned.slabs)
-            return cls(plan, count, memory, planned.workspace_bytes, rules, planned.files)
+            if plan.faults:
+                return cls(plan, limits.jobs, 0, 0, 0, rules)
+            planned = planned_files(plan, limits)
+            disk = sum(tensor.nbytes for file in planned.files for tensor in file) + companion_bytes(plan)
+            return cls(plan, planned.room.jobs, planned.memory, planned.workspace_bytes, disk, rules, planned.files)
         count = sizing.jobs(plan, limits)
-        return cls(plan, count, sizing.planned_memory(plan, count), workspace_bytes(plan), rules)
+        memory, disk = sizing.planned_memory(plan, count), disk_bytes(plan, plan.units)
+        return cls(plan, count, memory, workspace_bytes(plan), disk, rules)
 
     @property
     def output_bytes(self) -> int:
@@ -147,7 +152,10 @@ class ConversionPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
-        facts = self.plan.to_json(self.peak_memory_bytes) | {"workspace_bytes": self.workspace_bytes}
+        facts = self.plan.to_json(self.peak_memory_bytes) | {
+            "workspace_bytes": self.workspace_bytes,
+            "disk_bytes": self.disk_bytes,
+        }
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

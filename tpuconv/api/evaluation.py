@@ -203,6 +203,7 @@ def compare(
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.sources.hub import resolve
+    from tpuconv.sources.origins import known_stamps
     from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
@@ -224,14 +225,14 @@ def compare(
     devices = logits.device_mesh(mesh) if mesh else None
     layers: Sequence[LayerError] = ()
     resolved = resolve(
-        str(source or origin["repo"] or origin["folder"]),
+        str(source or origin["repo"] or _source_folder(manifest)),
         revision=None if source else origin["commit"],
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     )
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         progress(Progress("comparing the source with that of the conversion"))
-        changed = changed_shards(own, origin["shards"])
+        changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         on_source(changed)
         ids = tokenized(manifest, own, prompts)
         compute = "float32" if dtype == "auto" else dtype
@@ -261,13 +262,32 @@ def compare(
         statistics = logits.compare_logits(ids, theirs.logits, ours, compute, gates, theirs.rounding_kl)
     return Comparison(
         checkpoint=manifest.folder,
-        source=str(source or origin["name"]),
+        source=str(source or origin["repo"] or own),
         source_changed=changed,
         statistics=statistics,
         rounded=manifest.is_rounded,
         mesh=mesh,
         layers=layers,
     )
+
+
+def _source_folder(manifest: "Manifest") -> Path:
+    """The local folder that a checkpoint was converted from, or a copy of it.
+
+    Raises:
+        UsageError: nobody knows it on this machine.
+    """
+    from tpuconv.sources.origins import find_folder
+
+    named = manifest.raw["source"].get("folder")  # in formats before 3
+    folder = find_folder(manifest.sealed) or (Path(named) if named else None)
+    if folder is None:
+        raise UsageError(
+            f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
+            details=["this machine does not remember one with the same weights"],
+            hint="give it, or a copy of it, by --source FOLDER; a changed copy is told",
+        )
+    return folder
 
 
 def _check_memory(manifest: "Manifest", dtype: str) -> None:

@@ -145,6 +145,8 @@ def export(
     scheme: str | None = None,
     overwrite: bool = False,
     check: bool = False,
+    max_memory: int | None = None,
+    jobs: int | None = None,
     part: ProcessPart | None = None,
     progress: Listener = ignore,
 ) -> Export:
@@ -163,13 +165,14 @@ def export(
             that the conversion skipped. It is proved to be the same.
         scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
             "mxfp4" (gpt-oss); by default that of their types.
-        overwrite, check, part, progress: as of `convert`. A part is some of the files.
+        overwrite, check, max_memory, jobs, part, progress: as of `convert`. A part is some of the files.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
     from tpuconv.api.evaluation import verify
     from tpuconv.convert.export.export import export as export_arrays
+    from tpuconv.convert.export.export import room_for_layout
     from tpuconv.convert.export.layout import lay_out
     from tpuconv.convert.run.conversion import PART_DONE, check_outside
     from tpuconv.convert.run.sizing import Limits
@@ -186,8 +189,9 @@ def export(
             if source is not None:
                 check_outside(to_location(source), folder)
         progress(Progress("exporting"))
-        jobs = Limits.of_this_machine().jobs
-        for step in export_arrays(arrays, what, lay_out(arrays, what), folder, jobs, overwrite=overwrite, part=part):
+        layout = lay_out(arrays, what)
+        room = room_for_layout(to_location(ckpt).name, arrays, layout, Limits.of_this_machine(jobs, max_memory))
+        for step in export_arrays(arrays, what, layout, folder, room, overwrite=overwrite, part=part):
             progress(step.shown_as(f"exporting, {part}" if part else "exporting"))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total

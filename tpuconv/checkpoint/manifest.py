@@ -195,6 +195,17 @@ class Manifest:
         return str(self.raw["options"].get("target", OWN_TARGET))
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """What an output that is made of this checkpoint says about the source. Formats before 3 named the folder and
+        had stamps of its files, which are of the machine."""
+        source = {key: value for key, value in self.raw["source"].items() if key != "folder"}
+        shards = {
+            name: {key: value for key, value in facts.items() if key != "stamp"}
+            for name, facts in source["shards"].items()
+        }
+        return source | {"shards": shards}
+
+    @property
     def source_names(self) -> set[str]:
         """The names of the tensors that the arrays were made from."""
         return {name for array in self.arrays.values() for name in array.sources}

@@ -18,10 +18,11 @@ import numpy as np
 from tpuconv import buckets
 from tpuconv.credentials import endpoint, region
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
-from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes, short
+from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, short
 from tpuconv.layout import Shape
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.paths import near_folders
+from tpuconv.sources.shard import samples
 from tpuconv.storage.hashes import hash_bytes, stamp
 from tpuconv.storage.places import is_file, names_in
 
@@ -46,6 +47,9 @@ _STEP = re.compile(r"(?:[\w-]*_)?(\d+)")
 
 STORE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """How TensorStore's errors begin that are a bucket's and not the checkpoint's."""
+
+TENSORSTORE_MEMORY = 300 << 20
+"""What TensorStore and its threads add to a process."""
 
 CACHE_BYTES = 256 << 20
 """Of decoded chunks; more where two chunks of an array have more."""
@@ -143,11 +147,26 @@ class TrainedTree:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise SourceError(f"{path} has an array of the name {short(name)}, which is no name of a folder")
         self._stores: dict[str, Any] = {}
+        self._cache_bytes = CACHE_BYTES
 
     @cached_property
     def identity(self) -> str:
-        """Changes when a file is written, replaced or moved."""
-        return str(hash_bytes(json.dumps(sorted(self._stamps.items())).encode())["xxh3_128"])
+        """Equal for copies: a hash of names, sizes and samples of the files; in a bucket, of their versions. Whether a
+        file is the same in all its bytes, `stamps` tell."""
+        found: dict[str, Any] = dict(self.stamps)
+        if isinstance(self.folder, Path):
+            found = {name: _sampled(self.folder / name) for name in found}
+        return str(hash_bytes(json.dumps(sorted(found.items())).encode())["xxh3_128"])
+
+    @property
+    def memory(self) -> int:
+        """The bytes that reading takes besides what is read: the cache, and TensorStore itself."""
+        return self._cache_bytes + TENSORSTORE_MEMORY
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """By file, what changes when it is written or replaced."""
+        return {name: str(hash_bytes(json.dumps(stamps).encode())["xxh3_128"]) for name, stamps in self._stamps.items()}
 
     def check_unchanged(self) -> None:
         """Raises SourceError if a file was changed since the tree was opened."""
@@ -167,7 +186,8 @@ class TrainedTree:
         stores = self._opened(names, CACHE_BYTES)
         largest = max((prod(_chunk(s)) * s.dtype.numpy_dtype.itemsize for s in stores.values()), default=0)
         if 2 * largest > CACHE_BYTES:  # layers in one chunk are read one at a time, and decoded once
-            stores = self._opened(names, 2 * largest)
+            self._cache_bytes = 2 * largest
+            stores = self._opened(names, self._cache_bytes)
         self._stores |= stores
         return {n: TreeArray(n, tuple(s.shape), s.dtype.name) for n, s in stores.items()}
 
@@ -237,6 +257,12 @@ class TrainedTree:
                 except OSError as e:
                     raise SourceError(f"{path} cannot be read: {e.strerror}") from None
         return out
+
+
+def _sampled(path: Path) -> list[Any]:
+    """The size of a file, and a hash of samples of its bytes."""
+    with opened(path, SourceError) as (fd, status):
+        return [status.st_size, hash_bytes(b"".join(samples(fd, 0, status.st_size)))["xxh3_128"]]
 
 
 def _key_value_store(folder: Location) -> dict[str, Any]:

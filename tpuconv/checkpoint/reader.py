@@ -101,7 +101,7 @@ class Checkpoint(Source):
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         """What the manifest says about the original source."""
-        return dict(self.manifest.raw["source"])
+        return self.manifest.origin
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
         """The shard files of an array: file, first byte and number of bytes."""

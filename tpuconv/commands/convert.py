@@ -1,5 +1,7 @@
 """`tpuconv convert`, and what a conversion and its plan look like."""
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +13,7 @@ from tpuconv.commands.params import Layers, LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError
-from tpuconv.location import Location
+from tpuconv.location import BucketPath, Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_count, format_size
 
@@ -108,7 +110,7 @@ def convert(
         else:
             plan = api.plan(src, progress=progress, **conversion)
     if dry_run:
-        show_plan(plan, as_json)
+        show_plan(plan, as_json, out)
     else:
         show_conversion(done, check, as_json)
 
@@ -150,8 +152,8 @@ def already_there(check: bool) -> str:
     return "every checksum holds" if check else "all file sizes are right (--check reads the files)"
 
 
-def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
-    """The plan, and after it what is wrong with it."""
+def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> None:
+    """The plan, whether the disk of OUT has room for it, and after it what is wrong with it."""
     if as_json:
         try:
             plan.check()
@@ -176,7 +178,30 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
         f"peak memory {format_size(plan.peak_memory_bytes)}"
         + (f", and {format_size(plan.workspace_bytes)} of disk for the source" if plan.workspace_bytes else "")
     )
+    if not isinstance(out, BucketPath):
+        show_disk(plan, out or Path())
     plan.check()
+
+
+def show_disk(plan: api.ConversionPlan, out: Path) -> None:
+    """The disk that a plan takes; if the one of OUT has less, what takes less."""
+    folder = next((path for path in (out, *out.absolute().parents) if path.is_dir()), Path("/"))
+    options, free = plan.plan.options, shutil.disk_usage(folder).free
+    own_disk = plan.workspace_bytes if plan.plan.source.workspace is None else 0
+    beside = f", {format_size(plan.workspace_bytes)} for the source" if plan.workspace_bytes else ""
+    takes = f"{format_size(plan.disk_bytes)} of disk for OUT{beside}"
+    if plan.disk_bytes + own_disk <= free:
+        show(f"  takes {takes}; {format_size(free)} are free")
+        return
+    less = ["an OUT on another disk or in a bucket (gs://, s3://, az://)"]
+    less += ["--workspace on another disk"] * bool(own_disk)
+    if plan.rules is None and options.layers is None:
+        less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep")
+        less += ["--layers 0-1: a trial"] * (not plan.files)
+    show(
+        ("  too little disk", "yellow"),
+        f": it takes {takes}, and {folder.absolute()} has {format_size(free)} free. It fits with " + ", or ".join(less),
+    )
 
 
 def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:

@@ -45,6 +45,7 @@ from tpuconv.sizes import format_size
 )
 @options.scheme
 @options.writes_output
+@options.limits
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
 @options.as_json
@@ -57,6 +58,8 @@ def export(
     scheme: str | None,
     overwrite: bool,
     check: bool,
+    max_memory: int | None,
+    jobs: int | None,
     distributed: bool,
     process_index: int | None,
     process_count: int | None,
@@ -76,7 +79,8 @@ def export(
     export_model = options.on_processes(api.export, ray, distributed, process_index, process_count)
     with resumable(as_json) as progress:
         if not dry_run:
-            done = export_model(ckpt, out, overwrite=overwrite, check=check, progress=progress, **what)
+            limits = {"max_memory": max_memory, "jobs": jobs}
+            done = export_model(ckpt, out, overwrite=overwrite, check=check, progress=progress, **limits, **what)
         else:
             plan = api.plan_export(ckpt, progress=progress, **what)
     if dry_run:

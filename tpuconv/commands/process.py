@@ -20,7 +20,7 @@ import click
 from tpuconv import libtpu
 from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.params import shortened
-from tpuconv.errors import ResourceError, TpuconvError, UsageError
+from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
 from tpuconv.memory import address_space_limit
 from tpuconv.sizes import format_size
 from tpuconv.text import plain
@@ -229,6 +229,8 @@ def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = N
 
 def _known(error: BaseException) -> TpuconvError:
     """The error as one of ours, with an exit code. An error that cannot be one is a bug."""
+    if without_descriptors := _no_descriptors(error):
+        return without_descriptors
     if isinstance(error, TpuconvError):
         return error
     if isinstance(error, click.ClickException):
@@ -252,6 +254,16 @@ def _known(error: BaseException) -> TpuconvError:
         )
     hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
     return TpuconvError(f"{type(error).__name__}: {first}", details=others, hint=hint)
+
+
+def _no_descriptors(error: BaseException) -> ResourceError | None:
+    """The error to show if one was raised because no file could be opened any more, whatever was made of that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if found := no_descriptors(getattr(cause, "filename", None) or "a file or connection", cause):
+            return error if isinstance(error, ResourceError) else found
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _help_hint(error: click.ClickException) -> str:

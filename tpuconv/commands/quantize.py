@@ -200,7 +200,7 @@ def quantize(
         if explain:
             _show_explanation(plan, as_json)
         else:
-            show_plan(plan, as_json)
+            show_plan(plan, as_json, out or chosen)
         return
     with resumable(as_json) as progress:
         writing: Mapping[str, Any] = {"overwrite": overwrite, "check": check, "workspace": workspace}

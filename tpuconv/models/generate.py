@@ -24,6 +24,7 @@ from tpuconv.errors import ResourceError, UsageError
 from tpuconv.memory import available_memory
 from tpuconv.models.common.cache import Cache, cache_shardings
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.explicit import on_automatic_mesh
 from tpuconv.models.common.layers import MASKED_SCORE
 
 CACHE_SHARE = 0.6
@@ -138,6 +139,7 @@ class Generator:
     ):
         self.model, self.sampling, self.cache_dtype, self.free_layouts = model, sampling, cache_dtype, free_layouts
         self.graph, state = nnx.split(model)
+        state = on_automatic_mesh(state)
         # A flat list, since flattening the state takes as long as a step of a small model.
         self.weights, self.form = jax.tree.flatten(state)
         placement = self.weights[0].sharding

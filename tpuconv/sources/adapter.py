@@ -63,6 +63,7 @@ class Adapter:
         digest: hash of its two files.
         changes: by the name of the tensor.
         experts: changes of parameters that hold all experts of a layer.
+        is_on_hub: whether the name is a Hub id.
     """
 
     name: str
@@ -70,10 +71,12 @@ class Adapter:
     digest: str
     changes: Mapping[str, Change]
     experts: tuple[ExpertChange, ...] = ()
+    is_on_hub: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it."""
-        return {"name": self.name, "weight": self.weight, "xxh3_128": self.digest}
+        """What the manifest says about it. A folder, unlike a Hub id, is of the machine."""
+        named = {"name": self.name} if self.is_on_hub else {}
+        return {**named, "weight": self.weight, "xxh3_128": self.digest}
 
     def to_summary(self) -> dict[str, Any]:
         """What a conversion says about it: `changes` is how many tensors it changes, experts of a layer as one."""
@@ -157,7 +160,8 @@ def read_adapter(given: str) -> Adapter:
         changes[f"{module}.weight"] = LowRank(left, right, scaling, file, module in embeddings, magnitude)
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
-    return Adapter(place, weight, hash_bytes(contents.encode())["xxh3_128"], changes, tuple(of_experts))
+    digest = hash_bytes(contents.encode())["xxh3_128"]
+    return Adapter(place, weight, digest, changes, tuple(of_experts), is_on_hub=_is_hub_id(place))
 
 
 def _parsed(given: str) -> tuple[str, float]:
@@ -177,7 +181,7 @@ def _parsed(given: str) -> tuple[str, float]:
 def _folder(place: str) -> Path:
     location = to_location(place)
     folder = _fetched(location) if isinstance(location, BucketPath) else location
-    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+    if _is_hub_id(place):
         from huggingface_hub import snapshot_download
 
         from tpuconv.sources.hub_errors import client_errors
@@ -188,6 +192,10 @@ def _folder(place: str) -> Path:
         if not (folder / name).is_file():
             raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")
     return folder
+
+
+def _is_hub_id(place: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", place) is not None and not Path(place).is_dir()
 
 
 _FETCHED: "list[TemporaryDirectory[str]]" = []

@@ -1,14 +1,18 @@
 """Downloads files of the Hub by byte ranges, so that a broken connection is resumed, and counts the bytes."""
 
-import errno
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from tpuconv.errors import HubError
 from tpuconv.sources.hub_errors import is_offline, is_unreachable
 
 RETRIES = 5  # failures in a row that bring nothing
@@ -55,16 +59,29 @@ EXPIRED = (401, 403, 404, 410)
 """How servers answer to a signed address that has expired."""
 
 
-def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.Event) -> Iterator[bytes]:
+RANGE_RETRIES = 2
+"""How often a part of a file is asked for again if all of it is sent: some caches do that once."""
+
+
+class _RangeIgnored(Exception):
+    """A server, or a proxy before it, sends all of a file where a part was asked for."""
+
+
+def chunks_of(
+    source: "str | Link", position: int, end: int, stopped: threading.Event, *, skips: bool = False
+) -> Iterator[bytes]:
     """Yields the bytes of a file from `position` to `end`. If the connection breaks, it is resumed there.
 
     Args:
         source: the file's address at the Hub, which redirects each request, or its link.
         position, end: of the bytes.
         stopped: set to end the wait before a retry.
+        skips: whether bytes before `position` may come too, to be dropped. Else each part of a file would bring all
+            that is before it.
 
     Raises:
         Stopped: `stopped` was set.
+        HubError: the server ignores ranges.
         Exception: the client's, if the Hub refuses or cannot be reached after RETRIES attempts.
     """
     from huggingface_hub import constants, hf_raise_for_status
@@ -73,7 +90,7 @@ def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.
 
     from tpuconv.private import http_stream_backoff
 
-    failures = 0
+    failures = ignored = 0
     link = source if isinstance(source, Link) else None
     while position < end:
         address, is_old = (source, False) if isinstance(source, str) else ("", False)
@@ -91,7 +108,9 @@ def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.
                 retry_on_status_codes=(408, 429),  # those say when to come back, and the client heeds it
             ) as response:
                 hf_raise_for_status(response)
-                skip = position if response.status_code == 200 else 0  # a proxy may ignore the range and send it all
+                skip = position if response.status_code == 200 else 0  # the range was ignored, and all of it is sent
+                if skip and not skips:
+                    raise _RangeIgnored
                 for received in response.iter_bytes():
                     wanted, skip = received[skip:], max(skip - len(received), 0)
                     if chunk := wanted[: end - position]:
@@ -101,6 +120,12 @@ def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.
                     if position == end:
                         return
             raise TimeoutError(f"{link.url if link else address} ended {end - position} bytes early")
+        except _RangeIgnored:
+            ignored += 1
+            if ignored > RANGE_RETRIES:
+                raise _no_ranges(address) from None
+            if stopped.wait(BACKOFF_SECONDS * ignored):
+                raise Stopped from None
         except Exception as error:
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
             if link is not None:
@@ -117,27 +142,40 @@ def chunks_of(source: "str | Link", position: int, end: int, stopped: threading.
                 raise Stopped from None
 
 
+def _no_ranges(address: str) -> HubError:
+    host = urlsplit(address).netloc
+    return HubError(
+        f"{host} sends whole files where parts of them are asked for: a source cannot be streamed from there",
+        hint="give --keep-source, which downloads each file once; or reach the Hub without the proxy that does this",
+    )
+
+
 def retry_after(error: BaseException) -> float:
-    """The seconds that a server asks to wait before the next request; 0 if it does not say."""
+    """Returns the seconds that a server asks to wait before the next request, by a number or a date; 0 if it asks for
+    none."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    said = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
-    return min(float(said), MOST_WAIT_SECONDS) if said.isdecimal() else 0.0
+    headers = error.response.headers if isinstance(error, HfHubHTTPError) else {}
+    said = headers.get("Retry-After", "").strip()
+    if said.isdecimal():
+        return min(float(said), MOST_WAIT_SECONDS)
+    with suppress(ValueError, TypeError):
+        until, now = parsedate_to_datetime(said), datetime.now(UTC)
+        with suppress(ValueError, TypeError):  # the server's clock, if it says its time
+            now = parsedate_to_datetime(headers.get("Date", ""))
+        return min(max(0.0, (until - now).total_seconds()), MOST_WAIT_SECONDS)
+    return 0.0
 
 
-def lock(fd: int) -> bool:
-    """Locks an open file, and says whether it is locked. On a file system without locks everybody gets it: two writers
-    then write the same bytes to the same places."""
-    import fcntl
+def lock_partial(fd: int, path: Path) -> bool:
+    """Locks an open file of the Hub's cache, and returns whether it is locked. On a file system without locks everybody
+    gets it: two writers then write the same bytes to the same places."""
+    from tpuconv.storage import locks  # with it numpy comes
 
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
+        return locks.lock(fd, path)
+    except locks.NoLocks:
+        return True
 
 
 END_SECONDS = 1.0

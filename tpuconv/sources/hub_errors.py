@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from tpuconv.errors import HubError, ResourceError, TpuconvError
+from tpuconv.errors import HubError, ResourceError, TpuconvError, no_descriptors
 from tpuconv.paths import near_folders
 
 
@@ -75,23 +75,40 @@ def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -
             "the Hub limits the rate of your requests",
             hint=f"wait some minutes and run again to resume; log in with {login} for a higher limit",
         )
-    if isinstance(error, OSError) and to_write:
-        return ResourceError(f"the upload to {repo} failed: {error.strerror or error}", hint="run again to resume")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ResourceError(
-            f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
-            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; run again to resume",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return ResourceError(
-            f"the cache at {constants.HF_HUB_CACHE} cannot be used: {error.strerror}: {error.filename}",
-            hint="set HF_HOME to a folder where you may write",
-        )
+    if isinstance(error, OSError) and (found := _system_error(error, repo, to_write)):
+        return found
     return HubError(
         f"the {_direction(to_write)} of {repo} failed",
         details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
         hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the {_direction(to_write)}",
     )
+
+
+def _system_error(error: OSError, repo: str, to_write: bool) -> TpuconvError | None:
+    """The error for a call that the system refused; None for others."""
+    from huggingface_hub import constants
+
+    if exhausted := no_descriptors(f"a file or connection of {repo}", error):
+        return exhausted
+    if to_write:
+        return ResourceError(f"the upload to {repo} failed: {error.strerror or error}", hint="run again to resume")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"the disk is full: {repo} does not fit in the cache at {constants.HF_HUB_CACHE}",
+            hint="make room (`hf cache ls`, `hf cache rm`), or set HF_HOME to a larger disk; run again to resume",
+        )
+    if error.errno == errno.EFBIG:
+        return ResourceError(
+            f"a file of {repo} is larger than the file size that is allowed in the cache at {constants.HF_HUB_CACHE}",
+            hint="raise the limit of this process (`ulimit -f unlimited`), or set HF_HOME to a file system that takes "
+            "larger files; run again to resume",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return ResourceError(
+            f"the cache at {constants.HF_HUB_CACHE} cannot be used: {error.strerror}: {error.filename}",
+            hint="set HF_HOME to a folder where you may write",
+        )
+    return None
 
 
 def _direction(to_write: bool) -> str:

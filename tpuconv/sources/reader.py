@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpuconv import buckets
-from tpuconv.errors import SourceError
+from tpuconv.errors import SourceError, no_descriptors
 from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
 from tpuconv.sources.headers import TensorInfo
@@ -301,7 +301,7 @@ class SafetensorsReader(Reader):
         try:
             file = LocalFile(open_regular(path))
         except OSError as e:
-            raise SourceError(f"{path} cannot be read: {e.strerror}", hint=WAIT) from None
+            raise no_descriptors(path, e) or SourceError(f"{path} cannot be read: {e.strerror}", hint=WAIT) from None
         opened = _OpenShard(file, file.size, HASHES[shard.hash_name]())
         self._files.append(file)
         self._check_stamp(shard, hash_stamp(os.fstat(file.fd)))

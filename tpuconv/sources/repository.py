@@ -21,7 +21,7 @@ from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, is_companion
 from tpuconv.sources.damaged import damaged, link_targets
-from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
+from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock_partial
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, read_weight_map
@@ -273,7 +273,7 @@ class Repository:
         partial.parent.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as out:
-            while not lock(out.fileno()):  # another process fetches it
+            while not lock_partial(out.fileno(), partial):  # another process fetches it
                 self.meter.check()
                 time.sleep(TICK_SECONDS)
             if target.exists():
@@ -283,7 +283,7 @@ class Repository:
             position = min(out.seek(0, os.SEEK_END), file.size)
             out.seek(position)
             self.meter.set(file.name, position)
-            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped):
+            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped, skips=True):
                 out.write(chunk)
                 out.flush()  # what has come stays, however this process ends
                 position += len(chunk)
@@ -300,7 +300,7 @@ class Repository:
         head = bytearray().join(chunks_of(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
         end = 8 + int.from_bytes(head[:8], "little")
         if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is not a header, and `read_header` says what it is
-            for chunk in chunks_of(url, len(head), end, self.meter.stopped):
+            for chunk in chunks_of(url, len(head), end, self.meter.stopped, skips=True):
                 self.meter.check()
                 head += chunk
             del head[end:]

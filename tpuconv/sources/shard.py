@@ -1,14 +1,14 @@
 """A shard of a source: how to tell whether it is still the same file with the same bytes."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from tpuconv import buckets
-from tpuconv.errors import SourceError
+from tpuconv.errors import SourceError, no_descriptors
 from tpuconv.location import BucketPath, Location
 from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.files import MAX_HEADER_BYTES
@@ -82,19 +82,31 @@ def read_digest(path: Location) -> tuple[str, str]:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
             start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
             digest = xxhash.xxh3_128(os.pread(file.fileno(), min(start, 8 + MAX_HEADER_BYTES), 0))
-            for i in range(SAMPLES):
-                offset = start + max(0, size - start - SAMPLE_BYTES) * i // (SAMPLES - 1)
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+            for sample in samples(file.fileno(), start, size):
+                digest.update(sample)
             return digest.hexdigest(), hash_stamp(status)
     except OSError as e:
-        raise SourceError(
+        raise no_descriptors(path, e) or SourceError(
             f"{path} cannot be read: {e.strerror}", hint="check the file, the disk and its permissions"
         ) from None
 
 
-def changed_shards(folder: Location, known: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
-    """The shards of a source that are missing, or differ from what a manifest knows: `bytes`, `stamp` and a hash by
-    name. A shard with another stamp is read completely.
+def samples(fd: int, start: int, size: int) -> Iterator[bytes]:
+    """Yields samples of the bytes of an open file from `start` to its end."""
+    span = max(0, size - start - SAMPLE_BYTES)
+    for i in range(SAMPLES):
+        yield os.pread(fd, SAMPLE_BYTES, start + span * i // (SAMPLES - 1))
+
+
+def changed_shards(
+    folder: Location, known: Mapping[str, Mapping[str, Any]], stamps: Mapping[str, str]
+) -> list[str] | None:
+    """The shards of a source that are missing, or differ from those of a conversion.
+
+    Args:
+        folder: the source.
+        known: what the manifest says about them, `bytes` and a hash by name.
+        stamps: that the files had then, as far as they are known here. A shard with another stamp is read completely.
 
     Returns:
         The names; None if it cannot be told, because a file was replaced and its hash is not known.
@@ -108,7 +120,7 @@ def changed_shards(folder: Location, known: Mapping[str, Mapping[str, Any]]) -> 
         found = _size_and_stamp(folder / name)
         if found is None or found[0] != facts["bytes"]:
             changed.append(name)
-        elif found[1] == facts.get("stamp"):
+        elif found[1] in (stamps.get(name), facts.get("stamp")):  # formats before 3 had it in the manifest
             continue
         elif (promise := known_hash(facts)) is None:
             is_known = False

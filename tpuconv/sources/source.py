@@ -24,7 +24,7 @@ from tpuconv.sources.shard import SourceShard, read_digest
 from tpuconv.sources.stream import StreamReader
 from tpuconv.storage.sealed import copy_file
 from tpuconv.storage.sinks import Sink
-from tpuconv.text import has_surrogates, plain
+from tpuconv.text import plain
 
 VERIFIED = "by the sha256 that the Hub promises"
 """This and the next three: what a manifest says about whether the source's bytes are the published ones."""
@@ -69,16 +69,15 @@ class Source:
         return {shard.name: shard.stamp for shard in self.shards}
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the manifest says about the source. `hashes` has the hash of each shard, that of `hash_name`; None if it
-        was not hashed."""
-        folder = self.folder.resolve()  # a name that is no text has no place in JSON
+        """Returns what the manifest says about the source: nothing of the machine or the folder. `hashes` has the hash
+        of each shard, that of `hash_name`; None if it was not hashed. Objects in a bucket have versions."""
+        versions = {s.name: {"version": s.stamp} for s in self.shards if isinstance(self.folder, BucketPath)}
         return {
-            "name": plain(self.name),
+            "name": plain(self.title),
             "repo": self.repo,
             "commit": self.commit,
-            "folder": None if self.repo or has_surrogates(str(folder)) else str(folder),
             "shards": {
-                s.name: {"bytes": s.size, "sha256": None, s.hash_name: hashes[s.name], "stamp": s.stamp}
+                s.name: {"bytes": s.size, "sha256": None, s.hash_name: hashes[s.name], **versions.get(s.name, {})}
                 for s in self.shards
             },
             "verified": self._verified(hashes),
@@ -125,8 +124,16 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The name of the model: of the repository, or of the folder."""
+        """The name of the model in messages: of the repository, or of the folder."""
         return self.repo.split("/")[-1] if self.repo else self.folder.resolve().name
+
+    @property
+    def title(self) -> str:
+        """The name of the model in an output: of the repository, else of the architecture. Copies of one source may lie
+        in folders of any name."""
+        named = self.config.get("architectures")
+        first = named[0] if isinstance(named, list) and named else None
+        return self.name if self.repo else str(first or self.config.get("model_type"))
 
 
 def fetched_meanwhile(source: Source, files: Mapping[str, RemoteFile] | None, workspace: Path | None) -> Source:

@@ -1,6 +1,5 @@
 """The folder that holds what of a remote source is on the disk."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources import schedule
 from tpuconv.sources.schedule import Segment
-from tpuconv.storage import disk
+from tpuconv.storage import disk, locks
 from tpuconv.storage.ownership import remove_known
 
 FOLDER_IN_WORK = "source"
@@ -102,8 +101,12 @@ class Workspace:
 
 
 def claim(parent: Path, name: str) -> tuple[Path, int]:
-    """The first folder of this name, or of it with a number, that is this user's and not in use; and its open lock.
-    Others cannot write to it, even in the folder for temporary files."""
+    """Returns the first folder of this name, or of it with a number, that is this user's and not in use, and its open
+    lock. Others cannot write to it, even in the folder for temporary files.
+
+    Raises:
+        ResourceError: it cannot be written, or the file system has no locks.
+    """
     for number in count():
         root = parent / (f"{name}-{number}" if number else name)
         with disk.writing(root):
@@ -119,21 +122,22 @@ def claim(parent: Path, name: str) -> tuple[Path, int]:
                     raise
         lock = disk.open_lock(root / LOCK)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), (root / LOCK).stat()):
+            if locks.lock(lock, root / LOCK) and locks.same_file(lock, root / LOCK):
                 return root, lock
-        except OSError:
-            pass
+        except ResourceError:
+            release(root, lock)
+            raise
         os.close(lock)
     raise AssertionError
 
 
 def release(root: Path, lock: int) -> None:
     """Removes a folder that was claimed, if it is empty, and lets other processes use it."""
-    if disk.entries(root) == [LOCK]:
+    if is_over := disk.entries(root) == [LOCK]:
         disk.remove(root / LOCK)
-        disk.remove_empty(root)
     os.close(lock)
+    if is_over:
+        disk.remove_empty(root)
 
 
 def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:

@@ -38,7 +38,7 @@ from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, i
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
 from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in
 from tpuconv.storage.places import work_folder
-from tpuconv.storage.refusals import CLAIM, check_place, exists_already, unfinished
+from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, unfinished
 from tpuconv.storage.sinks import Staged, StagedSink
 
 POLL_SECONDS = 1.0
@@ -90,7 +90,7 @@ class BucketJournal(JournalEntries):
     # --- the claim -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "BucketJournal":
-        check_place(self.out)
+        check_not_nested(self.out)
         try:
             while not self._enter():
                 pass

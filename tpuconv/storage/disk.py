@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError
+from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError, no_descriptors
 from tpuconv.sizes import format_size
 from tpuconv.storage.hashes import FileHash
 
@@ -32,15 +33,17 @@ HUGE_PAGE = 2 << 20
 FLUSHED_AT_ONCE = 8
 """Files that are flushed side by side."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY)
+UNMOVABLE = "an output appears by a rename of its folder, which this file system refuses: choose an OUT on another disk"
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 HINTS = {
     errno.EROFS: "the file system is read-only: choose another OUT",
     errno.EACCES: "you may not write there: choose another OUT",
     errno.EPERM: "you may not write there: choose another OUT",
     errno.EIO: "the disk fails: choose an OUT on another one",
+    **dict.fromkeys((errno.EXDEV, errno.EBUSY, errno.ENOSYS, errno.ENOTSUP), UNMOVABLE),
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,6 +55,14 @@ def write_error(path: Path, error: OSError) -> TpuconvError:
         return ResourceError(
             f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
         )
+    if error.errno == errno.EFBIG:
+        return ResourceError(
+            f"{path} would be larger than the file size that is allowed",
+            hint="raise the limit of this process (`ulimit -f unlimited`), or choose an OUT on another file "
+            "system; the same command resumes",
+        )
+    if exhausted := no_descriptors(path, error):
+        return exhausted
     if error.errno in IN_THE_WAY:
         return OutputError(f"{path} exists already", hint="choose another OUT")
     kind = UsageError if error.errno in WRONG_PATH else ResourceError
@@ -220,6 +231,31 @@ def exchange(path: Path, other: Path) -> bool:
     return True
 
 
+def try_moves(place: Path) -> None:
+    """Tries what publishing does, on two folders that are made at `place` and removed again: a swap, if the file system
+    can, and a rename into another folder."""
+    made, old = place / "from" / "made", place / "old"
+    for folder in (made, old):
+        make_folder(folder)
+    exchange(made, old)
+    rename(made, place / "moved")
+    remove_folders(place)
+
+
+@_translated
+def is_movable(path: Path, full: Path) -> bool:
+    """Returns whether the file system renames a folder. Nothing is changed: `full` is a folder that is not empty, which
+    none can replace. On an overlay file system a folder of a lower layer cannot be renamed."""
+    try:
+        os.rename(path, full)
+    except OSError as e:
+        if e.errno not in (*IN_THE_WAY, errno.EXDEV, errno.EBUSY):
+            raise
+        return e.errno in IN_THE_WAY
+    os.rename(full, path)  # it replaced a folder with contents
+    return True
+
+
 def _renameat2(path: Path, other: Path) -> None:
     at_cwd, rename_exchange = -100, 2
     libc = ctypes.CDLL(None, use_errno=True)
@@ -236,15 +272,34 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+LEFTOVERS = (".nfs", ".fuse_hidden")
+"""How the names begin that some file systems give to a file which is removed while it is open, until it is closed."""
+LEFTOVER_SECONDS = 2.0
+"""How long after a file is closed such a name may stay: FUSE closes it a little later."""
+
+
+def is_leftover(path: Path) -> bool:
+    """Returns whether a path is a removed file that is still open, or a folder that holds only such files."""
+    if not path.is_dir() or path.is_symlink():
+        return path.name.startswith(LEFTOVERS)
+    return all(is_leftover(path / name) for name in entries(path))
+
+
 @_translated
 def remove_empty(path: Path) -> None:
-    """Removes a folder if it is empty."""
+    """Removes a folder if it is empty, but for files that were closed just now."""
+    deadline = time.monotonic() + LEFTOVER_SECONDS
     with suppress(FileNotFoundError):
-        try:
-            os.rmdir(path)
-        except OSError as e:
-            if e.errno not in IN_THE_WAY:
-                raise
+        while True:
+            try:
+                os.rmdir(path)
+                return
+            except OSError as e:
+                if e.errno not in IN_THE_WAY:
+                    raise
+            if time.monotonic() > deadline or not is_leftover(path):
+                return
+            time.sleep(0.05)
 
 
 @_translated
@@ -252,6 +307,15 @@ def remove(path: Path) -> None:
     """Removes a file or a link, if it exists. Links are not followed."""
     with suppress(FileNotFoundError):
         os.unlink(path)
+
+
+@_translated
+def remove_folders(path: Path) -> None:
+    """Removes a folder that holds nothing but folders."""
+    if path.is_dir() and not path.is_symlink():
+        for name in entries(path):
+            remove_folders(path / name)
+        remove_empty(path)
 
 
 @_translated

@@ -11,6 +11,8 @@ The work folder `.<OUT>.tpuconv` lies beside OUT. Each state of the work is a na
     out/              what becomes OUT; it holds the file STAGED, which no finished output has
     complete.done     out/ is complete and flushed; holds the identity of its manifest
     old/              the output that is replaced, if the system cannot swap two folders
+    left-N/           files of a removed folder that others have open, where the file system keeps them
+    tried/            empty folders, on which the renames of publishing are tried before the work begins
 
 An entry is sealed as a manifest is, and holds its own name. An entry that was changed is an error, since its contents
 go into the output.
@@ -18,7 +20,8 @@ go into the output.
 Publishing goes from one state to the next, each step a single system call. A run continues from the state that it
 finds:
 
-    complete.done, out/ with STAGED       -> out/ becomes OUT, by a rename or a swap with the old output
+    complete.done, out/ with STAGED       -> out/ becomes OUT, by a rename (also over an empty folder) or a swap with
+                                             the old output
     complete.done, OUT with STAGED        -> the file STAGED in OUT is removed
     complete.done, no STAGED              -> the work folder is removed, plan.done first and complete.done last
     no plan.done, or out/ without STAGED  -> nothing can be resumed: the folder is cleared
@@ -27,23 +30,24 @@ A file in the work folder that is neither of the journal nor of the plan is of o
 so.
 """
 
-import fcntl
 import json
 import os
 import re
 import stat
 import threading
 from collections.abc import Callable, Collection, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import OutputError, TpuconvError, UsageError, shorten
 from tpuconv.names import MANIFEST
-from tpuconv.storage import disk, sealed
+from tpuconv.storage import disk, locks, sealed
 from tpuconv.storage.entries import ENTRY_KEY, JournalEntries, State
+from tpuconv.storage.mounts import check_place, file_system_of
 from tpuconv.storage.ownership import ContentsOf, files_in, is_known, listed_files, names_of, remove_known, unknown
 from tpuconv.storage.places import work_folder
-from tpuconv.storage.refusals import WORK, check_place, exists_already, unfinished
+from tpuconv.storage.refusals import WORK, check_not_nested, exists_already, unfinished
 from tpuconv.storage.sealed import STAGED
 from tpuconv.storage.sinks import FolderSink
 
@@ -52,11 +56,15 @@ MARK = b"work folder of tpuconv\n"
 CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
+HELD_OPEN = "left-"
+"""How the names begin of what is left of removed folders whose files are open; the next run removes it."""
+TRIED = "tried"
+"""The folder in which renames are tried."""
 LAST = (WORK, "names.done", "complete.done")
 """What is removed at the end: without it nobody knows what else is ours."""
 _OF_JOURNAL = re.compile(
     rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+|(out|old|{CALIBRATED}|source)/"
-    rf"|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
+    rf"|{TRIED}/([^/]+/)*|{HELD_OPEN}\d+/|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
     r"|source(-\d+)?/(lock|[0-9a-f]{32}/(\d{5}/(\d{6}[^/]*)?)?)"
 )
 """The files of a work folder besides those of out/ and old/: entries, locks, what a calibration left, and the segments
@@ -102,13 +110,25 @@ class Journal(JournalEntries):
         self._writing = threading.Lock()
 
     def __enter__(self) -> "Journal":
-        check_place(self.out)
+        check_not_nested(self.out)
+        if self.overwrite or not self.is_published():
+            check_place(self.out)
         while self._lock < 0:
             self._check_folder()
             disk.make_folder(self.folder)
-            lock = disk.open_lock(self.folder / WORK)
+            try:
+                lock = disk.open_lock(self.folder / WORK)
+            except TpuconvError:
+                if os.path.lexists(self.folder):
+                    raise
+                continue  # whoever had it has just removed it
             try:
                 self._take(lock)
+            except locks.NoLocks:
+                if disk.entries(self.folder) == [WORK] and not os.fstat(lock).st_size:
+                    disk.remove(self.folder / WORK)
+                    disk.remove_empty(self.folder)
+                raise
             finally:
                 if self._lock != lock:
                     os.close(lock)
@@ -121,28 +141,24 @@ class Journal(JournalEntries):
                 mode = os.lstat(self.folder).st_mode
             except FileNotFoundError:
                 return
-            names = os.listdir(self.folder) if stat.S_ISDIR(mode) else None
+            names = _names_in(self.folder) if stat.S_ISDIR(mode) else None
         if names and WORK not in names:
             raise self._not_ours(f"it holds {', '.join(sorted(names)[:5])}")
         if names is None:
             raise self._not_ours("it is a link" if stat.S_ISLNK(mode) else "it is not a folder")
 
     def _take(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks.lock(lock, self.folder / WORK):
             raise OutputError(
                 f"{self.out} is being written by another process", hint="wait for it, or choose another OUT"
-            ) from None
-        except OSError as e:
-            raise disk.write_error(self.folder, e) from None
-        # Whoever held it may have finished and removed the folder: then this is the lock of nothing.
-        if not same_file(lock, self.folder / WORK):
+            )
+        # Whoever held it may have finished and removed the folder: then the locked file has no name any more.
+        if not locks.same_file(lock, self.folder / WORK):
             return
         with disk.writing(self.folder):
             mark = os.pread(lock, len(MARK) + 1, 0)
             if mark != MARK:
-                if not MARK.startswith(mark) or os.listdir(self.folder) != [WORK]:
+                if not MARK.startswith(mark) or _names_in(self.folder) != [WORK]:
                     raise self._not_ours(f"its {WORK} was not written by tpuconv")
                 disk.write_file(self.folder / WORK, MARK)
                 disk.sync(self.folder)
@@ -157,14 +173,17 @@ class Journal(JournalEntries):
         )
 
     def __exit__(self, *_: object) -> None:
+        is_over = False
         try:
             if self._is_idle():
                 self.discard()
-                disk.remove(self.folder / WORK)
-                disk.remove_empty(self.folder)
+                if is_over := disk.entries(self.folder) == [WORK]:  # else the mark stays: others have files of it open
+                    disk.remove(self.folder / WORK)
         finally:
             os.close(self._lock)
             self._lock = -1
+        if is_over:  # some file systems keep a removed file, under another name, until it is closed
+            disk.remove_empty(self.folder)
 
     def begin(self) -> State:
         """Prepares the work folder.
@@ -182,7 +201,7 @@ class Journal(JournalEntries):
             if ended and complete["fingerprint"] == self.fingerprint:
                 return State.PUBLISHED
             complete = None
-        if complete is not None and complete["fingerprint"] == self.fingerprint:
+        if complete is not None and complete["fingerprint"] == self.fingerprint and self._is_movable(self.staging):
             self._check_out()
             return State.COMPLETE
         if not self.overwrite and self.is_published():
@@ -193,11 +212,12 @@ class Journal(JournalEntries):
             if not self.overwrite:
                 raise unfinished(self.out, self.work, began, self.facts)
             began = None
-        if began is not None and self._is_staged():
+        if began is not None and self._is_staged() and self._is_movable(self.staging):
             self._record_names()
             return State.BEGUN
         self.discard()
         self._record_names()
+        disk.try_moves(self.folder / TRIED)
         disk.make_folder(self.staging)
         disk.write_file(self.staging / STAGED, b"")
         disk.sync(self.staging)
@@ -242,7 +262,7 @@ class Journal(JournalEntries):
             disk.sync_all(self.staging)
             complete = {"fingerprint": self.fingerprint, "identity": sealed.read_sealed(self.staging).identity}
             self.record("complete", complete)
-        if os.path.lexists(self.out):
+        if os.path.lexists(self.out) and not _is_empty(self.out):
             self._check_out()
             disk.remove(self.out / STAGED)  # left by a publication whose work folder was removed
             disk.sync(self.out)
@@ -279,7 +299,7 @@ class Journal(JournalEntries):
 
     def _is_idle(self) -> bool:
         """Whether nothing here can be resumed, as after an error before the work began."""
-        if not same_file(self._lock, self.folder / WORK):
+        if not locks.same_file(self._lock, self.folder / WORK):
             return False
         names = disk.entries(self.folder)
         if "complete.done" in names:
@@ -306,10 +326,27 @@ class Journal(JournalEntries):
 
     def _check_out(self) -> None:
         with disk.writing(self.out):
-            if not os.path.lexists(self.out):
+            if not os.path.lexists(self.out) or _is_empty(self.out):
                 return
             if error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite):
                 raise error
+        if not self._is_movable(self.out):
+            raise UsageError(
+                f"{self.out} cannot be replaced: it is in a lower layer of an overlay file system (a container's "
+                "image)",
+                hint="choose another OUT, or remove this one first",
+            )
+
+    def _is_movable(self, folder: Path) -> bool:
+        """Whether the file system renames a folder that is there already."""
+        if "overlay" not in file_system_of(folder):
+            return True
+        full = self.folder / TRIED
+        disk.make_folder(full / "from")
+        try:
+            return disk.is_movable(folder, full)
+        finally:
+            disk.remove_folders(full)
 
     def discard(self) -> None:
         """Removes the work, in an order in which no later run resumes a part of it. An old output that was set aside is
@@ -331,6 +368,16 @@ class Journal(JournalEntries):
             raise self._holds_others(left)
         for name in LAST[1:]:
             disk.remove(self.folder / name)
+        for name in disk.entries(self.folder):
+            self._set_aside(name)
+
+    def _set_aside(self, name: str) -> None:
+        """Gives what could not be removed, since others have files of it open, a name that no output gets."""
+        if name == WORK or name.startswith(HELD_OPEN):
+            return
+        taken = disk.entries(self.folder)
+        number = next(i for i in count() if f"{HELD_OPEN}{i}" not in taken)
+        disk.rename(self.folder / name, self.folder / f"{HELD_OPEN}{number}")
 
     def _check_work(self) -> None:
         """Raises OutputError if the work folder holds files of others."""
@@ -362,9 +409,11 @@ class Journal(JournalEntries):
         )
 
 
-def same_file(fd: int, path: Path) -> bool:
-    """Whether a path is still the file that was opened."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except OSError:
-        return False
+def _names_in(folder: Path) -> list[str]:
+    """The names in a work folder, without those of removed files that are still open."""
+    return [name for name in os.listdir(folder) if not disk.is_leftover(folder / name)]
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it is an empty folder, which a rename replaces as if it were not there."""
+    return folder.is_dir() and not folder.is_symlink() and not disk.entries(folder)

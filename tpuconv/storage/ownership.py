@@ -103,7 +103,8 @@ def objects_in(folder: BucketPath) -> dict[str, buckets.ObjectFacts]:
 
 
 def _walk(folder: Path, prefix: str, found: dict[str, Found]) -> None:
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    # Some file systems give a removed file that is still open such a name, until it is closed.
+    entries = [e for e in sorted(os.scandir(folder), key=lambda e: e.name) if not e.name.startswith(disk.LEFTOVERS)]
     if not entries and prefix:
         found[prefix] = Found(-1, 0.0)
     for entry in entries:

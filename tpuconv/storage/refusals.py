@@ -50,7 +50,7 @@ def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> Outpu
     )
 
 
-def check_place(out: Location) -> None:
+def check_not_nested(out: Location) -> None:
     """Checks that an output may lie here.
 
     Raises:

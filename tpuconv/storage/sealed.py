@@ -27,7 +27,7 @@ from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import is_there, stamp_of
 from tpuconv.storage.sinks import Sink
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 """Version of the manifest. It changes when conversions of the same source and table begin to write something else."""
 SEALED_SINCE = 2
 """The first format whose manifests are sealed and list the files."""

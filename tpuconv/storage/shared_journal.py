@@ -14,7 +14,6 @@ The file process-I is also the sign that process I was here. Where a cluster sta
 that finds no sign of another for some minutes is on a disk that the hosts do not share.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -24,9 +23,9 @@ from typing import Any
 from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import Size
-from tpuconv.storage import disk
+from tpuconv.storage import disk, locks
 from tpuconv.storage.entries import State
-from tpuconv.storage.journal import MARK, Journal, same_file
+from tpuconv.storage.journal import MARK, Journal
 from tpuconv.storage.ownership import ContentsOf, listed_files
 from tpuconv.storage.refusals import WORK
 
@@ -68,21 +67,17 @@ class SharedJournal(Journal):
         self._deadline = time.monotonic() + MEETING_SECONDS
 
     def _take(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._join(lock)
-        except OSError as e:
-            raise disk.write_error(self.folder, e) from None
-        else:
+        if locks.lock(lock, self.folder / WORK):
             self._is_alone = True
             super()._take(lock)
+        else:
+            self._join(lock)
 
     def _join(self, lock: int) -> None:
         """Takes part in the work of other processes. Takes nothing if there is none any more: the caller tries again.
         A process that prepares, publishes or writes alone is waited for."""
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if not same_file(lock, self.folder / WORK) or os.pread(lock, len(MARK) + 1, 0) != MARK:
+        locks.lock(lock, self.folder / WORK, shared=True, wait=True)
+        if not locks.same_file(lock, self.folder / WORK) or os.pread(lock, len(MARK) + 1, 0) != MARK:
             return
         began, others = self.done("plan"), self.done(PROCESSES, PROCESSES_SCHEMA)
         if began is None or others is None or not self._is_staged() or self.done("complete") is not None:
@@ -99,15 +94,14 @@ class SharedJournal(Journal):
 
     def _number(self, lock: int) -> None:
         """Makes this the only process with its index, as long as the work folder is locked by `lock`."""
-        own = disk.open_lock(self.folder / f"process-{self.part.index}")
-        try:
-            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        path = self.folder / f"process-{self.part.index}"
+        own = disk.open_lock(path)
+        if not locks.lock(own, path):
             os.close(own)
             raise PartRunning(
                 f"{self.part} is running already, and writes to {self.out}",
                 hint="give each process its own index, or wait for that one",
-            ) from None
+            )
         self._own_lock = own
 
     def begin(self) -> State:
@@ -151,7 +145,8 @@ class SharedJournal(Journal):
         if not self._is_alone:
             return
         self._number(self._lock)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # lets the exclusive lock go first, and another process may take it
+        # The exclusive lock goes first, and another process may take it.
+        locks.lock(self._lock, self.folder / WORK, shared=True, wait=True)
         self._is_alone = False
         if not self._is_own_work():
             raise OutputError(f"another process has begun to write to {self.out}", hint="run again")
@@ -165,8 +160,8 @@ class SharedJournal(Journal):
                 time.sleep(MEETING_POLL_SECONDS)
             return False
         # On some shared disks two processes that keep this lock while they wait for the other one wait for ever.
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        locks.unlock(self._lock)
+        locks.lock(self._lock, self.folder / WORK, wait=True)
         self._is_alone = True
         return self._is_own_work() and self._has_all(parts)
 
@@ -176,7 +171,7 @@ class SharedJournal(Journal):
         return all(f"{part}.done" in names for part in parts)
 
     def _is_own_work(self) -> bool:
-        if not same_file(self._lock, self.folder / WORK):
+        if not locks.same_file(self._lock, self.folder / WORK):
             return False
         began = self.done("plan")
         return began is not None and began["fingerprint"] == self.fingerprint and self._is_staged()
@@ -184,13 +179,12 @@ class SharedJournal(Journal):
     def __exit__(self, *raised: object) -> None:
         """Lets the next process begin; the last one removes the work folder if nothing in it can be resumed."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
-        else:
-            super().__exit__(*raised)
+            locks.unlock(self._lock)
+            if locks.lock(self._lock, self.folder / WORK):
+                super().__exit__(*raised)
+            else:
+                os.close(self._lock)
+                self._lock = -1
         finally:
             if self._own_lock >= 0:
                 os.close(self._own_lock)

@@ -11,6 +11,7 @@ from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
 from tpuconv.sources.config import with_encoding, without_encoding
 from tpuconv.sources.files import ENCODING_FILE
+from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 
 
@@ -20,6 +21,10 @@ class ArraySource(Protocol):
     @property
     def manifest(self) -> Manifest:
         """What the arrays are. Of a plan, what the manifest of its output would say before any value is known."""
+
+    @property
+    def memory(self) -> int:
+        """The bytes that reading takes, besides the arrays."""
 
     @property
     def file_config(self) -> Mapping[str, Any]:
@@ -71,8 +76,8 @@ class ArraySource(Protocol):
     def stamps_for_hosts(self) -> dict[str, str]:
         """The same, equal on all hosts that see the files."""
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
-        """Checks that an output was made of the source as it is now; `known` is what its manifest says about it."""
+    def check_made(self, out: Location, made: Sealed) -> None:
+        """Checks that an output, with this manifest, was made of the source as it is now."""
 
 
 class IdentifiedArrays:
@@ -80,6 +85,7 @@ class IdentifiedArrays:
     hashed, and nothing of it is quantized meanwhile. See `ArraySource`."""
 
     hashed: Sequence[str] = ()
+    memory = 0
 
     def finish_part(self) -> dict[str, str]:
         """See `ArraySource`."""
@@ -99,7 +105,7 @@ class IdentifiedArrays:
         """See `ArraySource`."""
         return {}
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+    def check_made(self, out: Location, made: Sealed) -> None:
         """See `ArraySource`."""
 
 
@@ -132,7 +138,7 @@ class CheckpointArrays(IdentifiedArrays):
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the checkpoint was replaced."""
         self.manifest.check_current()
-        return dict(self.manifest.raw["source"])
+        return self.manifest.origin
 
 
 def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:

@@ -20,6 +20,7 @@ from tpuconv.location import BucketPath
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import collapse
 from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import changed_shards
 from tpuconv.sources.source import Source
@@ -132,7 +133,9 @@ def _check_same(manifest: Manifest, source: Source) -> None:
     """Raises SourceError unless every shard is that of the conversion, by its stamp or its sha256."""
     if isinstance(source.folder, BucketPath):
         raise UsageError(f"--with-skipped does not read {source.folder}", hint="give a local copy of it, or its Hub id")
-    changed = changed_shards(source.folder, manifest.raw["source"]["shards"])
+    changed = changed_shards(
+        source.folder, manifest.raw["source"]["shards"], known_stamps(manifest.sealed, source.folder)
+    )
     if changed:
         raise SourceError(
             f"{source.folder} is not the source of {manifest.folder}: other weights",

@@ -38,7 +38,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.conversion import PART_DONE, PUBLISHING, RunProgress, check_outside
 from tpuconv.convert.run.opening import open_journal
 from tpuconv.convert.run.results import HASH_ENTRY
-from tpuconv.convert.run.sizing import IN_FLIGHT_BYTES, Limits, jobs_for_tensors
+from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.strided import copy_strided
@@ -50,6 +50,7 @@ from tpuconv.location import Location
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.origins import remember
 from tpuconv.storage.entries import RunJournal, State
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import size_faults
@@ -68,7 +69,7 @@ def export(
     what: Exporting,
     layout: FileLayout,
     out: Location,
-    jobs: int,
+    room: TensorRoom,
     *,
     overwrite: bool = False,
     part: ProcessPart | None = None,
@@ -84,7 +85,7 @@ def export(
         what: what is written of them.
         layout: how, from `lay_out`.
         out: the output folder.
-        jobs: threads.
+        room: threads and memory.
         overwrite: replace an existing output of ours.
         part: which of several processes this is. Each writes some of the files; the last one publishes.
         streamed: the arrays again, if their source is fetched meanwhile.
@@ -130,7 +131,7 @@ def export(
                 journal.sink.check_size(name, sum(tensor.nbytes for tensor in shard))
             arrays.check()
             journal.share()
-            writing = _Run(arrays, pieces, beside, shards, journal, jobs, part)
+            writing = _Run(arrays, pieces, beside, shards, journal, room, part)
             if streamed is not None:
                 reads = file_reads(streamed, layout, beside)
                 writing.fetched = FetchedFiles(streamed, reads, writing.own, part, journal)
@@ -161,6 +162,7 @@ def export(
             known = {"fingerprint": fingerprint, "source": source, "family": what.family}
             journal.sink.write(MANIFEST, seal({**facts, **known, **further, "files": files}))
         journal.publish()
+        remember(read_sealed(journal.out), manifest.folder, arrays.stamps)
     yield RunProgress(total, total, 0, "published")
 
 
@@ -185,7 +187,7 @@ def export_checkpoint(
     """
     what = Exporting(table, config, manifest.family, beside)
     arrays = CheckpointArrays(manifest)
-    return export(arrays, what, lay_out(arrays, what), out, jobs, overwrite=overwrite)
+    return export(arrays, what, lay_out(arrays, what), out, TensorRoom(jobs), overwrite=overwrite)
 
 
 def convert_to_safetensors(
@@ -207,8 +209,8 @@ def convert_to_safetensors(
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
         layout = lay_out(arrays, what)
         streamed = arrays if plan.source.remote else None
-        job_count = jobs_for_tensors(plan, limits, layout.slabs)
-        yield from export(arrays, what, layout, out, job_count, overwrite=overwrite, part=part, streamed=streamed)
+        room = room_for_layout(plan.source.name, arrays, layout, limits)
+        yield from export(arrays, what, layout, out, room, overwrite=overwrite, part=part, streamed=streamed)
 
 
 @dataclass(frozen=True)
@@ -217,27 +219,37 @@ class PlannedFiles:
 
     Attributes:
         files: the tensors of each.
-        slabs: by name in how many slabs a tensor is made, if there are several.
+        room: threads and memory.
+        memory: the private memory in bytes that they need at most.
         workspace_bytes: the most that a source which is fetched takes on the disk of the workspace.
     """
 
     files: Sequence[Sequence[ExportTensor]]
-    slabs: Mapping[str, int]
+    room: TensorRoom
+    memory: int
     workspace_bytes: int
 
 
-def planned_files(plan: Plan) -> PlannedFiles:
+def room_for_layout(name: str, arrays: ArraySource, layout: FileLayout, limits: Limits) -> TensorRoom:
+    """Returns the threads and the memory of an export; see `room_for_tensors`."""
+    return room_for_tensors(name, limits, layout.job_bytes, layout.nbytes, arrays.memory)
+
+
+def planned_files(plan: Plan, limits: Limits) -> PlannedFiles:
     """Plans what `convert_to_safetensors` would write. No weight is read.
 
     Raises:
         UsageError: no format of servers holds what is quantized.
+        ResourceError: the memory does not suffice.
     """
     with closing(PlannedArrays(plan)) as arrays:
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
         layout = lay_out(arrays, what)
         reads = file_reads(arrays, layout, what.beside) if plan.source.remote else None
         workspace = 0 if reads is None else workspace_of_files(arrays, reads)
-        return PlannedFiles(layout.files, layout.slabs, workspace)
+        room = room_for_layout(plan.source.name, arrays, layout, limits)
+        memory = planned_memory_for_tensors(room, layout.job_bytes, arrays.memory)
+        return PlannedFiles(layout.files, room, memory, workspace)
 
 
 def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +271,7 @@ def _check_exported(arrays: ArraySource, out: Location) -> None:
     sealed = read_sealed(out)
     sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
     raise_damage(out, size_faults(out, sizes))
-    arrays.check_made(out, sealed.raw["source"])
+    arrays.check_made(out, sealed)
 
 
 class _Run:
@@ -272,11 +284,11 @@ class _Run:
         beside: Carried | None,
         shards: list[list[ExportTensor]],
         journal: RunJournal,
-        jobs: int,
+        room: TensorRoom,
         part: ProcessPart | None,
     ):
         self.arrays, self.pieces, self.beside = arrays, pieces, beside
-        self.shards, self.journal, self.jobs = shards, journal, jobs
+        self.shards, self.journal, self.room = shards, journal, room
         self._sizes = [sum(tensor.nbytes for tensor in shard) for shard in shards]
         numbers = range(len(shards))
         self.fetched: FetchedFiles | None = None
@@ -330,13 +342,13 @@ class _Run:
         waiting: deque[tuple[ExportPiece, Ranges, Future[tuple[list[np.ndarray], dict[str, Any]]]]] = deque()
         rest, nbytes = deque((piece, ranges) for piece in pieces for ranges in piece.slabs), 0
         held: list[_Made] = []  # of all tensors of a piece but the first, which is written first
-        with ThreadPoolExecutor(self.jobs) as pool, self.fetched or nullcontext():  # ends what threads wait for
+        with ThreadPoolExecutor(self.room.jobs) as pool, self.fetched or nullcontext():  # ends what threads wait for
             try:
                 while rest or waiting:
                     while (
                         rest
-                        and len(waiting) <= self.jobs
-                        and (not waiting or nbytes + rest[0][0].nbytes <= IN_FLIGHT_BYTES)
+                        and len(waiting) <= self.room.jobs
+                        and (not waiting or nbytes + rest[0][0].nbytes <= self.room.in_flight)
                     ):
                         piece, ranges = rest.popleft()
                         nbytes += piece.nbytes

@@ -1,6 +1,7 @@
 """The arrays of an Orbax checkpoint that a trainer saved, without a manifest of ours."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ from tpuconv.checkpoint.orbax_tree import TrainedTree
 from tpuconv.convert.export.array_source import IdentifiedArrays, array_box
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
-from tpuconv.errors import ConfigError
+from tpuconv.errors import ConfigError, OutputError
 from tpuconv.layout import Ranges
+from tpuconv.location import Location
 from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.source import CHANGED, Source
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
@@ -91,3 +94,26 @@ class OrbaxArrays(IdentifiedArrays):
         """See `ArraySource`. Raises SourceError if the tree was changed."""
         self.tree.check_unchanged()
         return dict(self.manifest.raw["source"])
+
+    @property
+    def memory(self) -> int:  # type: ignore[override]
+        """See `ArraySource`."""
+        return self.tree.memory
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `ArraySource`."""
+        return self.tree.stamps
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `ArraySource`: one process exports them."""
+        return self.tree.stamps
+
+    def check_made(self, out: Location, made: Sealed) -> None:
+        """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
+        if known_stamps(made, self.tree.folder) != self.stamps and isinstance(self.tree.folder, Path):
+            raise OutputError(
+                f"{out} exists already, and may not be made from {self.tree.folder} as it is now",
+                hint="choose another OUT, or give --overwrite to replace it",
+            )

@@ -14,6 +14,7 @@ from tpuconv.convert.run.conversion import check_made_of
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.share import share_of
+from tpuconv.convert.run.sizing import QUANTIZE_MEMORY
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.stamps import stamps_for_hosts
 from tpuconv.convert.run.steps import slab_reads
@@ -53,6 +54,11 @@ class PlannedArrays:
     def reader(self) -> Reader:
         """Of the source. It is opened when the first value is read."""
         return self.plan.source.open(self._check_cancelled, hashes=self.share.hashes(self.plan))
+
+    @property
+    def memory(self) -> int:
+        """See `ArraySource`."""
+        return QUANTIZE_MEMORY if self.plan.quantization else 0
 
     def cancel(self) -> None:
         """Ends what waits for bytes of the source, by an error."""
@@ -184,9 +190,9 @@ class PlannedArrays:
         """See `ArraySource`."""
         return stamps_for_hosts(self.plan.source)
 
-    def check_made(self, out: Location, known: Mapping[str, Any]) -> None:
+    def check_made(self, out: Location, made: Sealed) -> None:
         """See `ArraySource`. Raises OutputError if it was not."""
-        for _ in check_made_of(self.plan, out, known["shards"]):
+        for _ in check_made_of(self.plan, out, made):
             pass
 
     def close(self) -> None:

@@ -34,11 +34,11 @@ from tpuconv.names import MANIFEST
 from tpuconv.progress import Progress
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.damaged import hash_of
+from tpuconv.sources.origins import known_stamps, remember
 from tpuconv.storage.entries import RunJournal, State
 from tpuconv.storage.hashes import known_hash
 from tpuconv.storage.places import real
-from tpuconv.storage.sealed import raise_damage, seal
-from tpuconv.storage.sinks import Sink
+from tpuconv.storage.sealed import Sealed, raise_damage, read_sealed, seal
 
 AHEAD_BYTES = 768 * MIB
 """Bytes of the source that are read while the rules of a quantization are resolved: what a disk delivers
@@ -148,6 +148,8 @@ def run(
                     return
             yield RunProgress(total, total, 0, PUBLISHING)
             journal.publish()
+            if plan.source.hashed:
+                remember(read_sealed(journal.out), plan.source.folder, plan.source.stamps)
     yield RunProgress(total, total, 0, "published")
 
 
@@ -170,28 +172,39 @@ def _check_published(plan: Plan, out: Location) -> Iterator[RunProgress]:
     """
     published = manifest.read_manifest(out)
     raise_damage(out, published.size_faults())
-    yield from check_made_of(plan, out, published.raw["source"]["shards"])
+    yield from check_made_of(plan, out, published.sealed)
 
 
-def check_made_of(plan: Plan, out: Location, known: Mapping[str, Any]) -> Iterator[RunProgress]:
-    """Checks that an output was made from the files of the source as they are now. `known` is what its manifest says
-    about them. Yields progress before a file is read completely.
+def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgress]:
+    """Checks that an output, with this manifest, was made from the files of the source as they are now. Yields progress
+    before a file is read completely: one that this machine did not convert, or that changed since.
 
     Raises:
         OutputError: it was made from a source with the same headers and other values.
     """
-    if not plan.source.hashed:  # its arrays' checksums are in the fingerprint
+    source = plan.source
+    if not source.hashed:  # its arrays' checksums are in the fingerprint
         return
-    for shard in plan.source.shards:
-        facts = known.get(shard.name, {})
-        if shard.sha256 is None and facts.get("stamp") != shard.stamp:  # another file, perhaps of the same content
-            yield RunProgress(0, plan.source_bytes, 0, "compare")
-            promise = known_hash(facts)
-            if promise is None or hash_of(plan.source.folder / shard.name, promise[0]) != promise[1]:
-                raise OutputError(
-                    f"{out} exists already, and was not made from {plan.source.folder / shard.name} as it is now",
-                    hint="choose another OUT, or give --overwrite to replace it",
-                )
+    known, then = made.raw["source"]["shards"], known_stamps(made, source.folder)
+    unpromised = [shard for shard in source.shards if shard.sha256 is None]  # the others are in the fingerprint
+    for shard in unpromised:
+        facts, path = known.get(shard.name, {}), source.folder / shard.name
+        if shard.stamp in (then.get(shard.name), facts.get("version")):
+            continue
+        yield RunProgress(0, plan.source_bytes, 0, "compare")
+        promise = known_hash(facts)
+        if promise is None:
+            raise OutputError(
+                f"{out} exists already, and it is not known whether it was made from {path} as it is now: only a part "
+                "of the file was read",
+                hint="choose another OUT, or give --overwrite to replace it",
+            )
+        if hash_of(path, promise[0]) != promise[1]:
+            raise OutputError(
+                f"{out} exists already, and was not made from {path} as it is now",
+                hint="choose another OUT, or give --overwrite to replace it",
+            )
+    remember(made, source.folder, {**then, **{shard.name: shard.stamp for shard in unpromised}})
 
 
 def _made_of(plan: Plan, journal: RunJournal, files: set[str]) -> Stale:
@@ -218,7 +231,7 @@ def _work(
     uids = {unit.uid for unit in share.units}
     todo = [unit for unit in left if unit.uid in uids]
     resumed = share.nbytes - sum(unit.nbytes for unit in todo)
-    _check_disk(plan, journal.sink, left)
+    journal.sink.check_room(disk_bytes(plan, left), "the conversion")
     if calibrated is not None:
         for layer in calibrated.layers():
             yield RunProgress(resumed, share.nbytes, resumed, "calibrate", layer)
@@ -240,10 +253,15 @@ def _work(
     return None
 
 
-def _check_disk(plan: Plan, sink: Sink, todo: Sequence[WorkUnit]) -> None:
+def disk_bytes(plan: Plan, todo: Sequence[WorkUnit]) -> int:
+    """Returns about how many bytes of disk the output takes that some units, or all, are left of."""
     written = sum(plan.written_bytes(slab) for unit in todo for slab in unit.slabs)
-    need = written + written // 100 + sum(facts["bytes"] for facts in plan.source.companions.values()) + 16 * MIB
-    sink.check_room(need, "the conversion")
+    return written + written // 100 + companion_bytes(plan) + 16 * MIB
+
+
+def companion_bytes(plan: Plan) -> int:
+    """Returns the size of the files that go with the weights."""
+    return sum(facts["bytes"] for facts in plan.source.companions.values())
 
 
 def _result(plan: Plan, journal: RunJournal) -> UnitResult:

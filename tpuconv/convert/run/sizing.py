@@ -1,9 +1,7 @@
 """How many jobs a run of a plan has, and how much memory it needs."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
@@ -19,7 +17,7 @@ QUANTIZE_MEMORY = 170 << 20
 """Measured: what jax and Qwix add."""
 
 IN_FLIGHT_BYTES = 1 << 30
-"""Of tensors of an export that are made and not written yet, unless one alone is larger."""
+"""Of tensors of an export that are made and not written yet, unless one alone is larger or memory is scarce."""
 
 
 @dataclass(frozen=True)
@@ -103,36 +101,46 @@ def jobs(plan: Plan, limits: Limits) -> int:
     return max(1, min(limits.jobs, fitting, sum(len(unit.slabs) for unit in plan.units)))
 
 
-def jobs_for_tensors(plan: Plan, limits: Limits, slabs: Mapping[str, int]) -> int:
-    """The number of jobs of a run that makes tensors, as far as the memory suffices for the largest: each job holds its
-    values as they are stored, as they are wanted, rearranged and encoded. `slabs` says by name in how many parts one
-    after the other a tensor is made; others are made complete.
+@dataclass(frozen=True)
+class TensorRoom:
+    """What a run that makes tensors may hold: `in_flight` are bytes of tensors that wait to be written."""
+
+    jobs: int
+    in_flight: int = IN_FLIGHT_BYTES
+
+
+def room_for_tensors(name: str, limits: Limits, job_bytes: int, total: int, more: int = 0) -> TensorRoom:
+    """Returns the room of a run that makes tensors, as far as the memory suffices. If it is scarce, one tensor is made
+    and written after the other.
+
+    Args:
+        name: of the model.
+        limits: jobs and memory.
+        job_bytes: the most that a job holds: values as they are stored, as they are wanted, rearranged and encoded.
+        total: bytes of all tensors.
+        more: what reading takes besides.
 
     Raises:
-        ResourceError: it does not suffice for one.
+        ResourceError: it does not suffice for one job.
     """
-    (waiting, job_bytes), base = _tensor_bytes(plan, slabs), _base_memory(plan)
-    fitting = (limits.max_memory - base - waiting) // max(1, job_bytes)
-    if fitting < 1:
+    left = limits.max_memory - BASE_MEMORY - more
+    if left < job_bytes:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to write {plan.source.name} as safetensors",
-            hint=f"--max-memory must be at least {-(-(base + waiting + job_bytes) // 1_000_000)}MB",
+            f"{format_size(limits.max_memory)} of memory are too few to write {name} as safetensors",
+            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
         )
-    return max(1, min(limits.jobs, fitting))
+    for jobs in range(
+        limits.jobs, 0, -1
+    ):  # one tensor more than jobs waits, and takes less than half of what a job does
+        in_flight = min(IN_FLIGHT_BYTES, total, (jobs + 1) * job_bytes // 2)
+        if jobs * job_bytes + in_flight <= left:
+            return TensorRoom(jobs, in_flight)
+    return TensorRoom(1, left - job_bytes)
 
 
-def _tensor_bytes(plan: Plan, slabs: Mapping[str, int]) -> tuple[int, int]:
-    """Of a run that makes tensors the bytes that wait to be written, and those of one job, at most."""
-    largest = max((-(-prod(tensor.shape) // slabs.get(name, 1)) for name, tensor in plan.tensors.items()), default=0)
-    job_bytes = 4 * max(2, *(array.dtype.itemsize for array in plan.arrays.values())) * largest
-    return min(IN_FLIGHT_BYTES, plan.output_bytes), job_bytes
-
-
-def planned_memory_for_tensors(plan: Plan, job_count: int, slabs: Mapping[str, int]) -> int:
-    """The private memory in bytes that a run with `job_count` jobs which makes tensors, in so many `slabs`, needs at
-    most."""
-    waiting, job_bytes = _tensor_bytes(plan, slabs)
-    return _base_memory(plan) + waiting + job_count * job_bytes
+def planned_memory_for_tensors(room: TensorRoom, job_bytes: int, more: int) -> int:
+    """Returns the private memory in bytes that a run with this room needs at most; see `room_for_tensors`."""
+    return BASE_MEMORY + more + room.in_flight + room.jobs * job_bytes
 
 
 def _base_memory(plan: Plan) -> int:

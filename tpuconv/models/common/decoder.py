@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import KV, Cache, has_scales
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
 from tpuconv.models.common.heads import SCORES
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
 from tpuconv.models.common.periods import LayerStacks
@@ -262,6 +263,8 @@ class Decoder(nnx.Module):
             UsageError: the mask has another shape than the ids; or the cache has too few slots, or the model returns no
                 logits to go on with.
         """
+        if is_explicit(weights := jax.tree.leaves(self.embed.embedding[...])[0]):
+            return call_on_explicit_mesh(self, weights, ids_BT, mask_BT, cache, last_only=last_only)
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
         if mask_BT.shape != ids_BT.shape:
             raise UsageError(

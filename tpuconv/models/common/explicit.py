@@ -1,0 +1,50 @@
+"""Models on meshes with explicit axes, as those of `jax.make_mesh` are: there each operation states how its result is
+sharded. Within a model the compiler chooses; outside of it arrays are on the mesh that the user gave."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tpuconv.models.common.cache import Cache, cache_shardings
+from tpuconv.sharding import ACTIVATIONS, partition
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Returns whether an array is on a mesh that has explicit axes."""
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def call_on_explicit_mesh(
+    model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, **more: Any
+) -> Any:
+    """Calls a model on a mesh with explicit axes, that of `weights`, one of its arrays. The results are sharded over
+    the batch, caches as `cache_shardings` has them."""
+    graph, state = nnx.split(model)
+
+    def run(state: Any, ids_BT: Any, mask_BT: Any, cache: Cache | None) -> Any:
+        merged: Any = nnx.merge(graph, state)
+        return merged(ids_BT, mask_BT) if cache is None else merged(ids_BT, mask_BT, cache=cache, **more)
+
+    mesh: Any = jax.typeof(weights).sharding.mesh
+    out: Any = PartitionSpec(*partition("B", ids_BT.shape[:1], dict(mesh.shape), ACTIVATIONS))  # type: ignore[no-untyped-call]
+    if cache is not None:
+        out = out, jax.tree.map(lambda place: place.spec, cache_shardings(cache, mesh))
+    is_traced = isinstance(weights, jax.core.Tracer)
+    with jax.sharding.use_abstract_mesh(mesh) if is_traced else jax.sharding.set_mesh(weights.sharding.mesh):
+        return jax.sharding.auto_axes(run, out_sharding=out)(state, ids_BT, mask_BT, cache)
+
+
+def on_automatic_mesh(tree: Any) -> Any:
+    """Returns the arrays of a tree on the same devices, on meshes whose axes are automatic. Others are left as they
+    are."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or not is_explicit(x):
+            return x
+        mesh = x.sharding.mesh
+        return jax.device_put(x, NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec))
+
+    return jax.tree.map(moved, tree)

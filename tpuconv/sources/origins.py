@@ -1,0 +1,78 @@
+"""Where the sources of outputs lie on this machine, and the stamps that their files had.
+
+An output says nothing of the machine that made it: equal sources give equal outputs, wherever they lie. So the path of
+the source, and the stamps by which a file need not be read again, are kept in the user's cache
+(`$XDG_CACHE_HOME/tpuconv/sources`, else `~/.cache`). Without it, or on another machine, files are read and their hashes
+compared with those of the manifest.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from tpuconv.errors import SourceError, TpuconvError
+from tpuconv.jsonfile import Each, check, parse, read_bytes
+from tpuconv.location import Location
+from tpuconv.storage.hashes import known_hash
+from tpuconv.storage.sealed import Sealed
+
+ORIGIN_SCHEMA = {"folders": Each(Each(str))}
+MAX_ORIGIN_BYTES = 64 << 20
+MOST_FOLDERS = 8
+"""Copies of one source that are remembered, the latest first."""
+
+
+def known_stamps(made: Sealed, folder: Location) -> Mapping[str, str]:
+    """The stamps by name that the files in a folder had when the output with this manifest was made of them; none if it
+    was made elsewhere, or nobody knows."""
+    return dict(_folders(made)).get(str(_absolute(folder)), {})
+
+
+def find_folder(made: Sealed) -> Path | None:
+    """The folder on this machine that the output with this manifest was made of; None if nobody knows."""
+    return next((Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder)), None)
+
+
+def remember(made: Sealed, folder: Location, stamps: Mapping[str, str]) -> None:
+    """Remembers that the output with this manifest holds what the files in a folder hold, by their stamps. Where the
+    cache cannot be written, nothing is remembered."""
+    own, path = str(_absolute(folder)), _entry(made)
+    if path is None or not stamps:
+        return
+    others = [(other, found) for other, found in _folders(made) if other != own]
+    folders = dict([(own, dict(stamps)), *others][:MOST_FOLDERS])
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part.write_text(json.dumps({"folders": folders}))
+        part.replace(path)
+
+
+def _folders(made: Sealed) -> Iterator[tuple[str, Mapping[str, str]]]:
+    path = _entry(made)
+    if path is None or not path.is_file():
+        return
+    with suppress(TpuconvError):  # it is a cache: what cannot be read is not known
+        data = read_bytes(path, MAX_ORIGIN_BYTES, SourceError)
+        yield from check(parse(data, "", SourceError), ORIGIN_SCHEMA, "", SourceError)["folders"].items()
+
+
+def _entry(made: Sealed) -> Path | None:
+    """The file of the cache for the source of an output. Two outputs of the same bytes share one: it is named by the
+    hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
+    shards = made.raw.get("source", {}).get("shards", {})
+    hashes = [[name, known_hash(facts)] for name, facts in sorted(shards.items())]
+    is_known = hashes and all(found is not None for _, found in hashes)
+    key = xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode()) if is_known else made.identity
+    with suppress(RuntimeError):  # a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "tpuconv" / "sources" / f"{key}.json"
+    return None
+
+
+def _absolute(folder: Location) -> Location:
+    return Path(os.path.realpath(folder)) if isinstance(folder, Path) else folder
