@@ -60,7 +60,7 @@ class Conversion:
 
     @property
     def source_verified(self) -> bool:
-        """Whether every weight file has the sha256 that the Hub lists."""
+        """Whether every file has the hash that the Hub lists."""
         from tpuconv.sources.source import VERIFIED
 
         return self.source_state == VERIFIED

@@ -178,12 +178,11 @@ def _folder(place: str) -> Path:
     location = to_location(place)
     folder = _fetched(location) if isinstance(location, BucketPath) else location
     if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
-        from huggingface_hub import snapshot_download
-
         from tpuconv.sources.hub_errors import client_errors
+        from tpuconv.sources.repository import Repository
 
         with client_errors(place, "main"):
-            folder = Path(snapshot_download(place, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+            folder = Repository(place, "main").fetch([ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")

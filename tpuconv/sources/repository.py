@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from tpuconv.errors import HubError, ResourceError, SourceError
 from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, is_companion
-from tpuconv.sources.damaged import damaged, link_targets
+from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
@@ -34,7 +34,7 @@ HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request 
 @dataclass(frozen=True)
 class Resolved:
     """The folder of a checkpoint. From the Hub also the id, the commit and the sha256 that the Hub promises for its
-    files.
+    weights; the files beside them have been compared with its promises, except those in `unproved`, which have none.
 
     Close it, or use it in a `with`: the temporary folder of `resolve(weights=False)` is removed then.
     """
@@ -43,6 +43,7 @@ class Resolved:
     repo: str | None = None
     commit: str | None = None
     sha256: dict[str, str] = field(default_factory=dict)
+    unproved: tuple[str, ...] = ()
     remote: dict[str, HubShard] = field(default_factory=dict, compare=False)
     """The shards of `headers_only` that are not here, by name."""
     _temporary: "TemporaryDirectory[str] | None" = field(default=None, repr=False, compare=False)
@@ -66,11 +67,20 @@ class Resolved:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in the listing of a repository. `sha256` is None for files that git itself stores."""
+    """A file in the listing of a repository. `sha256` is None for files that git itself stores, which have a
+    `git_sha1`."""
 
     name: str
     size: int
     sha256: str | None
+    git_sha1: str | None = None
+
+    @property
+    def promise(self) -> Promise | None:
+        """The hash that the Hub lists; None if it lists none."""
+        if self.sha256 is not None:
+            return "sha256", self.sha256
+        return None if self.git_sha1 is None else (GIT_SHA1, self.git_sha1)
 
 
 class Repository:
@@ -105,9 +115,25 @@ class Repository:
                 return Path(cached)
             raise
         self._remember(commit)
-        if ENCODING_FILE in files:
-            hf_hub_download(self.repo, ENCODING_FILE, revision=commit)
-        return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))
+        if CONFIG_FILE not in files:
+            return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))  # raises the client's error
+        for name in (CONFIG_FILE, ENCODING_FILE):
+            if name in files:
+                self._proved(commit, files[name])
+        return self.snapshot(commit) / CONFIG_FILE
+
+    def fetch(self, names: Collection[str]) -> Path:
+        """The repository's folder in the cache, with those of these files that it has. Works offline if something of it
+        is cached."""
+        try:
+            commit, files = self._listing()
+        except Exception as error:
+            if is_unreachable(error):
+                return self._cached(error)[1]
+            raise
+        self._remember(commit)
+        self._in_parallel(lambda f: self._proved(commit, f), [files[name] for name in names if name in files])
+        return self.snapshot(commit)
 
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
         """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
@@ -123,7 +149,7 @@ class Repository:
         companions = [f for f in files.values() if _is_wanted(f.name)]
         self._check_weights(files)
         if INDEX_FILE in files:
-            self._by_client(commit, files[INDEX_FILE])
+            self._proved(commit, files[INDEX_FILE])
             companions.append(files[INDEX_FILE])
         shards = self._shards(commit, files)
         snapshot = self.snapshot(commit)
@@ -131,9 +157,10 @@ class Repository:
         self.meter = Meter(progress)
         for f in [*companions, *shards]:
             self.meter.expect(f.name, f.size if weights or f in companions else min(f.size, HEADER_PEEK))
-        promised = {f.name: f.sha256 for f in [*companions, *shards] if f.sha256}
+        promised = {f.name: f.sha256 for f in shards if f.sha256}
+        unproved = tuple(sorted(f.name for f in companions if f.promise is None))
 
-        self._in_parallel(lambda f: self._by_client(commit, f), companions)
+        self._in_parallel(lambda f: self._proved(commit, f), companions)
         if streams:  # git's own files have no sha256, and beyond this size the Hub serves none by ranges
             limit = constants.MAX_HTTP_DOWNLOAD_SIZE
             downloaded = [f for f in missing if not f.sha256 or f.size > limit]
@@ -144,7 +171,7 @@ class Repository:
             self._check_disk(missing)
             self._in_parallel(lambda f: self._fetch(commit, f), shards)
             self.meter.finish()
-            return Resolved(snapshot, self.repo, commit, promised)
+            return Resolved(snapshot, self.repo, commit, promised, unproved)
 
         temporary = TemporaryDirectory(prefix="tpuconv-headers-", ignore_cleanup_errors=True)
         try:
@@ -159,7 +186,7 @@ class Repository:
             temporary.cleanup()
             raise
         self.meter.finish()
-        return Resolved(folder, self.repo, commit, promised, remote, temporary)
+        return Resolved(folder, self.repo, commit, promised, unproved, remote, temporary)
 
     def _listing(self) -> tuple[str, dict[str, HubFile]]:
         from huggingface_hub import HfApi, constants
@@ -172,7 +199,9 @@ class Repository:
         files = {}
         for s in info.siblings:
             sha256 = s.lfs.sha256 if s.lfs and re.fullmatch("[0-9a-f]{64}", s.lfs.sha256) else None
-            files[s.rfilename] = HubFile(s.rfilename, (s.lfs.size if s.lfs else s.size) or 0, sha256)
+            is_git = not s.lfs and re.fullmatch("[0-9a-f]{40}", s.blob_id or "")
+            size = (s.lfs.size if s.lfs else s.size) or 0
+            files[s.rfilename] = HubFile(s.rfilename, size, sha256, s.blob_id if is_git else None)
         return str(info.sha), files
 
     def _remember(self, commit: str) -> None:
@@ -255,6 +284,21 @@ class Repository:
         if not self._is_cached(commit, file):
             hf_hub_download(self.repo, file.name, revision=commit, tqdm_class=self.meter.bar(file.name))
 
+    def _proved(self, commit: str, file: HubFile) -> None:
+        """Fetches a file that goes with the weights, and compares it with what the Hub promises. A file that differs is
+        fetched again, once.
+
+        Raises:
+            DamagedDownload: it differs again, or cannot be fetched again.
+        """
+        try:
+            self._by_client(commit, file)
+            check_download(self.snapshot(commit) / file.name, file.promise)
+        except DamagedDownload as error:
+            error.remove()
+            self._by_client(commit, file)
+            check_download(self.snapshot(commit) / file.name, file.promise)
+
     def _fetch(self, commit: str, file: HubFile) -> None:
         """Fetches a shard. Resumes an interrupted download."""
         from huggingface_hub import constants
@@ -322,8 +366,8 @@ class Repository:
 
     # --- without network -------------------------------------------------------------------------------------------
 
-    def _from_cache(self, cause: Exception) -> Resolved:
-        """The snapshot in the cache, if it is complete."""
+    def _cached(self, cause: Exception) -> tuple[str, Path]:
+        """The commit of the revision and its folder in the cache, as far as it is there."""
         ref = self.storage / "refs" / self.revision
         commit = self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
         if not commit and ref.is_file():
@@ -333,16 +377,30 @@ class Repository:
             raise_unreachable(
                 self.repo, cause, f"the cache at {self.storage.parent} has nothing of it at revision {self.revision}"
             )
+        return commit, snapshot
+
+    def _from_cache(self, cause: Exception) -> Resolved:
+        """The snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub promises."""
+        commit, snapshot = self._cached(cause)
+        promised: dict[str, str] = {}
+        unproved: list[str] = []
+        for path in sorted(path for path in snapshot.iterdir() if path.exists()):
+            # Of a file shared by repositories, the next target has another hash.
+            blob = link_targets(path)[0].name if path.is_symlink() else ""
+            kind = {64: "sha256", 40: GIT_SHA1}.get(len(blob)) if re.fullmatch("[0-9a-f]+", blob) else None
+            if path.suffix == ".safetensors":
+                promised |= {path.name: blob} if kind == "sha256" else {}
+            elif not _is_wanted(path.name) and path.name != INDEX_FILE:
+                continue
+            elif kind is None:
+                unproved.append(path.name)
+            else:
+                check_download(path, (kind, blob))
         needed = self._needed(snapshot)
         if missing := [name for name in needed if not (snapshot / name).exists()]:
             have = f"{len(needed) - len(missing)} of the {len(needed)} files needed"
             raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
-        promised = {}
-        for path in snapshot.iterdir():
-            blob = link_targets(path)[0].name  # of a file shared by repositories, the next target has another hash
-            if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
-                promised[path.name] = blob
-        return Resolved(snapshot, self.repo, commit, promised)
+        return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
         if (snapshot / INDEX_FILE).exists():
