@@ -20,6 +20,7 @@ from helpers.times import HANG, wait_for
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 from tpuconv.sources import download, repository
 from tpuconv.sources.adapter import read_adapter
+from tpuconv.sources.companions import OTHER_WEIGHTS
 from tpuconv.sources.damaged import DamagedDownload, wrong_hash
 from tpuconv.sources.hub import fetch_config, resolve
 from tpuconv.sources.source import open_source
@@ -121,12 +122,19 @@ def test_second_call_uses_the_cache(hub: HubServer) -> None:
     assert [r.file for r in hub.requests] == ["api"]
 
 
-def test_only_shards_of_the_index(serve: Callable[..., HubServer], tmp_path: Path) -> None:
+def test_a_single_file_goes_before_an_index(serve: Callable[..., HubServer], tmp_path: Path) -> None:
+    """As in transformers. The other weights are named."""
     folder = make_checkpoint(tmp_path / "tiny")
-    save_file({"old": np.zeros(8)}, folder / "model.safetensors")
+    save_file({"whole": np.zeros(8)}, folder / "model.safetensors")
     hub = serve({REPO: folder})
-    assert not (resolve(REPO).folder / "model.safetensors").exists()
-    assert "model.safetensors" not in hub.files()
+    got = resolve(REPO)
+    assert hub.files() == {"model.safetensors", INDEX, *COMPANIONS}
+    for source in (open_source(got.folder, repo=REPO, listed=got.listed), open_source(folder)):
+        assert list(source.tensors) == ["whole"]
+        assert {*SHARDS, INDEX} <= {each.name for each in source.left_out if each.reason == OTHER_WEIGHTS}
+    for shard in SHARDS:
+        (folder / shard).unlink()
+    assert list(open_source(folder).tensors) == ["whole"]  # the index was left behind
 
 
 @pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "git"])

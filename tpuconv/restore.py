@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.checkpoint.device_layouts import LAYOUTS, read_layouts
+from tpuconv.checkpoint.device_layouts import read_layouts
 from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
 from tpuconv.errors import CorruptOutput, UsageError, root_cause
@@ -27,7 +27,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
-from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.names import LAYOUTS, QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_there

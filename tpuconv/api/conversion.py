@@ -341,6 +341,7 @@ def _run(
         adapters=plan.options.adapters,
         skipped=plan.skipped,
         ignored_config=plan.ignored_config,
+        left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
         part=part,
         part_bytes=own_bytes,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
     from tpuconv.sources.adapter import Adapter
+    from tpuconv.sources.companions import LeftOut
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Conversion:
         adapters: what was merged.
         skipped: source tensors that are not converted, and why.
         ignored_config: keys of config.json that are not read, and why.
+        left_out: files of the source that are not copied, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
         part: which of several processes this was; None if it was the only one.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
@@ -53,6 +55,7 @@ class Conversion:
     adapters: Sequence["Adapter"]
     skipped: Sequence["Skip"]
     ignored_config: Sequence["IgnoredKey"]
+    left_out: Sequence["LeftOut"]
     quantization: "Report | None"
     part: ProcessPart | None
     part_bytes: int
@@ -85,6 +88,7 @@ class Conversion:
             "adapters": [adapter.to_summary() for adapter in self.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "ignored_config": [key.to_json() for key in self.ignored_config],
+            "left_out": [file._asdict() for file in self.left_out],
         }
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}

@@ -331,4 +331,4 @@ def _described(resolved: "Resolved") -> "Source":
     if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
         return open_source(folder, repo=repo, commit=resolved.commit)
     config = read_config(folder / CONFIG_FILE)
-    return Source(folder, config, {}, (), companions=find_companions(folder))
+    return Source(folder, config, {}, (), companions=find_companions(folder).copied)

@@ -68,6 +68,7 @@ def planned_conversion(
             commit=resolved.commit,
             sha256=resolved.sha256,
             unproved=resolved.unproved,
+            listed=resolved.listed,
         )
         if streams:
             source = fetched_meanwhile(source, resolved.remote, origin.folder)

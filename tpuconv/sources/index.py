@@ -27,9 +27,10 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
         names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
-    if INDEX_FILE not in names:
-        if SINGLE_FILE in names:
-            return [SINGLE_FILE], None
+    weight_map = read_weight_map(folder / INDEX_FILE) if INDEX_FILE in names else None
+    if SINGLE_FILE in names and is_alone(weight_map):
+        return [SINGLE_FILE], None
+    if weight_map is None:
         shards = sorted(name for name in names if name.endswith(".safetensors"))
         if not shards and MANIFEST in names:
             raise UsageError(
@@ -47,7 +48,6 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
             f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
             hint="without the index, missing files cannot be detected: download the checkpoint again",
         )
-    weight_map = read_weight_map(folder / INDEX_FILE)
     shards = sorted(set(weight_map.values()))
     missing = [s for s in shards if s not in names]
     if missing:
@@ -108,7 +108,14 @@ def read_weight_map(index: Location) -> dict[str, str]:
 
 
 def shard_names(folder: Location) -> set[str]:
-    """The names of the shards in a folder, by its index if there is one."""
-    if is_there(folder / INDEX_FILE):
-        return set(read_weight_map(folder / INDEX_FILE).values())
-    return {SINGLE_FILE}
+    """The names of the shards in a folder, by its index if there is one and no single file."""
+    weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
+    if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
+        return {SINGLE_FILE}
+    return set(weight_map.values())
+
+
+def is_alone(weight_map: Mapping[str, str] | None) -> bool:
+    """Whether a single file is a model by itself, which an index beside it does not name. It goes before the index, as
+    in transformers."""
+    return weight_map is None or SINGLE_FILE not in weight_map.values()

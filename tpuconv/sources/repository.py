@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from tpuconv.errors import HubError, ResourceError, SourceError
 from tpuconv.location import Location
 from tpuconv.sizes import format_size
-from tpuconv.sources.companions import CARD, is_companion
+from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
 from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
-from tpuconv.sources.index import describe_missing, read_weight_map
+from tpuconv.sources.index import describe_missing, is_alone, read_weight_map, shard_names
 from tpuconv.sources.remote import HubShard
 
 WORKERS = 8  # files at a time
@@ -44,6 +44,8 @@ class Resolved:
     commit: str | None = None
     sha256: dict[str, str] = field(default_factory=dict)
     unproved: tuple[str, ...] = ()
+    listed: tuple[str, ...] = field(default=(), compare=False)
+    """The names of all files that the Hub has; none if it cannot be asked."""
     remote: dict[str, HubShard] = field(default_factory=dict, compare=False)
     """The shards of `headers_only` that are not here, by name."""
     _temporary: "TemporaryDirectory[str] | None" = field(default=None, repr=False, compare=False)
@@ -146,8 +148,9 @@ class Repository:
                 return self._from_cache(error)
             raise
         self._remember(commit)
-        companions = [f for f in files.values() if _is_wanted(f.name)]
         self._check_weights(files)
+        modules = self._modules(commit, files)
+        companions = [f for f in files.values() if _is_wanted(f.name, modules)]
         if INDEX_FILE in files:
             self._proved(commit, files[INDEX_FILE])
             companions.append(files[INDEX_FILE])
@@ -171,12 +174,13 @@ class Repository:
             self._check_disk(missing)
             self._in_parallel(lambda f: self._fetch(commit, f), shards)
             self.meter.finish()
-            return Resolved(snapshot, self.repo, commit, promised, unproved)
+            return Resolved(snapshot, self.repo, commit, promised, unproved, tuple(files))
 
         temporary = TemporaryDirectory(prefix="tpuconv-headers-", ignore_cleanup_errors=True)
         try:
             folder = Path(temporary.name)
             for f in companions:
+                (folder / f.name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / f.name).symlink_to(snapshot / f.name)
             self._in_parallel(lambda f: self._lay_out(commit, f, folder), shards)
             remote = {
@@ -186,7 +190,7 @@ class Repository:
             temporary.cleanup()
             raise
         self.meter.finish()
-        return Resolved(folder, self.repo, commit, promised, unproved, remote, temporary)
+        return Resolved(folder, self.repo, commit, promised, unproved, tuple(files), remote, temporary)
 
     def _listing(self) -> tuple[str, dict[str, HubFile]]:
         from huggingface_hub import HfApi, constants
@@ -233,9 +237,9 @@ class Repository:
         )
 
     def _shards(self, commit: str, files: dict[str, HubFile]) -> list[HubFile]:
-        if INDEX_FILE not in files:
+        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE) if INDEX_FILE in files else {}
+        if SINGLE_FILE in files and is_alone(weight_map):
             return [files[SINGLE_FILE]]
-        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE)
         names = sorted(set(weight_map.values()))
         if lost := [name for name in names if name not in files]:
             raise SourceError(
@@ -244,6 +248,13 @@ class Repository:
                 hint="the repository is incomplete: tell its owner, or take another revision",
             )
         return [files[name] for name in names]
+
+    def _modules(self, commit: str, files: Mapping[str, HubFile]) -> list[str]:
+        """The folders of modules of sentence-transformers."""
+        if MODULES not in files:
+            return []
+        self._proved(commit, files[MODULES])
+        return module_folders(self.snapshot(commit))
 
     def _is_cached(self, commit: str, file: HubFile) -> bool:
         path = self.snapshot(commit) / file.name
@@ -384,16 +395,18 @@ class Repository:
         commit, snapshot = self._cached(cause)
         promised: dict[str, str] = {}
         unproved: list[str] = []
-        for path in sorted(path for path in snapshot.iterdir() if path.exists()):
+        modules = module_folders(snapshot)
+        for path in sorted(path for path in snapshot.rglob("*") if path.is_file()):
+            name = path.relative_to(snapshot).as_posix()
             # Of a file shared by repositories, the next target has another hash.
             blob = link_targets(path)[0].name if path.is_symlink() else ""
             kind = {64: "sha256", 40: GIT_SHA1}.get(len(blob)) if re.fullmatch("[0-9a-f]+", blob) else None
-            if path.suffix == ".safetensors":
-                promised |= {path.name: blob} if kind == "sha256" else {}
-            elif not _is_wanted(path.name) and path.name != INDEX_FILE:
+            if "/" not in name and path.suffix == ".safetensors":
+                promised |= {name: blob} if kind == "sha256" else {}
+            elif not _is_wanted(name, modules) and name != INDEX_FILE:
                 continue
             elif kind is None:
-                unproved.append(path.name)
+                unproved.append(name)
             else:
                 check_download(path, (kind, blob))
         needed = self._needed(snapshot)
@@ -403,16 +416,16 @@ class Repository:
         return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
-        if (snapshot / INDEX_FILE).exists():
+        if (snapshot / INDEX_FILE).exists() and shard_names(snapshot) != {SINGLE_FILE}:
             return ["config.json", INDEX_FILE, *sorted(set(read_weight_map(snapshot / INDEX_FILE).values()))]
         if any(snapshot.glob("*-of-*.safetensors")):
             return ["config.json", INDEX_FILE]
         return ["config.json", SINGLE_FILE]
 
 
-def _is_wanted(name: str) -> bool:
-    """Whether a conversion uses this file besides the weights. All such files lie in the repository's root."""
-    return "/" not in name and (is_companion(name) or name == CARD)
+def _is_wanted(name: str, modules: Collection[str]) -> bool:
+    """Whether a conversion uses this file besides the weights."""
+    return name == CARD or why_left_out(name, modules) is None
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

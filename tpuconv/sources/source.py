@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath, Location
-from tpuconv.sources.companions import check_inside, find_companions
+from tpuconv.sources.companions import LeftOut, check_inside, find_companions
 from tpuconv.sources.config import encoding_of, read_config
 from tpuconv.sources.damaged import check_download
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
@@ -53,6 +53,8 @@ class Source:
     unproved: tuple[str, ...] = ()
     """The files beside the weights for which the Hub promises no hash. Those of the Hub that are not named here had the
     hash that it promises."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The files that are neither weights that are read nor companions."""
     remote: Mapping[str, RemoteFile] = field(default_factory=dict, compare=False)
     """The shards that are fetched while they are read, by name; see `fetched_meanwhile`."""
     workspace: Path | None = None
@@ -152,6 +154,7 @@ def open_source(
     commit: str | None = None,
     sha256: Mapping[str, str] | None = None,
     unproved: tuple[str, ...] = (),
+    listed: Collection[str] = (),
 ) -> Source:
     """Reads config.json, the index and all headers of a checkpoint.
 
@@ -160,6 +163,7 @@ def open_source(
         repo, commit: where it comes from on the Hub.
         sha256: what the Hub promises for weights, by name.
         unproved: the other files for which it promises nothing.
+        listed: all files that the Hub has.
 
     Raises:
         UsageError: the folder does not exist, or holds no checkpoint.
@@ -206,5 +210,6 @@ def open_source(
             details=shorten(faults),
             hint="download it again, or ask where it comes from",
         )
-    companions = find_companions(folder, trusted=repo is not None)
-    return Source(folder, config, tensors, tuple(shards), repo, commit, companions, unproved)
+    weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}
+    beside = find_companions(folder, trusted=repo is not None, weights=weights, listed=listed)
+    return Source(folder, config, tensors, tuple(shards), repo, commit, beside.copied, unproved, beside.left_out)

@@ -6,7 +6,7 @@ Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuconv import buckets
-from tpuconv.checkpoint.device_layouts import LAYOUTS
 from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, StoredArray, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.location import BucketPath, Location
-from tpuconv.names import MANIFEST
+from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
@@ -82,8 +81,10 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
     Raises:
         SourceError: the folder was replaced during the check.
     """
-    for name in unexpected(_names_or_none(folder), {*sealed.files, MANIFEST}):
-        yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
+    names_of = _names_by_folder(folder)
+    for inside, expected in sorted(_names_expected(sealed.files).items()):
+        for name in unexpected(names_of(inside), expected):
+            yield Checked(f"{inside}/{name}".removeprefix("/"), 0, "is not in the manifest: tpuconv did not write it")
     with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
     check_current(folder, sealed)
@@ -130,10 +131,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
         for name in unexpected(_names_or_none(manifest.params), {*manifest.arrays, *ORBAX_FILES}):
             yield Checked(manifest.path_of(name), 0, "is not in the manifest: Orbax may read it as an array")
         return
-    expected: dict[str, set[str]] = {"": {MANIFEST}}
-    for path in map(PurePosixPath, manifest.sealed.files):
-        for entry in (path, *path.parents[:-1]):
-            expected.setdefault(str(entry.parent).removeprefix("."), set()).add(entry.name)
+    expected = _names_expected(manifest.sealed.files)
     arrays = {manifest.path_of(array.name): array for array in manifest.arrays.values()}
     for folder, array in arrays.items():
         expected.setdefault(folder, set()).update(array.spec.shard_names())
@@ -144,6 +142,15 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
             why = "tpuconv did not write it"
         for name in unexpected(names_of(folder), expected[folder]):
             yield Checked(f"{folder}/{name}".removeprefix("/"), 0, f"is not in the manifest: {why}")
+
+
+def _names_expected(files: Iterable[str]) -> dict[str, set[str]]:
+    """The names in each folder of an output that has the manifest and these files."""
+    expected: dict[str, set[str]] = {"": {MANIFEST}}
+    for path in map(PurePosixPath, files):
+        for entry in (path, *path.parents[:-1]):
+            expected.setdefault(str(entry.parent).removeprefix("."), set()).add(entry.name)
+    return expected
 
 
 def _names_by_folder(root: Location) -> Callable[[str], list[str]]:
@@ -196,7 +203,8 @@ def update(manifest: Manifest) -> list[str]:
             raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
     before = {name: facts for name, facts in manifest.sealed.files.items() if name not in params}
     folder = manifest.folder
-    names = [name for name in names_in(folder) if _may_change(name) and is_file(folder / name)]
+    inside = [name for name in before if "/" in name]
+    names = [name for name in [*names_in(folder), *inside] if _may_change(name) and is_file(folder / name)]
     now = {name: hash_file(manifest.folder / name) for name in names}
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     manifest.check_current()
@@ -206,4 +214,4 @@ def update(manifest: Manifest) -> list[str]:
 
 
 def _may_change(name: str) -> bool:
-    return is_companion(name) or name in (*UPDATABLE, SOURCE_CARD)
+    return "/" in name or is_companion(name) or name in (*UPDATABLE, SOURCE_CARD)

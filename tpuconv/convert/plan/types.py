@@ -18,12 +18,15 @@ from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, cut_sizes, lead, parse_axes, runs
+from tpuconv.location import to_location
 from tpuconv.mapping.passthrough import KEEP_FAULT, Passthrough
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
+from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
+from tpuconv.storage.places import real
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import OWN, Target
 
@@ -248,6 +251,13 @@ class Plan:
         return self.quantization.encoders if self.quantization else {}
 
     @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The files of the source that are not copied, and why. An adapter of its folder may be merged."""
+        source, places = self.source, {adapter.name for adapter in self.options.adapters}
+        is_merged = source.repo in places or real(source.folder) in {real(to_location(place)) for place in places}
+        return tuple(each for each in source.left_out if not (is_merged and each.reason == AN_ADAPTER))
+
+    @property
     def mapped(self) -> int:
         """The number of source tensors that are used."""
         used = {name for array in self.arrays.values() for name in array.sources}
@@ -349,6 +359,7 @@ class Plan:
             "adapters": [adapter.to_summary() for adapter in self.options.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "ignored_config": [key.to_json() for key in self.ignored_config],
+            "left_out": [file._asdict() for file in self.left_out],
             "unmapped": list(self.unmapped),
             "faults": list(self.faults),
             "parameters": self.parameters,
