@@ -18,8 +18,8 @@ from helpers.conversions import assert_same, convert, plan_for, restore, same_bi
 from helpers.encoded import dequantized, exported
 from helpers.schemes import AWQ_ORDER, BF16, awq, gptq, gptq_any_order, in_words
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import decode_names
 from tpuconv.encodings.schemes import groups, schemes
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.encodings.words import Words
 from tpuconv.errors import MappingError, SourceError
 from tpuconv.sources.source import open_source

@@ -14,7 +14,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.encodings.adapted import BY_ADAPTER
-from tpuconv.encodings.decode import decode_names, unused_reason
+from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.mapping.table import HasAxes, MappingTable

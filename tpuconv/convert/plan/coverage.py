@@ -11,8 +11,9 @@ from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
-from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
+from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import recut, shaped
+from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
