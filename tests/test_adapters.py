@@ -468,6 +468,10 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             api.plan(tmp_path / "hf", adapter=[given])
     adapted(tmp_path / "hf", tmp_path / "lora")
+    (tmp_path / "lora/adapter_model.safetensors").rename(tmp_path / "lora/adapter_model.bin")
+    with pytest.raises(UsageError, match="has its weights as a pickle"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    (tmp_path / "lora/adapter_model.bin").rename(tmp_path / "lora/adapter_model.safetensors")
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(UnsupportedConfig, match="peft_type='IA3' is not implemented"):

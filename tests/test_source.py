@@ -135,6 +135,13 @@ HEADERS = {
 }  # fmt: skip
 
 
+def test_metadata_may_be_null(tmp_path):
+    """As in safetensors."""
+    write_header(tmp_path / "a.safetensors", {"__metadata__": None, "a": entry(0, 4)}, b"1234")
+    with safetensors.safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        assert list(file.keys()) == [info.name for info in read_header(tmp_path / "a.safetensors")[2]]
+
+
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_header_that_is_not_as_the_format_says_is_refused(case, tmp_path):
     make, message = HEADERS[case]
@@ -375,12 +382,23 @@ def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
     [
         ("adapter_config.json", "holds an adapter"),
         ("model-Q4_K_M.gguf", "holds GGUF files"),
+        ("checkpoint-40/model.safetensors", "holds checkpoints of a trainer: checkpoint-40"),
+        ("zero_to_fp32.py", "DeepSpeed ZeRO: zero_to_fp32.py"),
+        ("global_step40/mp_rank_00_model_states.pt", "DeepSpeed ZeRO: global_step40"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "shards of FSDP .*: pytorch_model_fsdp_0"),
+        ("iter_0001000/x", "a checkpoint of Megatron: iter_0001000"),
+        ("params/_METADATA", "holds no model.safetensors"),
+        ("manifest.ocdbt", "a checkpoint of Orbax"),
+        ("consolidated.00.pth", "holds pickled weights"),
+        ("tf_model.h5", "weights of TensorFlow"),
+        ("modules.json", "a list of modules of sentence-transformers"),
         ("pytorch_model-00001-of-00002.bin", "holds pickled weights"),
         ("notes.txt", "holds no model.safetensors"),
     ],
 )
 def test_a_folder_without_a_model_in_safetensors_is_told_what_it_holds(file, answer, tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     with pytest.raises(UsageError, match=answer) as error:
         open_source(tmp_path)

@@ -161,6 +161,12 @@ def _folder(place: str) -> Path:
 
         with client_errors(place, "main"):
             folder = Repository(place, "main").fetch([ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    if not (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_model.bin").exists():
+        raise UsageError(
+            f"{place} has its weights as a pickle (adapter_model.bin), which can run code and is not read",
+            hint="load it with peft, and save it again: `PeftModel.from_pretrained(...).save_pretrained(OUT)` writes "
+            f"{ADAPTER_WEIGHTS}",
+        )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import islice
 
 from tpuconv.errors import SourceError, UsageError, shorten
@@ -37,7 +38,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
                 f"{folder} is converted already",
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
             )
-        if other := _other_kind(names):
+        if other := other_kind(names):
             raise UsageError(f"{folder} {other[0]}", hint=other[1])
         if not shards:
             raise UsageError(
@@ -60,21 +61,43 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
 
 
 OTHER_KINDS = (
-    ("adapter_config.json", "holds an adapter (LoRA), not a model",
+    ("adapter_config.json", "an adapter (LoRA), not a model",
      "convert its base model with it: `tpuconv convert BASE --adapter FOLDER`"),
-    (".gguf", "holds GGUF files, which have weights in formats of llama.cpp",
+    ("zero_to_fp32.py|global_step*", "shards of DeepSpeed ZeRO",
+     "join them: `python zero_to_fp32.py FOLDER OUT --safe_serialization`, and convert OUT with the config.json and "
+     "the tokenizer"),
+    ("*.distcp|pytorch_model_fsdp*|.metadata", "shards of FSDP (.distcp)",
+     "join them: `accelerate merge-weights FOLDER OUT`, and convert OUT with the config.json and the tokenizer"),
+    ("iter_[0-9]*|mp_rank_*|latest_checkpointed_iteration.txt|*.nemo", "a checkpoint of Megatron",
+     "export it to the form of transformers with Megatron Bridge or NeMo"),
+    ("checkpoint-[0-9]*", "checkpoints of a trainer", "give one of these folders"),
+    ("_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt", "a checkpoint of Orbax",
+     "`tpuconv export FOLDER OUT --config SRC` writes safetensors of what a trainer saved"),
+    ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
-    (".bin", "holds pickled weights (.bin), which can run code and are not read",
+    ("*.bin", "pickled weights (.bin), which can run code and are not read",
      "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
-    (".pth", "holds pickled weights (.pth), which can run code and are not read",
+    ("*.pth|*.pt|*.ckpt|*.pkl", "pickled weights, which can run code and are not read",
      "look for a safetensors version of this model"),
+    ("*.h5|*.msgpack|*.onnx|*.tflite|*.npz", "weights of TensorFlow, Flax or ONNX",
+     "look for a safetensors version of this model"),
+    ("model_index.json", "a pipeline of diffusers", "give the folder of a language model in it, such as text_encoder"),
+    ("modules.json", "a list of modules of sentence-transformers, and the model in one of their folders",
+     "give the folder of the first module"),
 )  # fmt: skip
-"""What a folder without a model in safetensors may hold: the end of a file's name, what it is, what to do."""
+"""What a folder without a model in safetensors may hold: patterns of names, what it is, what to do. The first
+counts."""
 
 
-def _other_kind(names: Collection[str]) -> tuple[str, str] | None:
-    found = (kind for kind in OTHER_KINDS if any(name.endswith(kind[0]) for name in names))
-    return next(((what, todo) for _, what, todo in found), None)
+def other_kind(names: Collection[str]) -> tuple[str, str] | None:
+    """What a folder without a model in safetensors holds, with the names that tell, and what to do; None if no one
+    knows."""
+    for patterns, what, todo in OTHER_KINDS:
+        found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
+        if found:
+            named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+            return f"holds {what}: {named}", todo
+    return None
 
 
 def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_do
 from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
-from tpuconv.sources.index import describe_missing, is_alone, read_weight_map, shard_names
+from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
 from tpuconv.sources.remote import HubShard
 
 WORKERS = 8  # files at a time
@@ -230,10 +230,16 @@ class Repository:
                 hint="it is not a checkpoint of a transformers model; adapters and pipelines cannot be converted",
             )
         kinds = Counter(Path(name).suffix or name for name in files)
+        other = other_kind({name.partition("/")[0] for name in files})
         raise SourceError(
             f"{self.repo} holds no safetensors at revision {self.revision}",
-            details=["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else (),
-            hint="look for a safetensors version of this model, or save it as one with transformers",
+            details=[
+                *(["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else ()),
+                *([f"it {other[0]}"] if other else ()),
+            ],
+            hint=other[1]
+            if other
+            else "look for a safetensors version of this model, or save it as one with transformers",
         )
 
     def _shards(self, commit: str, files: dict[str, HubFile]) -> list[HubFile]:
