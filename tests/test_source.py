@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from helpers.times import ProcessorTime
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
-from tpuconv.sources.files import ENCODING_FILE, MAX_HEADER_BYTES
+from tpuconv.sources.files import ENCODING_FILES, MAX_HEADER_BYTES
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.source import open_source
 
@@ -222,8 +222,8 @@ def test_a_file_in_whose_place_there_is_no_file_is_named(folder):
                 open_source(folder)
             (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
             kept.rename(folder / name)
-    os.mkfifo(folder / ENCODING_FILE)
-    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is not a regular file"):
+    os.mkfifo(folder / ENCODING_FILES[0])
+    with pytest.raises(SourceError, match=f"{ENCODING_FILES[0]} is not a regular file"):
         open_source(folder)
 
 

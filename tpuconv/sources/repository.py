@@ -22,7 +22,7 @@ from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
 from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
 from tpuconv.sources.remote import HubShard
@@ -105,7 +105,7 @@ class Repository:
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """The path of config.json in the cache, with ModelOpt's file beside it if there is one. Works offline if it is
+        """The path of config.json in the cache, with what stands beside it about encodings. Works offline if it is
         cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -119,7 +119,7 @@ class Repository:
         self._remember(commit)
         if CONFIG_FILE not in files:
             return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))  # raises the client's error
-        for name in (CONFIG_FILE, ENCODING_FILE):
+        for name in (CONFIG_FILE, *ENCODING_FILES):
             if name in files:
                 self._proved(commit, files[name])
         return self.snapshot(commit) / CONFIG_FILE

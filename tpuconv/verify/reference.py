@@ -20,7 +20,7 @@ from tpuconv.names import collapse
 from tpuconv.sizes import format_count
 from tpuconv.sources.adapter import ADAPTER_CONFIG
 from tpuconv.sources.config import read_config, read_json
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import compare_logits
 
@@ -145,7 +145,7 @@ def reference(
     if read_config(path) != read_json(path, ConfigError):
         raise UsageError(
             f"transformers would read the quantized values of {source} as weights: the encoding is described in "
-            f"{ENCODING_FILE}, which transformers does not read",
+            f"{next(name for name in ENCODING_FILES if (source / name).exists())}, which transformers does not read",
             hint="use --layerwise, which gives transformers the decoded weights",
         )
     if (source / INDEX_FILE).exists():
