@@ -89,6 +89,30 @@ def test_older_releases_say_beside_config_json_how_they_are_encoded(form, file, 
     assert not (tmp_path / "back" / file).exists()  # what is written is not encoded any more
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+@pytest.mark.parametrize("target", ["tpuconv", "huggingface"])
+def test_biases_of_zeros_are_left_out_and_others_are_an_error(form, target, tmp_path):
+    """Programs write them for matrices that the model has without biases."""
+    random_checkpoint(tmp_path / "plain", qwen3_config(), "float32")
+    encodings.encoded(tmp_path / "plain", tmp_path / "without", {"awq": encodings.awq, "gptq": encodings.gptq}[form])
+    config, tensors = json.loads((tmp_path / "without/config.json").read_text()), read_tensors(tmp_path / "without")
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        tensors[name.replace(".scales", ".bias")] = np.zeros(tensors[name].shape[1], np.float16)
+    write_checkpoint(tmp_path / "with", config, tensors, shards=2)
+    done = [api.convert(tmp_path / name, tmp_path / f"{name}-out", target=target) for name in ("without", "with")]
+    (skip,) = {each.reason for each in done[1].skipped} - {each.reason for each in done[0].skipped}
+    assert "all must be 0" in skip
+    facts = [json.loads((each.out / "tpuconv.json").read_text()) for each in done]
+    if target == "tpuconv":
+        assert [x["xxh3"] for x in facts[0]["arrays"].values()] == [x["xxh3"] for x in facts[1]["arrays"].values()]
+    else:
+        assert facts[0]["files"]["model.safetensors"] == facts[1]["files"]["model.safetensors"]
+    tensors["model.layers.1.mlp.down_proj.bias"][7] = -1e-7
+    write_checkpoint(tmp_path / "wrong", config, tensors)
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.down_proj\.bias has values other than 0"):
+        api.convert(tmp_path / "wrong", tmp_path / "wrong-out", target=target)
+
+
 def test_a_file_of_another_quantization_is_no_description(tmp_path):
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     (tmp_path / "hf/quantize_config.json").write_text('{"per_channel": false, "reduce_range": false}')  # of ONNX

@@ -30,6 +30,8 @@ from tpuconv.storage.places import real
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import OWN, Target
 
+ZEROS = ""
+"""In `Plan.copies` the original of a tensor whose values must all be 0."""
 INTEGER_DTYPES = ("int32", "int64")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -217,7 +219,8 @@ class Skip:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
+    """See the module. `passthrough` are the parameters that stay encoded. `copies` are tensors that are not converted,
+    each with the tensor whose values it must have, or with `ZEROS`. A plan with `faults` cannot be run: `check`
     raises them. `config` is the family's reading of config.json, with the letters of the table; `ignored_config` are
     the keys of config.json that are not read. The output is for `target`, whose tree has the names `empty` without
     arrays."""
