@@ -34,6 +34,7 @@ class Conversion:
         peak_memory_bytes: peak resident memory of this process.
         adapters: what was merged.
         skipped: source tensors that are not converted, and why.
+        carried: how many source tensors are in safetensors that were written as they are, such as those of a tower.
         ignored_config: keys of config.json that are not read, and why.
         left_out: files of the source that are not copied, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
@@ -54,6 +55,7 @@ class Conversion:
     peak_memory_bytes: int
     adapters: Sequence["Adapter"]
     skipped: Sequence["Skip"]
+    carried: int
     ignored_config: Sequence["IgnoredKey"]
     left_out: Sequence["LeftOut"]
     quantization: "Report | None"
@@ -87,6 +89,7 @@ class Conversion:
             "peak_memory_bytes": self.peak_memory_bytes,
             "adapters": [adapter.to_summary() for adapter in self.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
+            "carried": self.carried,
             "ignored_config": [key.to_json() for key in self.ignored_config],
             "left_out": [file._asdict() for file in self.left_out],
         }
@@ -145,6 +148,13 @@ class ConversionPlan:
         """Size of what would be written, without files beside the weights."""
         return sum(tensor.nbytes for file in self.files for tensor in file) if self.files else self.plan.output_bytes
 
+    @property
+    def split_skipped(self) -> "tuple[tuple[Skip, ...], int]":
+        """What is left out of the output, and how many tensors are carried along unchanged."""
+        from tpuconv.convert.export.carried import split_skipped
+
+        return split_skipped(self.plan)
+
     def check(self) -> None:
         """Raises MappingError if source and family do not fit each other."""
         self.plan.check()
@@ -152,6 +162,8 @@ class ConversionPlan:
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         facts = self.plan.to_json(self.peak_memory_bytes) | {"workspace_bytes": self.workspace_bytes}
+        skipped, carried = self.split_skipped
+        facts |= {"skipped": [vars(skip) for skip in skipped], "carried": carried}
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

@@ -141,6 +141,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     _show_adapters(done.adapters)
     _show_ignored(done.ignored_config)
     _show_left_out(done.left_out)
+    _show_carried(done.carried)
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
@@ -168,7 +169,9 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
     _show_adapters(plan.plan.options.adapters)
     _show_ignored(plan.plan.ignored_config)
     _show_left_out(plan.plan.left_out)
-    show_skipped("not converted", plan.plan.skipped, " tensors,")
+    skipped, carried = plan.split_skipped
+    _show_carried(carried)
+    show_skipped("not converted", skipped, " tensors,")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:
@@ -239,6 +242,12 @@ def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
         keys = [key.key[:100] for key in ignored if (key.reason, key.warning) == (reason, warning)]
         named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if keys[4:] else "")
         show(f"  ignored in config.json: {named}: {reason}", (f"  warning: {warning}" if warning else "", "yellow"))
+
+
+def _show_carried(count: int) -> None:
+    """A line on the tensors that are in the output as they were."""
+    if count:
+        show(f"  carried along unchanged: {format_count(count, 'tensor')}")
 
 
 def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
