@@ -9,7 +9,17 @@ import numpy as np
 from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
-from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, ZEROS, Options, OutputArray, Plan, Skip, Slab
+from tpuconv.convert.plan.types import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    MISSING,
+    ZEROS,
+    Options,
+    OutputArray,
+    Plan,
+    Skip,
+    Slab,
+)
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import recut, shaped
@@ -237,7 +247,7 @@ def _coverage_faults(
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
     faults += [
-        f"{pattern}  is missing ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
+        f"{pattern}{MISSING} ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
     ]
     wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
     for pattern, names in collapse(wrong).items():

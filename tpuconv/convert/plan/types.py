@@ -22,6 +22,7 @@ from tpuconv.location import to_location
 from tpuconv.mapping.passthrough import KEEP_FAULT, Passthrough
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
@@ -32,6 +33,8 @@ from tpuconv.targets.target import OWN, Target
 
 ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
+MISSING = "  is missing"
+"""In a fault, after the pattern of the tensors' names."""
 INTEGER_DTYPES = ("int32", "int64")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -391,6 +394,15 @@ class Plan:
                 f"{self.source.name} has weights that {KEEP_FAULT}",
                 details=shorten(self.faults),
                 hint="--encoding dequantize decodes them",
+            )
+        lost = [fault.partition(MISSING)[0] for fault in self.faults if MISSING in fault]
+        if len(lost) == count > 0 and all(map(is_of_head, lost)):
+            named = ", ".join(f'"{name}"' for name in map(headless_name, self.source.config.get("architectures") or ()))
+            raise MappingError(
+                f"{self.source.name} has no head, and config.json does not say that it is tied to the embedding",
+                details=self.faults,
+                hint="if it is an embedding model, without a head, set architectures in config.json to "
+                f"[{named or '...Model'}]; of a language model the head is lost, or tie_word_embeddings is wrong",
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
