@@ -1,6 +1,7 @@
 """The files of a source beside its weights: each is copied, or left out with a reason."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_the_same_from_the_hub_and_from_a_bucket(
     away = open_source(url)
     assert away.companions == local.companions
     assert {each.name for each in away.left_out} == {each.name.rstrip("/") for each in local.left_out}
+
+
+def test_links_and_names_that_are_no_text_are_left_out(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/config.json").write_text("{}")
+    shutil.rmtree(source / "1_Pooling")
+    (source / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    (source / os.fsdecode(b"\xff.json")).write_text("{}")
+    left_out = {each.name: each.reason for each in open_source(source).left_out}
+    assert left_out["1_Pooling/"] == UNKNOWN
+    assert left_out[r"\udcff.json"] == "its name is no text"
+    api.convert(source, tmp_path / "out")
+    api.verify(tmp_path / "out").check()
+    (source / "2_Dense/config.json").unlink()
+    (source / "2_Dense/config.json").symlink_to(tmp_path / "elsewhere/config.json")
+    with pytest.raises(SourceError, match="is a link out of its folder"):
+        open_source(source)
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "a//b", "."])

@@ -16,6 +16,7 @@ from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import is_there, names_in
+from tpuconv.text import has_surrogates, plain
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 """The model card, and the name of the source's card in our output."""
@@ -78,6 +79,8 @@ def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
         name: its path in the folder.
         modules: folders of modules, whose weights are copied too.
     """
+    if has_surrogates(name):
+        return "its name is no text"
     parent, _, base = name.rpartition("/")
     in_module = any(f"{parent}/".startswith(f"{module}/") for module in modules)
     if parent and not in_module and parent != TEMPLATES:
@@ -153,9 +156,9 @@ def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOu
     for name in names:
         reason = why_left_out(name, modules)
         if reason == OTHER_FOLDER:
-            folders.add(name.partition("/")[0] + "/")
+            folders.add(plain(name.partition("/")[0]) + "/")
         elif reason is not None:
-            yield LeftOut(name, reason)
+            yield LeftOut(plain(name), reason)
     yield from (LeftOut(name, "of git" if name == ".git/" else OTHER_FOLDER) for name in sorted(folders))
 
 
@@ -168,7 +171,7 @@ def _files_in(folder: Location, inside: Collection[str]) -> list[str]:
         return sorted([*(name for name in names if name not in tops), *deep])
     names = []
     for name in names_in(folder):
-        if name in tops and (folder / name).is_dir():
+        if name in tops and (folder / name).is_dir() and not (folder / name).is_symlink():  # which may lead anywhere
             found = (Path(at, file) for at, _, files in os.walk(folder / name) for file in files)
             names += [path.relative_to(folder).as_posix() for path in found]
         elif (folder / name).is_dir() and not (is_companion(name) and name.endswith(COMPANION_SUFFIXES)):
