@@ -312,7 +312,7 @@ FOLDERS = {
     "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "not safe"),
     "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
     "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "not valid JSON"),
-    "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
+    "no index": (lambda f: (f / INDEX).unlink(), SourceError, "has neither"),
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
     "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "appears twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
@@ -338,6 +338,24 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(case, folder):
     break_it(folder)
     with pytest.raises(error, match=message):
         open_source(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("consolidated.safetensors", "names of Mistral's or Meta's own code"),
+        ("model.fp16.safetensors", "these are a variant"),
+        ("other.safetensors", "missing files cannot be detected"),
+    ],
+)
+def test_other_safetensors_alone_are_named(file, hint, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "optimizer.pt").touch()  # does not tell what the folder holds
+    save_file({"a": np.zeros(1)}, tmp_path / file)
+    with pytest.raises(SourceError) as error:
+        open_source(tmp_path)
+    assert file in error.value.details
+    assert hint in error.value.hint
 
 
 def test_all_faults_are_named_at_once(folder):

@@ -32,13 +32,13 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
     if SINGLE_FILE in names and is_alone(weight_map):
         return [SINGLE_FILE], None
     if weight_map is None:
-        shards = sorted(name for name in names if name.endswith(".safetensors"))
+        shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
         if not shards and MANIFEST in names:
             raise UsageError(
                 f"{folder} is converted already",
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
             )
-        if other := other_kind(names):
+        if not shards and (other := other_kind(names)):
             raise UsageError(f"{folder} {other[0]}", hint=other[1])
         if not shards:
             raise UsageError(
@@ -46,8 +46,12 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
                 hint="give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
             )
         raise SourceError(
-            f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
-            hint="without the index, missing files cannot be detected: download the checkpoint again",
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+            details=[f"it has {format_count(len(shards), 'safetensors file')}:", *shorten(shards)],
+            hint=next(
+                (todo for pattern, todo in NOT_BY_THEMSELVES if all(fnmatchcase(name, pattern) for name in shards)),
+                "without the index, missing files cannot be detected: download the checkpoint again",
+            ),
         )
     shards = sorted(set(weight_map.values()))
     missing = [s for s in shards if s not in names]
@@ -59,6 +63,13 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
         )
     return shards, weight_map
 
+
+NOT_BY_THEMSELVES = (
+    ("consolidated*.safetensors", "these are in the names of Mistral's or Meta's own code: look for a release in the "
+     "form of transformers"),
+    ("model.*.safetensors", "these are a variant: rename the file to model.safetensors to convert it"),
+)  # fmt: skip
+"""Patterns of the names of safetensors that transformers does not load by themselves, and what to do."""
 
 OTHER_KINDS = (
     ("adapter_config.json", "an adapter (LoRA), not a model",

@@ -12,7 +12,7 @@ from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
-    MISSING,
+    IS_MISSING,
     ZEROS,
     Options,
     OutputArray,
@@ -247,7 +247,7 @@ def _coverage_faults(
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
     faults += [
-        f"{pattern}{MISSING} ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
+        f"{pattern}{IS_MISSING} ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
     ]
     wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
     for pattern, names in collapse(wrong).items():

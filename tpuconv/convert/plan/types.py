@@ -33,7 +33,7 @@ from tpuconv.targets.target import OWN, Target
 
 ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
-MISSING = "  is missing"
+IS_MISSING = "  is missing"
 """In a fault, after the pattern of the tensors' names."""
 INTEGER_DTYPES = ("int32", "int64")
 """Dtypes of buffers, besides floats."""
@@ -395,7 +395,7 @@ class Plan:
                 details=shorten(self.faults),
                 hint="--encoding dequantize decodes them",
             )
-        lost = [fault.partition(MISSING)[0] for fault in self.faults if MISSING in fault]
+        lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
         if len(lost) == count > 0 and all(map(is_of_head, lost)):
             named = ", ".join(f'"{name}"' for name in map(headless_name, self.source.config.get("architectures") or ()))
             raise MappingError(
