@@ -72,6 +72,12 @@ class Checkpoint(Source):
         """The name of the folder."""
         return self.folder.resolve().name
 
+    @property
+    def skipped_before(self) -> Sequence[Mapping[str, Any]]:
+        """What the conversion of the original source skipped."""
+        skipped: Sequence[Mapping[str, Any]] = self.manifest.raw["skipped"]
+        return skipped
+
     @cached_property
     def contents_checked(self) -> "Future[None]":
         """The result of `check_contents` for all arrays, which begins beside other work. It raises the same errors."""

@@ -64,6 +64,11 @@ class Source:
     """Whether its shards are hashed while they are read."""
 
     @property
+    def skipped_before(self) -> Sequence[Mapping[str, Any]]:
+        """What an earlier conversion skipped, as its manifest says it: of a checkpoint."""
+        return ()
+
+    @property
     def encoding(self) -> Mapping[str, Any] | None:
         """What config.json says about how the weights are encoded; None if nothing."""
         return encoding_of(self.config)
