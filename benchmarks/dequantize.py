@@ -35,7 +35,8 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.convert.run.strided import copy_strided
-from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import SafetensorsReader
 from tpuconv.sources.source import open_source

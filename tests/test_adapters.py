@@ -19,6 +19,8 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.encodings import adapted as adapted_tensors
 from tpuconv.errors import ConfigError, MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.sources import adapter_config
+from tpuconv.sources.adapter_config import check_adapter_config
 
 DENSE = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "deepseek_v3")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "kv_b_proj"]
@@ -341,6 +343,44 @@ def test_what_is_not_implemented_is_refused_by_name(options: dict, message: str,
     assert message in "\n".join([error.value.message, *error.value.details])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_B_layout": "grouped_by_expert"}, "lora_B_layout='grouped_by_expert', an unknown key"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication="),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config="),
+        ({"target_parameters": EXPERTS, "peft_version": "0.18.1"}, "peft_version='0.18.1' with target_parameters"),
+        ({"target_parameters": EXPERTS, "peft_version": "0.19.0"}, "peft_version='0.19.0'"),
+        ({"target_parameters": EXPERTS, "peft_version": None}, "peft_version=None"),
+        ({"target_parameters": EXPERTS, "peft_version": "0.19.1"}, None),
+        ({"target_parameters": EXPERTS, "peft_version": "0.22.0.dev0@abc"}, None),
+        ({"peft_version": "0.4"}, None),
+        ({"a_key_of_next_year": None, "another": False, "rank_pattern": {"q_proj": 4}}, None),
+    ],
+)
+def test_keys_that_change_the_layout_are_read_or_refused(changes: dict, message: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **changes}
+    if message is None:
+        return check_adapter_config(config, path)
+    with pytest.raises(UnsupportedConfig) as error:
+        check_adapter_config(config, path)
+    assert message in error.value.details[0]
+    return None
+
+
+def test_every_key_of_peft_is_known() -> None:
+    from peft import LoraConfig
+
+    keys = LoraConfig().to_dict().keys()
+    assert keys <= {
+        *adapter_config.SCHEMA,
+        *adapter_config.NO_EFFECT_ON_MERGED,
+        *adapter_config.REFUSED,
+        "init_lora_weights",
+    }
+
+
 def test_an_adapter_of_another_model_is_a_fault_of_the_plan(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=2), "float32")
     random_checkpoint(tmp_path / "other", qwen3_config(num_hidden_layers=3, intermediate_size=88), "float32")
@@ -428,6 +468,10 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             api.plan(tmp_path / "hf", adapter=[given])
     adapted(tmp_path / "hf", tmp_path / "lora")
+    (tmp_path / "lora/adapter_model.safetensors").rename(tmp_path / "lora/adapter_model.bin")
+    with pytest.raises(UsageError, match="has its weights as a pickle"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    (tmp_path / "lora/adapter_model.bin").rename(tmp_path / "lora/adapter_model.safetensors")
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(UnsupportedConfig, match="peft_type='IA3' is not implemented"):

@@ -6,6 +6,7 @@ in its formats auto_gptq and auto_awq; `original.safetensors` has the matrices b
 """
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from helpers import encoded as encodings
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
 from helpers.encoded import dequantized, exported
 from helpers.schemes import AWQ_ORDER, BF16, awq, gptq, gptq_any_order, in_words
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import decode_names
 from tpuconv.encodings.schemes import groups, schemes
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.encodings.words import Words
 from tpuconv.errors import MappingError, SourceError
 from tpuconv.sources.source import open_source
@@ -58,6 +62,61 @@ def test_every_value_with_every_zero_point_and_scale(bits, form, dtype, tmp_path
         packed = {"w.qweight": in_words(codes, bits, 0), "w.qzeros": in_words(kept, bits, 1)}
         config["checkpoint_format"] = form
     assert same_bits(values_of(tmp_path, packed | {"w.scales": scales}, config, dtype), want.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "content"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 8, "desc_act": False, "sym": True}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}),
+        ("awq", "quantize_config.json", {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}),
+        ("gptq", "quantization_config.json", {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True}),
+    ],
+)
+def test_older_releases_say_beside_config_json_how_they_are_encoded(form, file, content, tmp_path):
+    random_checkpoint(tmp_path / "plain", qwen3_config(), "float32")
+    encodings.encoded(tmp_path / "plain", tmp_path / "whole", {"awq": encodings.awq, "gptq": encodings.gptq}[form])
+    older = Path(shutil.copytree(tmp_path / "whole", tmp_path / "older"))
+    config = json.loads((older / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == form
+    (older / "config.json").write_text(json.dumps(config))
+    (older / file).write_text(json.dumps(content))
+    api.convert(tmp_path / "whole", tmp_path / "a")
+    api.convert(older, tmp_path / "b")
+    arrays = [{name: x["xxh3"] for name, x in read_manifest(tmp_path / out).raw["arrays"].items()} for out in "ab"]
+    assert arrays[0] == arrays[1]
+    api.export(tmp_path / "b", tmp_path / "back")
+    assert not (tmp_path / "back" / file).exists()  # what is written is not encoded any more
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+@pytest.mark.parametrize("target", ["tpuconv", "huggingface"])
+def test_biases_of_zeros_are_left_out_and_others_are_an_error(form, target, tmp_path):
+    """Programs write them for matrices that the model has without biases."""
+    random_checkpoint(tmp_path / "plain", qwen3_config(), "float32")
+    encodings.encoded(tmp_path / "plain", tmp_path / "without", {"awq": encodings.awq, "gptq": encodings.gptq}[form])
+    config, tensors = json.loads((tmp_path / "without/config.json").read_text()), read_tensors(tmp_path / "without")
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        tensors[name.replace(".scales", ".bias")] = np.zeros(tensors[name].shape[1], np.float16)
+    write_checkpoint(tmp_path / "with", config, tensors, shards=2)
+    done = [api.convert(tmp_path / name, tmp_path / f"{name}-out", target=target) for name in ("without", "with")]
+    (skip,) = {each.reason for each in done[1].skipped} - {each.reason for each in done[0].skipped}
+    assert "all must be 0" in skip
+    facts = [json.loads((each.out / "tpuconv.json").read_text()) for each in done]
+    if target == "tpuconv":
+        assert [x["xxh3"] for x in facts[0]["arrays"].values()] == [x["xxh3"] for x in facts[1]["arrays"].values()]
+    else:
+        assert facts[0]["files"]["model.safetensors"] == facts[1]["files"]["model.safetensors"]
+    tensors["model.layers.1.mlp.down_proj.bias"][7] = -1e-7
+    write_checkpoint(tmp_path / "wrong", config, tensors)
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.down_proj\.bias has values other than 0"):
+        api.convert(tmp_path / "wrong", tmp_path / "wrong-out", target=target)
+
+
+def test_a_file_of_another_quantization_is_no_description(tmp_path):
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    (tmp_path / "hf/quantize_config.json").write_text('{"per_channel": false, "reduce_range": false}')  # of ONNX
+    assert open_source(tmp_path / "hf").encoding is None
 
 
 @pytest.mark.parametrize("words", [Words(2, 0), Words(3, 1), Words(4, 1, AWQ_ORDER), Words(4, 0), Words(8, 1)], ids=str)

@@ -23,10 +23,10 @@ from tpuconv import api
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.proposal import propose_family
 from tpuconv.convert.source_from_config import source_from_config
-from tpuconv.encodings.decode import decode_names
 from tpuconv.encodings.passthrough import without_factor
 from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.schemes import groups
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import ConfigError, MappingError, SourceError, UsageError
 from tpuconv.models.registry import get_family
 from tpuconv.names import QVALUE, SCALE

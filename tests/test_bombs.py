@@ -16,8 +16,8 @@ from helpers.times import ProcessorTime
 from tpuconv import patterns
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import decode_names
 from tpuconv.encodings.schemes import METHOD_SCHEMAS
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import ConfigError, MappingError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.config import _hints
 from tpuconv.models.common.rope import OPTIONAL

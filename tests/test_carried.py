@@ -10,6 +10,7 @@ import pytest
 
 import tpuconv
 from helpers.checkpoints import INDEX, read_tensors, write_checkpoint
+from helpers.commands import tpuconv as tpuconv_command
 from helpers.conversions import convert
 from helpers.encoded import same_bits
 from helpers.families import CASES, save
@@ -45,8 +46,29 @@ def test_the_complete_checkpoint_comes_back(wrapper: Path, tmp_path: Path, monke
     assert done.bytes == sum(x.nbytes for x in read_tensors(wrapper / "hf").values())
     api.verify(tmp_path / "back").check()
     assert api.export(wrapper / "out", tmp_path / "back", with_skipped=wrapper / "hf").already_there
-    api.export(wrapper / "out", tmp_path / "text")
-    assert read_tensors(tmp_path / "text").keys() < read_tensors(tmp_path / "back").keys()
+
+
+def test_a_text_model_alone_is_not_exported_as_a_whole_one(wrapper: Path, tmp_path: Path) -> None:
+    """Its config.json describes a tower, for which transformers would fill in random numbers."""
+    for call in (api.plan_export, lambda ckpt: api.export(ckpt, tmp_path / "back")):
+        with pytest.raises(UsageError, match=r"holds the text model alone, .*: \d+ tensors would be missing") as error:
+            call(wrapper / "out")
+        assert error.value.hint
+        assert "--with-skipped" in error.value.hint
+        assert any("sees images" in line for line in error.value.details)
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_safetensors_take_along_is_not_called_left_out(wrapper: Path, tmp_path: Path) -> None:
+    done = api.convert(wrapper / "hf", tmp_path / "direct", target="huggingface")
+    assert_all_came_back(wrapper / "hf", tmp_path / "direct")
+    skipped = json.loads((wrapper / "out/tpuconv.json").read_text())["skipped"]
+    assert (done.carried, list(done.skipped)) == (sum(skip["count"] for skip in skipped), [])
+    plan = api.plan(wrapper / "hf", target="huggingface").to_json()
+    assert (plan["carried"], plan["skipped"]) == (done.carried, [])
+    text = tpuconv_command("convert", wrapper / "hf", tmp_path / "direct", "--target", "huggingface").stdout
+    assert f"carried along unchanged: {done.carried} tensors" in text
+    assert "not converted" not in text
 
 
 def test_another_source_is_refused(wrapper: Path, tmp_path: Path) -> None:

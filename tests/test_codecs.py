@@ -60,10 +60,10 @@ from helpers.schemes import (
 )
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.bitsandbytes import bitsandbytes_groups
-from tpuconv.encodings.decode import decode_names, unused_reason
 from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.schemes import schemes
+from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.sources.hub import fetch_config
 from tpuconv.sources.source import open_source

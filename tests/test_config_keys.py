@@ -15,7 +15,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import keys_of_reference
-from tpuconv.models.registry import all_families, find_family
+from tpuconv.models.registry import all_families, find_family, get_family
 from tpuconv.verify.reference import READ_AS
 
 TOOL = Path(__file__).parent.parent / "tools" / "reference_keys.py"
@@ -103,6 +103,25 @@ def test_what_transformers_writes_is_no_warning(family: str, hf: Any) -> None:
     """Keys of its own are known to have no effect. (GPT-2 and its like have another name for a size of the test.)"""
     raw = json.loads((hf(FIRST[family]) / "config.json").read_text())
     assert {key.key for key in report(raw).ignored if key.warning} <= {"intermediate_size"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head_dim", "kv_heads"),
+    [
+        ({"global_head_dim": 16}, 16, 4),
+        ({"global_head_dim": 32}, 32, 4),
+        ({"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 2}, 16, 2),
+        ({"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 4}, 16, 4),
+    ],
+)
+def test_sizes_that_transformers_leaves_out_of_per_layer_config(sizes: Any, head_dim: int, kv_heads: int) -> None:
+    """It writes those that differ from the sizes of all layers."""
+    from transformers import Gemma4TextConfig
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(head_dim=16, num_hidden_layers=2, num_key_value_heads=4, layer_types=kinds, **sizes)
+    axes = get_family("gemma4_text").read_config(json.loads(config.to_json_string(use_diff=False))).axes
+    assert (axes["h"], axes["m"]) == (head_dim, kv_heads)
 
 
 def test_an_encoding_that_no_tensor_has_is_listed(tmp_path: Path) -> None:

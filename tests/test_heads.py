@@ -120,6 +120,19 @@ def test_the_architecture_and_the_tensors_tell(architecture: str, tensors: tuple
     assert shown_head(named_head(architecture, family.architectures) or "", tensors) == returns
 
 
+def test_an_embedding_model_that_is_named_as_a_language_model_is_told_what_to_set(hf: Any, tmp_path: Path) -> None:
+    """Without a head that is not tied it is either an embedding model, or damaged."""
+    config, tensors = json.loads((hf(PLAIN) / "config.json").read_text()), dict(read_tensors(hf(PLAIN)))
+    del tensors["lm_head.weight"]
+    write_checkpoint(tmp_path / "hf", config | {"tie_word_embeddings": False}, tensors)
+    with pytest.raises(MappingError, match="has no head, and") as error:
+        api.convert(tmp_path / "hf", tmp_path / "out")
+    assert 'set architectures in config.json to ["LlamaModel"]' in (error.value.hint or "")
+    write_checkpoint(tmp_path / "hf", config | {"architectures": ["LlamaModel"], "tie_word_embeddings": False}, tensors)
+    api.convert(tmp_path / "hf", tmp_path / "out")
+    assert read_manifest(tmp_path / "out").returns == HIDDEN
+
+
 def test_architectures_of_other_tasks_are_refused() -> None:
     for name in ("LlamaForTokenClassification", "MistralModel", "LlamaForQuestionAnswering"):
         with pytest.raises(UnsupportedConfig, match=f"not its architecture {name}"):

@@ -22,7 +22,7 @@ MODULES = {
 ORDER = (
     *("errors", "sizes", "memory", "text", "names", "location", "credentials", "object_requests", "buckets", "paths"),
     *("progress", "jsonfile", "hosts", "patterns", "private", "libtpu", "letters", "layout", "sharding", "compiled"),
-    *("bfloat16", "storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets"),
+    *("bfloat16", "casts", "storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets"),
     *("convert", "quantize"),
     *("restore", "persist", "verify", "doctor"),
     *("api", "commands", "cli", "__main__"),

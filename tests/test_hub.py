@@ -19,7 +19,9 @@ from helpers.hub_server import HubServer, commit_of, is_lfs, sha256_of
 from helpers.times import HANG, wait_for
 from tpuconv.errors import HubError, ResourceError, SourceError, UsageError
 from tpuconv.sources import download, repository
-from tpuconv.sources.damaged import wrong_hash
+from tpuconv.sources.adapter import read_adapter
+from tpuconv.sources.companions import OTHER_WEIGHTS
+from tpuconv.sources.damaged import DamagedDownload, wrong_hash
 from tpuconv.sources.hub import fetch_config, resolve
 from tpuconv.sources.source import open_source
 
@@ -120,12 +122,19 @@ def test_second_call_uses_the_cache(hub: HubServer) -> None:
     assert [r.file for r in hub.requests] == ["api"]
 
 
-def test_only_shards_of_the_index(serve: Callable[..., HubServer], tmp_path: Path) -> None:
+def test_a_single_file_goes_before_an_index(serve: Callable[..., HubServer], tmp_path: Path) -> None:
+    """As in transformers. The other weights are named."""
     folder = make_checkpoint(tmp_path / "tiny")
-    save_file({"old": np.zeros(8)}, folder / "model.safetensors")
+    save_file({"whole": np.zeros(8)}, folder / "model.safetensors")
     hub = serve({REPO: folder})
-    assert not (resolve(REPO).folder / "model.safetensors").exists()
-    assert "model.safetensors" not in hub.files()
+    got = resolve(REPO)
+    assert hub.files() == {"model.safetensors", INDEX, *COMPANIONS}
+    for source in (open_source(got.folder, repo=REPO, listed=got.listed), open_source(folder)):
+        assert list(source.tensors) == ["whole"]
+        assert {*SHARDS, INDEX} <= {each.name for each in source.left_out if each.reason == OTHER_WEIGHTS}
+    for shard in SHARDS:
+        (folder / shard).unlink()
+    assert list(open_source(folder).tensors) == ["whole"]  # the index was left behind
 
 
 @pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "git"])
@@ -412,6 +421,57 @@ def test_wrong_bytes_of_the_right_size(hub: HubServer, checkpoint: Path) -> None
     hub.forget()
     assert_same(resolve(REPO).folder, checkpoint)
     assert hub.files() == {SHARDS[0]}
+
+
+@pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "git"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "LICENSE", INDEX])
+def test_files_beside_the_weights_are_those_that_the_hub_promises(
+    hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, lfs: bool
+) -> None:
+    """One that differs is fetched again. If it differs again, or cannot be fetched, it is named."""
+    monkeypatch.setattr("helpers.hub_server.is_lfs", lambda file: is_lfs(file) or (lfs and file == name))
+    hub.fail(name, corrupt=True, corrupt_header=True, times=1)
+    got = resolve(REPO)
+    assert_same(got.folder, checkpoint)
+    assert got.unproved == ()
+    assert len([r for r in hub.requests if r.file == name and r.sent]) == 2
+    blob = (got.folder / name).resolve()
+    data = bytearray(blob.read_bytes())
+    data[-2] ^= 1
+    blob.write_bytes(data)  # on the disk
+    assert_same(resolve(REPO, weights=False).folder, checkpoint)
+    blob.write_bytes(data)
+    hub.fail(name, corrupt=True, corrupt_header=True)
+    with pytest.raises(DamagedDownload, match=f"{name} is not the file that the Hub promises") as error:
+        resolve(REPO)
+    assert error.value.exit_code == 4
+    blob.write_bytes(data)
+    offline(monkeypatch)
+    with pytest.raises(DamagedDownload, match=f"{name} is not the file that the Hub promises"):
+        resolve(REPO)
+
+
+def test_a_hub_without_hashes_proves_nothing(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helpers.hub_server.git_id", lambda data: "none")
+    with resolve(REPO, weights=False) as got:
+        assert got.unproved == tuple(sorted((*COMPANIONS, INDEX)))
+        source = open_source(got.folder, repo=REPO, commit=got.commit, sha256=got.sha256, unproved=got.unproved)
+    assert source.origin(got.sha256)["verified"].startswith("unverified")
+
+
+def test_an_adapter_is_the_one_that_the_hub_promises(serve: Callable[..., HubServer], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    pair = {f"base_model.model.q.lora_{x}.weight": np.ones((1, 1), np.float32) for x in "AB"}
+    save_file(pair, tmp_path / "a/adapter_model.safetensors")
+    hub = serve({"org/lora": tmp_path / "a"})
+    hub.fail("adapter_model.safetensors", corrupt=True, times=1)
+    hub.fail("adapter_config.json", corrupt=True, corrupt_header=True, times=1)
+    assert list(read_adapter("org/lora").changes) == ["q.weight"]
+    shutil.rmtree(tmp_path / "hf-home")
+    hub.fail("adapter_model.safetensors", corrupt=True)
+    with pytest.raises(DamagedDownload, match="is not the file that the Hub promises"):
+        read_adapter("org/lora")
 
 
 def test_wrong_hash_names_a_blob_that_repositories_share(tmp_path: Path) -> None:

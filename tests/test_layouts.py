@@ -14,11 +14,11 @@ from helpers.commands import tpuconv as command
 from helpers.conversions import convert
 from helpers.encoded import encoded, fp8
 from helpers.tpu_compiler import compiler
-from tpuconv.checkpoint.device_layouts import LAYOUTS, DeviceLayout, read_layouts, write_layouts
+from tpuconv.checkpoint.device_layouts import DeviceLayout, read_layouts, write_layouts
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.models.generate import Generator
-from tpuconv.names import MANIFEST, QVALUE, collapse, expand
+from tpuconv.names import LAYOUTS, MANIFEST, QVALUE, collapse, expand
 from tpuconv.storage.sealed import seal
 
 TURNED = DeviceLayout("bfloat16", (1, 0), ())

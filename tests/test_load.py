@@ -13,11 +13,12 @@ import pytest
 import tensorstore as ts
 
 import tpuconv.api
-from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
+from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import convert
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
-from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.errors import CorruptOutput, SourceError, UsageError
 from tpuconv.sharding import partition
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.sealed import take_in
@@ -192,6 +193,39 @@ def test_the_dtype_is_that_of_the_checkpoint_or_the_one_asked_for(scan_layers, t
         assert model.norm.scale.dtype == stored
         logits = model(ids)
         assert (logits.shape, logits.dtype) == ((1, 3, 96), jnp.float32)
+
+
+def with_a_large_value(folder: Path, value: float) -> Path:
+    """A checkpoint in bfloat16 with one value beyond the others."""
+    random_checkpoint(folder / "plain", qwen3_config(), "bfloat16")
+    tensors = {name: x.copy() for name, x in read_tensors(folder / "plain").items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    return write_checkpoint(folder / "hf", json.loads((folder / "plain/config.json").read_text()), tensors)
+
+
+def test_values_that_a_dtype_cannot_hold_are_named(tmp_path):
+    """A finite value never becomes infinite in silence; what was infinite stays so."""
+    convert(with_a_large_value(tmp_path / "a", 1e5), tmp_path / "out")
+    with pytest.raises(UsageError, match="has values that float16 cannot hold: its largest number is 65504") as error:
+        tpuconv.load(tmp_path / "out", dtype="float16")
+    assert error.value.details == ("layers.1.mlp.up.kernel (1 array)",)
+    assert tpuconv.load(tmp_path / "out", dtype="float32").layers[1].mlp.up.kernel[5, 3] > 9e4
+    convert(with_a_large_value(tmp_path / "b", np.inf), tmp_path / "inf", Options(allow_nonfinite=True))
+    assert np.isinf(tpuconv.load(tmp_path / "inf", dtype="float16").layers[1].mlp.up.kernel[5, 3])
+
+
+def test_a_cast_of_a_source_never_overflows_in_silence(tmp_path):
+    random_checkpoint(tmp_path / "plain", qwen3_config(), "float32")
+    tensors = {name: x.copy() for name, x in read_tensors(tmp_path / "plain").items()}
+    tensors["model.norm.weight"][3] = 3.4e38  # finite, and beyond bfloat16
+    source = write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "plain/config.json").read_text()), tensors)
+    for options, message in (
+        ({}, "norm.scale is not finite"),
+        ({"allow_nonfinite": True}, "model.norm.weight has finite values that bfloat16 cannot hold"),
+    ):
+        for target in ("tpuconv", "huggingface"):
+            with pytest.raises(SourceError, match=message):
+                api.convert(source, tmp_path / target, dtype="bfloat16", target=target, overwrite=True, **options)
 
 
 def test_what_is_no_model_is_refused(tmp_path):

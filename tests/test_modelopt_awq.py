@@ -17,7 +17,7 @@ from helpers.conversions import assert_same, convert, plan_for, restore, same_bi
 from helpers.encoded import assert_came_back, dequantized
 from helpers.schemes import BF16, modelopt_awq, modelopt_w4a8, nvfp4_modelopt
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import decode_names
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.encodings.words import BYTE_DTYPE, Words
 from tpuconv.errors import MappingError
 from tpuconv.sources.source import open_source

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from helpers.times import ProcessorTime
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
-from tpuconv.sources.files import ENCODING_FILE, MAX_HEADER_BYTES
+from tpuconv.sources.files import ENCODING_FILES, MAX_HEADER_BYTES
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.source import open_source
 
@@ -135,6 +135,13 @@ HEADERS = {
 }  # fmt: skip
 
 
+def test_metadata_may_be_null(tmp_path):
+    """As in safetensors."""
+    write_header(tmp_path / "a.safetensors", {"__metadata__": None, "a": entry(0, 4)}, b"1234")
+    with safetensors.safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        assert list(file.keys()) == [info.name for info in read_header(tmp_path / "a.safetensors")[2]]
+
+
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_header_that_is_not_as_the_format_says_is_refused(case, tmp_path):
     make, message = HEADERS[case]
@@ -215,8 +222,8 @@ def test_a_file_in_whose_place_there_is_no_file_is_named(folder):
                 open_source(folder)
             (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
             kept.rename(folder / name)
-    os.mkfifo(folder / ENCODING_FILE)
-    with pytest.raises(SourceError, match=f"{ENCODING_FILE} is not a regular file"):
+    os.mkfifo(folder / ENCODING_FILES[0])
+    with pytest.raises(SourceError, match=f"{ENCODING_FILES[0]} is not a regular file"):
         open_source(folder)
 
 
@@ -305,7 +312,7 @@ FOLDERS = {
     "no weights": (lambda f: edit_index(f, lambda m: m.update({"b.weight": "x.bin"})), SourceError, "not safe"),
     "an index without a map": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), SourceError, "no weight_map"),
     "a broken index": (lambda f: (f / INDEX).write_text('{"weight_map": {'), SourceError, "not valid JSON"),
-    "no index": (lambda f: (f / INDEX).unlink(), SourceError, "is missing in"),
+    "no index": (lambda f: (f / INDEX).unlink(), SourceError, "has neither"),
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
     "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "appears twice"),
     "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
@@ -331,6 +338,24 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(case, folder):
     break_it(folder)
     with pytest.raises(error, match=message):
         open_source(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("consolidated.safetensors", "names of Mistral's or Meta's own code"),
+        ("model.fp16.safetensors", "these are a variant"),
+        ("other.safetensors", "missing files cannot be detected"),
+    ],
+)
+def test_other_safetensors_alone_are_named(file, hint, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "optimizer.pt").touch()  # does not tell what the folder holds
+    save_file({"a": np.zeros(1)}, tmp_path / file)
+    with pytest.raises(SourceError) as error:
+        open_source(tmp_path)
+    assert file in error.value.details
+    assert hint in error.value.hint
 
 
 def test_all_faults_are_named_at_once(folder):
@@ -375,12 +400,23 @@ def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
     [
         ("adapter_config.json", "holds an adapter"),
         ("model-Q4_K_M.gguf", "holds GGUF files"),
+        ("checkpoint-40/model.safetensors", "holds checkpoints of a trainer: checkpoint-40"),
+        ("zero_to_fp32.py", "DeepSpeed ZeRO: zero_to_fp32.py"),
+        ("global_step40/mp_rank_00_model_states.pt", "DeepSpeed ZeRO: global_step40"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "shards of FSDP .*: pytorch_model_fsdp_0"),
+        ("iter_0001000/x", "a checkpoint of Megatron: iter_0001000"),
+        ("params/_METADATA", "holds no model.safetensors"),
+        ("manifest.ocdbt", "a checkpoint of Orbax"),
+        ("consolidated.00.pth", "holds pickled weights"),
+        ("tf_model.h5", "weights of TensorFlow"),
+        ("modules.json", "a list of modules of sentence-transformers"),
         ("pytorch_model-00001-of-00002.bin", "holds pickled weights"),
         ("notes.txt", "holds no model.safetensors"),
     ],
 )
 def test_a_folder_without_a_model_in_safetensors_is_told_what_it_holds(file, answer, tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     with pytest.raises(UsageError, match=answer) as error:
         open_source(tmp_path)

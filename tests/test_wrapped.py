@@ -245,17 +245,20 @@ def test_targets_have_the_text_model(tmp_path: Path) -> None:
     """By the table of its own family."""
     folder, _ = checkpoint(WRAPPERS["llava"], "mistral", tmp_path / "hf")
     api.convert(folder, tmp_path / "out", target="maxtext", scan_layers=True)
-    api.export(tmp_path / "out", tmp_path / "back")
+    api.export(tmp_path / "out", tmp_path / "back", with_skipped=folder)
     source = read_tensors(folder)
     back = read_tensors(tmp_path / "back")
     assert all(np.allclose(x, source[name], rtol=1e-6) for name, x in back.items())
-    assert set(back) == {name for name in source if name.startswith("language_model.")}
+    assert set(back) == set(source)
 
 
 def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
     folder, _ = checkpoint(WRAPPERS["internvl"], "qwen3", tmp_path / "hf")
     convert(folder, tmp_path / "out")
     tpuconv.save(tpuconv.load(tmp_path / "out"), tmp_path / "saved", like=tmp_path / "out")
-    api.export(tmp_path / "saved", tmp_path / "back")
+    with pytest.raises(UsageError, match="holds the text model alone"):
+        api.export(tmp_path / "saved", tmp_path / "back")
+    api.export(tmp_path / "saved", tmp_path / "back", with_skipped=folder)
     source = read_tensors(folder)
+    assert read_tensors(tmp_path / "back").keys() == source.keys()
     assert all(same_bits(x, source[name]) for name, x in read_tensors(tmp_path / "back").items())

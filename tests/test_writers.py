@@ -33,7 +33,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.types import Options
-from tpuconv.encodings.decode import decode_names
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import MappingError
 from tpuconv.sources.source import open_source
 

@@ -8,6 +8,8 @@ from math import prod
 
 MANIFEST = "tpuconv.json"
 """File name of the manifest; see `tpuconv.storage.sealed`."""
+LAYOUTS = "layouts.json"
+"""File name of `tpuconv.checkpoint.device_layouts`."""
 
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""

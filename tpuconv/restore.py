@@ -1,7 +1,7 @@
 """Loads a checkpoint as a Flax NNX model."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,20 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.checkpoint.device_layouts import LAYOUTS, read_layouts
+from tpuconv.casts import cast, largest
+from tpuconv.checkpoint.device_layouts import read_layouts
 from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
-from tpuconv.errors import CorruptOutput, UsageError, root_cause
+from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
 from tpuconv.location import Location, to_location
 from tpuconv.mapping.table import MTP_PARAMETERS
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
-from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.names import LAYOUTS, QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
+from tpuconv.sizes import format_count
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_readable
 
@@ -62,8 +64,8 @@ def load(
 
     Raises:
         UsageError: the folder has no checkpoint of tpuconv, or one with a part of the layers; `dtype` is not of
-            `MODEL_DTYPES`; an axis of the mesh is not in `AXES`; or `mtp` is asked for and the checkpoint has no such
-            layers, or has them quantized.
+            `MODEL_DTYPES`, or cannot hold values of the checkpoint; an axis of the mesh is not in `AXES`; or `mtp` is
+            asked for and the checkpoint has no such layers, or has them quantized.
         UnsupportedConfig: `mtp` is asked for, and the family has no such module.
         CorruptOutput: the arrays do not match the manifest or the model, a checksum is wrong, config.json was changed,
             or `layouts.json` is malformed.
@@ -131,6 +133,9 @@ def _restored(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -
             hint=f"`tpuconv verify {manifest.folder}` lists the damaged arrays",
         ) from e
     arrays: dict[str, jax.Array] = flatten_dict(restored, sep=".")  # type: ignore[no-untyped-call]
+    if not manifest.raw["options"].get("allow_nonfinite"):  # then what was stored is finite
+        narrowed = [n for n, x in arrays.items() if x.dtype != jnp.dtype(manifest.arrays[n].dtype)]
+        _check_casts(manifest, targets, [name for name in narrowed if not jnp.isfinite(arrays[name]).all()])
     return arrays
 
 
@@ -142,6 +147,8 @@ def _read(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> di
     """The arrays, read by our own reader, which takes two thirds of the processor time of Orbax, and reads from every
     bucket. Each device reads its own part. A CPU takes aligned values as they are, without a copy."""
 
+    overflown: list[str] = []
+
     def read(name: str) -> jax.Array:
         target, stored = targets[name], np.dtype(manifest.arrays[name].dtype)
         place: Any = target.sharding
@@ -151,13 +158,31 @@ def _read(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> di
             box = [slice(*s.indices(n)[:2]) for s, n in zip(index or (), target.shape, strict=True)]
             values = aligned_array([s.stop - s.start for s in box], stored)
             read_box(manifest, name, box, values)
-            return values.astype(target.dtype, copy=False)
+            out, is_too_large = cast(values, np.dtype(target.dtype))
+            if is_too_large:
+                overflown.append(name)
+            return out
 
         array = jax.make_array_from_callback(target.shape, place, part)
         return array if layout is None else jax.device_put(array, Format(layout, place), donate=True)
 
     with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(targets, pool.map(read, targets), strict=True))
+        arrays = dict(zip(targets, pool.map(read, targets), strict=True))
+    _check_casts(manifest, targets, overflown)
+    return arrays
+
+
+def _check_casts(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct], overflown: Collection[str]) -> None:
+    """Raises UsageError if finite values of these arrays became infinite."""
+    if not overflown:
+        return
+    patterns = collapse([name for name in targets if name in overflown])
+    dtype = np.dtype(targets[next(iter(overflown))].dtype)
+    raise UsageError(
+        f"{manifest.folder} has values that {dtype.name} cannot hold: its largest number is {largest(dtype):g}",
+        details=shorten([f"{pattern} ({format_count(len(names), 'array')})" for pattern, names in patterns.items()]),
+        hint="load it in bfloat16 or float32",
+    )
 
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None, *, mtp: bool = False) -> Any:

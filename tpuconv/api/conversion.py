@@ -309,6 +309,7 @@ def _run(
     workspace: Path | None = None,
 ) -> Conversion:
     from tpuconv.api.evaluation import verify
+    from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
     from tpuconv.convert.run.conversion import PART_DONE, run
     from tpuconv.quantize.report import report
@@ -327,6 +328,7 @@ def _run(
     raw: dict[str, Any] = dict(read_sealed(out).raw) if is_published else {}
     if raw and plan.target.is_safetensors:
         raw = described(plan, raw)
+    skipped, carried = split_skipped(plan)
     done = Conversion(
         out=out,
         family=plan.family,
@@ -339,8 +341,10 @@ def _run(
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
         adapters=plan.options.adapters,
-        skipped=plan.skipped,
+        skipped=skipped,
+        carried=carried,
         ignored_config=plan.ignored_config,
+        left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
         part=part,
         part_bytes=own_bytes,

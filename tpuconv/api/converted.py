@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
     from tpuconv.sources.adapter import Adapter
+    from tpuconv.sources.companions import LeftOut
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Conversion:
         peak_memory_bytes: peak resident memory of this process.
         adapters: what was merged.
         skipped: source tensors that are not converted, and why.
+        carried: how many source tensors are in safetensors that were written as they are, such as those of a tower.
         ignored_config: keys of config.json that are not read, and why.
+        left_out: files of the source that are not copied, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
         part: which of several processes this was; None if it was the only one.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
@@ -52,7 +55,9 @@ class Conversion:
     peak_memory_bytes: int
     adapters: Sequence["Adapter"]
     skipped: Sequence["Skip"]
+    carried: int
     ignored_config: Sequence["IgnoredKey"]
+    left_out: Sequence["LeftOut"]
     quantization: "Report | None"
     part: ProcessPart | None
     part_bytes: int
@@ -60,7 +65,7 @@ class Conversion:
 
     @property
     def source_verified(self) -> bool:
-        """Whether every weight file has the sha256 that the Hub lists."""
+        """Whether every file has the hash that the Hub lists."""
         from tpuconv.sources.source import VERIFIED
 
         return self.source_state == VERIFIED
@@ -84,7 +89,9 @@ class Conversion:
             "peak_memory_bytes": self.peak_memory_bytes,
             "adapters": [adapter.to_summary() for adapter in self.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
+            "carried": self.carried,
             "ignored_config": [key.to_json() for key in self.ignored_config],
+            "left_out": [file._asdict() for file in self.left_out],
         }
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
@@ -146,6 +153,13 @@ class ConversionPlan:
         """Size of what would be written, without files beside the weights."""
         return sum(tensor.nbytes for file in self.files for tensor in file) if self.files else self.plan.output_bytes
 
+    @property
+    def split_skipped(self) -> "tuple[tuple[Skip, ...], int]":
+        """What is left out of the output, and how many tensors are carried along unchanged."""
+        from tpuconv.convert.export.carried import split_skipped
+
+        return split_skipped(self.plan)
+
     def check(self) -> None:
         """Raises MappingError if source and family do not fit each other."""
         self.plan.check()
@@ -156,6 +170,8 @@ class ConversionPlan:
             "workspace_bytes": self.workspace_bytes,
             "disk_bytes": self.disk_bytes,
         }
+        skipped, carried = self.split_skipped
+        facts |= {"skipped": [vars(skip) for skip in skipped], "carried": carried}
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

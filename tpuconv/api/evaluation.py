@@ -117,6 +117,7 @@ class Comparison:
     Attributes:
         checkpoint: the folder of the checkpoint.
         source: what it was compared with: a Hub id or a folder.
+        given: whether the user gave it, in place of the one that was converted.
         source_changed: shards that are others than at the conversion; None if that cannot be told.
         statistics: differences, divergences and gates.
         rounded: whether the checkpoint is quantized to fewer bits than its source has.
@@ -126,6 +127,7 @@ class Comparison:
 
     checkpoint: Location
     source: str
+    given: bool
     source_changed: Sequence[str] | None
     statistics: "LogitStatistics | VectorStatistics"
     rounded: bool
@@ -152,10 +154,16 @@ class Comparison:
         """Raises GateError if a gate failed."""
         if self.failures:
             what = "quantized" if self.rounded else "converted"
+            changed = (
+                f"{self.source} has other weights than those that were converted: give that source, or for merged "
+                "adapters one with the same adapters merged"
+                if self.given
+                else "the source changed since the conversion: convert it again"
+            )
             raise GateError(
                 f"the {what} model does not compute what the original does",
                 details=self.failures,
-                hint="the source changed since the conversion: convert it again" if self.source_changed else None,
+                hint=changed if self.source_changed else None,
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +215,7 @@ def compare(
     from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
     from tpuconv.verify.layerwise import compare_layers
-    from tpuconv.verify.reference import Reference, reference
+    from tpuconv.verify.reference import Reference, check_sizes, reference
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if layerwise and mesh:
@@ -231,6 +239,8 @@ def compare(
     )
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
+        check_sizes(manifest, own)
+        layerwise = layerwise or _needs_decoded(manifest, own, mesh)
         progress(Progress("comparing the source with that of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         on_source(changed)
@@ -245,7 +255,8 @@ def compare(
         else:
             _check_memory(manifest, compute)
             progress(Progress("running transformers"))
-            theirs = reference(source_folder, ids, compute, manifest.returns)
+            adapted = bool(manifest.raw["options"].get("adapters"))
+            theirs = reference(source_folder, ids, compute, manifest.returns, adapted=adapted)
     if not layerwise:
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
@@ -263,6 +274,7 @@ def compare(
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["repo"] or own),
+        given=source is not None,
         source_changed=changed,
         statistics=statistics,
         rounded=manifest.is_rounded,
@@ -288,6 +300,37 @@ def _source_folder(manifest: "Manifest") -> Path:
             hint="give it, or a copy of it, by --source FOLDER; a changed copy is told",
         )
     return folder
+
+
+def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] | None) -> bool:
+    """Whether transformers must be given decoded weights, which is done layer by layer: by itself it would round the
+    inputs of the source's matrices, and the converted model does not.
+
+    Raises:
+        UsageError: it must, and this checkpoint cannot be compared layer by layer.
+    """
+    from tpuconv.encodings.schemes import quantizes_inputs
+    from tpuconv.models.stored import model_config
+    from tpuconv.sources.config import encoding_of, read_config
+    from tpuconv.sources.files import CONFIG_FILE
+
+    if not quantizes_inputs(encoding_of(read_config(source / CONFIG_FILE))):
+        return False
+    cannot = [
+        *(["it is quantized"] if manifest.quantization is not None else []),
+        *([f"it returns {manifest.returns}"] if manifest.returns else []),
+        *([why] if (why := model_config(manifest).inseparable) else []),
+        *(["a mesh was given"] if mesh else []),
+    ]
+    if cannot:
+        raise UsageError(
+            f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
+            f"{manifest.folder} does not",
+            details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
+            hint="compare a checkpoint in which the weights are decoded, without --mesh; `tpuconv compare` compares "
+            "that one with this",
+        )
+    return True
 
 
 def _check_memory(manifest: "Manifest", dtype: str) -> None:

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import UsageError
+from tpuconv.errors import UsageError, shorten
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.sizes import format_count
 
 if TYPE_CHECKING:
+    from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.convert.export.array_source import ArraySource
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
+    from tpuconv.mapping.table import HasAxes, MappingTable
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
 
@@ -32,7 +35,7 @@ class Export:
         family: the family of the model.
         target: the program that the checkpoint is for.
         arrays: the folder of the Orbax checkpoint.
-        skipped: what of a trainer's checkpoint was not exported.
+        skipped: what was not exported of a trainer's checkpoint, or of what the conversion skipped.
         files: how many safetensors files there are.
         bytes: size of the tensors.
         already_there: whether OUT was complete before.
@@ -79,7 +82,7 @@ class ExportPlan:
         ckpt: the checkpoint.
         family: the family of the model.
         target: the program that the checkpoint is for.
-        skipped: what of a trainer's checkpoint would not be exported.
+        skipped: what would not be exported of a trainer's checkpoint, or of what the conversion skipped.
         files: the tensors of each safetensors file.
         encoding: what config.json would say of quantized parameters; None if there are none.
     """
@@ -229,7 +232,8 @@ def _opened(
         if config is not None:
             yield _trained(ckpt, str(config), target, stack, progress)
         else:
-            yield *_converted(ckpt, with_skipped, scheme, stack, progress), ()
+            arrays, what = _converted(ckpt, with_skipped, scheme, stack, progress)
+            yield arrays, what, what.beside.skipped if what.beside else ()
 
 
 def _check_options(config: object, target: str | None, with_skipped: object, scheme: str | None) -> None:
@@ -271,7 +275,9 @@ def _converted(
     manifest = read_manifest(ckpt)
     arrays, family = CheckpointArrays(manifest), get_family(manifest.family)
     beside = None
-    if with_skipped is not None:
+    if with_skipped is None:
+        _check_whole(manifest)
+    else:
         origin = manifest.raw["source"]
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
@@ -279,6 +285,24 @@ def _converted(
         own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
         beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), own_config)
     return arrays, describe_exporting(arrays, scheme, beside)
+
+
+def _check_whole(manifest: "Manifest") -> None:
+    """Raises UsageError if a checkpoint holds the text model of a multimodal one alone: the config.json of its export
+    would describe parts that are not there, for which transformers fills in random numbers."""
+    from tpuconv.models.common.wrapper import is_outside
+
+    lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
+    if lost:
+        origin = manifest.raw["source"]
+        count = sum(skip["count"] for skip in lost)
+        raise UsageError(
+            f"{manifest.folder} holds the text model alone, and its config.json describes a multimodal one: "
+            f"{format_count(count, 'tensor')} would be missing",
+            details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
+            hint="give the source, which has them, for a complete model: --with-skipped "
+            f"{origin.get('repo') or origin.get('folder') or 'SRC'}",
+        )
 
 
 def _trained(
@@ -309,7 +333,28 @@ def _trained(
     explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
-    return arrays, Exporting(explained.table, explained.config, family.name), (*explained.skipped, *padded)
+    skipped = (*explained.skipped, *padded, *_outside(source, own_table, own_config))
+    return arrays, Exporting(explained.table, explained.config, family.name), skipped
+
+
+def _outside(source: "Source", table: "MappingTable", config: "HasAxes") -> "list[Skip]":
+    """The tensors of a multimodal model that is described by a source, which trained text models do not have."""
+    from tpuconv.convert.plan.types import Skip
+    from tpuconv.models.common.wrapper import is_outside
+    from tpuconv.names import collapse
+
+    why = table.ignored(config)
+    lost: dict[str, list[str]] = {}
+    for name in source.tensors:
+        if (reason := why(name)) and is_outside(reason):
+            lost.setdefault(reason, []).append(name)
+    return [
+        Skip(
+            pattern, len(names), f"{reason}; config.json describes them, and transformers would fill in random numbers"
+        )
+        for reason, each in lost.items()
+        for pattern, names in collapse(each).items()
+    ]
 
 
 def _resolved(src: str, revision: str | None, progress: Listener, *, weights: bool) -> "Resolved":
@@ -335,4 +380,4 @@ def _described(resolved: "Resolved") -> "Source":
     if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
         return open_source(folder, repo=repo, commit=resolved.commit)
     config = read_config(folder / CONFIG_FILE)
-    return Source(folder, config, {}, (), companions=find_companions(folder))
+    return Source(folder, config, {}, (), companions=find_companions(folder).copied)

@@ -62,7 +62,14 @@ def planned_conversion(
         streams=runs and streams,
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     ) as resolved:
-        source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit, sha256=resolved.sha256)
+        source = open_source(
+            resolved.folder,
+            repo=resolved.repo,
+            commit=resolved.commit,
+            sha256=resolved.sha256,
+            unproved=resolved.unproved,
+            listed=resolved.listed,
+        )
         if streams:
             source = fetched_meanwhile(source, resolved.remote, origin.folder)
         yield _make_plan(source, find_family(source.config), None, options, rules, None, runs=runs)

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
 from tpuconv.location import Location
-from tpuconv.names import collapse, expand
+from tpuconv.names import LAYOUTS, collapse, expand
 from tpuconv.storage.places import is_readable
 from tpuconv.storage.sealed import take_in, write_whole
 
-LAYOUTS = "layouts.json"
 LAYOUTS_FORMAT = 1
 
 MAX_ARRAYS = 100_000

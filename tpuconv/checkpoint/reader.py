@@ -72,6 +72,12 @@ class Checkpoint(Source):
         """The name of the folder."""
         return self.folder.resolve().name
 
+    @property
+    def skipped_before(self) -> Sequence[Mapping[str, Any]]:
+        """What the conversion of the original source skipped."""
+        skipped: Sequence[Mapping[str, Any]] = self.manifest.raw["skipped"]
+        return skipped
+
     @cached_property
     def contents_checked(self) -> "Future[None]":
         """The result of `check_contents` for all arrays, which begins beside other work. It raises the same errors."""
@@ -183,9 +189,14 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """The files that came with the weights, with size and hash."""
     if not manifest.sealed.is_sealed:
-        return find_companions(manifest.folder, SOURCE_CARD)
+        return find_companions(manifest.folder, SOURCE_CARD).copied
     files = manifest.sealed.files.items()
-    return {name: dict(facts) for name, facts in files if is_companion(name) or name == SOURCE_CARD}
+    return {name: dict(facts) for name, facts in files if name == SOURCE_CARD or is_copied(manifest, name)}
+
+
+def is_copied(manifest: Manifest, name: str) -> bool:
+    """Whether a file of a checkpoint came with the weights: a companion, or in the folder of a module."""
+    return is_companion(name) or ("/" in name and not manifest.is_of_arrays(name))
 
 
 def copy_companion(manifest: Manifest, name: str, sink: Sink, target: str, facts: Mapping[str, Any]) -> None:

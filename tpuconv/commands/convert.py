@@ -16,6 +16,7 @@ from tpuconv.errors import TpuconvError
 from tpuconv.location import BucketPath, Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.sizes import format_count, format_size
+from tpuconv.text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.report import Report
     from tpuconv.sources.adapter import Adapter
+    from tpuconv.sources.companions import LeftOut
 
 
 @options.command(
@@ -140,6 +142,8 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
         )
     _show_adapters(done.adapters)
     _show_ignored(done.ignored_config)
+    _show_left_out(done.left_out)
+    _show_carried(done.carried)
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
@@ -166,7 +170,10 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     console().print(tensor_table(title, plan.files) if plan.files else _arrays_of(title, plan))
     _show_adapters(plan.plan.options.adapters)
     _show_ignored(plan.plan.ignored_config)
-    show_skipped("not converted", plan.plan.skipped, " tensors,")
+    _show_left_out(plan.plan.left_out)
+    skipped, carried = plan.split_skipped
+    _show_carried(carried)
+    show_skipped("not converted", skipped, " tensors,")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:
@@ -260,6 +267,20 @@ def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
         keys = [key.key[:100] for key in ignored if (key.reason, key.warning) == (reason, warning)]
         named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if keys[4:] else "")
         show(f"  ignored in config.json: {named}: {reason}", (f"  warning: {warning}" if warning else "", "yellow"))
+
+
+def _show_carried(count: int) -> None:
+    """A line on the tensors that are in the output as they were."""
+    if count:
+        show(f"  carried along unchanged: {format_count(count, 'tensor')}")
+
+
+def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
+    """A line for each reason, with the first files that it covers."""
+    for reason in dict.fromkeys(file.reason for file in left_out):
+        names = [plain(file.name)[:100] for file in left_out if file.reason == reason]
+        named = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+        show(f"  not copied: {named}: {reason}")
 
 
 def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:

@@ -117,4 +117,4 @@ def _show_export(done: api.Export, trained: bool, check: bool, as_json: bool) ->
         )
     if trained:
         show(f"  read as {done.target}: {done.arrays}")
-        show_skipped("not exported", done.skipped)
+    show_skipped("not exported", done.skipped)

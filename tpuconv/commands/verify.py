@@ -129,7 +129,7 @@ def _compare(
             dtype=dtype,
             mesh=mesh,
             layerwise=layerwise,
-            on_source=(lambda changed: None) if as_json else _show_source,
+            on_source=(lambda changed: None) if as_json or source else _show_source,
             on_layer=(lambda layer: None) if as_json else _show_layer,
             progress=progress,
         )

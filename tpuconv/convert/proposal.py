@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.layout import Shape

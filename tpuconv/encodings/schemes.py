@@ -103,6 +103,16 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     )
 
 
+def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether transformers, which reads this `quantization_config`, rounds the inputs of matrices too (W8A8)."""
+    if quantization is None:
+        return False
+    config_groups = quantization.get("config_groups")
+    described = config_groups.values() if isinstance(config_groups, Mapping) else ()
+    rounded = any(isinstance(group, Mapping) and group.get("input_activations") for group in described)
+    return rounded or bool(quantization.get("load_in_8bit"))
+
+
 def _method(quantization: Mapping[str, Any]) -> Any:
     """The `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
     if is_bitsandbytes(quantization):

@@ -15,10 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
-from tpuconv.jsonfile import Each, Optional, check, parse, read_bytes
+from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
+from tpuconv.sources.adapter_config import check_adapter_config
 from tpuconv.sources.adapter_experts import NESTED, ExpertChange, parameters_by_wrapper
 from tpuconv.sources.headers import TensorInfo, read_header
 from tpuconv.storage.hashes import blocks, hash_bytes, hash_file
@@ -26,29 +27,7 @@ from tpuconv.storage.places import is_there
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-REFUSED = (
-    "fan_in_fan_out",
-    "lora_bias",
-    "use_qalora",
-    "megatron_config",
-    "alora_invocation_tokens",
-    "trainable_token_indices",
-    "layer_replication",
-    "use_bdlora",
-    "arrow_config",
-)
-"""Keys that change weights in a way that is not implemented, unless they are false or empty."""
-CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the weights of the model too, by what the file does not have."""
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
-_CONFIG = {
-    "peft_type": str,
-    "r": int,
-    "lora_alpha": float,
-    "alpha_pattern": Optional((Each(float), None)),
-    "use_rslora": Optional((bool, None)),
-    "target_parameters": Optional(([str], None)),
-}
 _PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")
 MAGNITUDE = "magnitude"
 
@@ -97,8 +76,7 @@ def read_adapter(given: str) -> Adapter:
     path = folder / ADAPTER_CONFIG
     data = read_bytes(path, MAX_ADAPTER_CONFIG_BYTES, ConfigError)
     config = check(parse(data, str(path), ConfigError), dict, str(path), ConfigError)
-    _check_config(config, path)
-    check(config, _CONFIG, str(path), ConfigError)
+    check_adapter_config(config, path)
     weights = folder / ADAPTER_WEIGHTS
     file = AdapterFile(weights)
     _, _, infos = read_header(weights)
@@ -182,12 +160,17 @@ def _folder(place: str) -> Path:
     location = to_location(place)
     folder = _fetched(location) if isinstance(location, BucketPath) else location
     if _is_hub_id(place):
-        from huggingface_hub import snapshot_download
-
         from tpuconv.sources.hub_errors import client_errors
+        from tpuconv.sources.repository import Repository
 
         with client_errors(place, "main"):
-            folder = Path(snapshot_download(place, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+            folder = Repository(place, "main").fetch([ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    if not (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_model.bin").exists():
+        raise UsageError(
+            f"{place} has its weights as a pickle (adapter_model.bin), which can run code and is not read",
+            hint="load it with peft, and save it again: `PeftModel.from_pretrained(...).save_pretrained(OUT)` writes "
+            f"{ADAPTER_WEIGHTS}",
+        )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")
@@ -211,15 +194,3 @@ def _fetched(place: BucketPath) -> Path:
             with (folder / name).open("wb") as file:
                 file.writelines(blocks(place / name))
     return folder
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
-    faults = [f"{key}={config[key]!r}" for key in REFUSED if config.get(key)]
-    how = str(config.get("init_lora_weights") or "").lower()
-    faults += [f"init_lora_weights={how!r}"] if how.startswith(CHANGE_BASE) else []
-    if faults:
-        raise UnsupportedConfig(
-            f"{path} has settings that are not implemented", details=faults, hint="merge the adapter with peft first"
-        )

@@ -1,99 +1,184 @@
-"""The files that go with the weights: configs, tokenizers, templates, licenses. They are copied, never run as code."""
+"""The files of a source beside its weights: configs, tokenizers, templates, licenses, modules of sentence-transformers.
+They are copied, and never run as code. What is not copied has a reason.
+"""
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tpuconv import buckets
 from tpuconv.errors import SourceError
-from tpuconv.jsonfile import opened, placeholder
+from tpuconv.jsonfile import check, opened, parse, placeholder, read_bytes
 from tpuconv.location import BucketPath, Location
+from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import is_there, names_in
+from tpuconv.text import has_surrogates, plain
 
-PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*tekken.json",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*.jinja",
-    "license*",
-    "licence*",
-    "notice*",
-    "use_policy*",
-)
-"""Of names in lower case."""
+CARD, SOURCE_CARD = "README.md", "README.source.md"
+"""The model card, and the name of the source's card in our output."""
+TEMPLATES = "additional_chat_templates"
+"""The folder of further chat templates, as transformers saves them."""
+MODULES = "modules.json"
+"""The list of modules of sentence-transformers, each with a folder: pooling, dense layers and so on."""
 
-NEVER = (
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.py",
-    "*.pyc",
-    "*.so",
-    "*.onnx",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.ckpt",
-    "*.pkl",
-    "*.pickle",
+AN_ADAPTER = "an adapter, which transformers would apply; --adapter with this folder or id merges it"
+OTHER_WEIGHTS = (
+    "weights that are not read: as in transformers, model.safetensors goes before an index, an index before others"
 )
-"""Weights in other formats, and files that run code when they are loaded."""
+LEFT_OUT: Mapping[str, Sequence[str]] = {
+    "written by tpuconv": (MANIFEST, LAYOUTS, SOURCE_CARD.lower(), "quantization.html"),
+    "the state of a trainer": (
+        *("trainer_state.json", "training_args*", "*_results.json", "optimizer*", "scheduler*", "rng_state*"),
+        *("scaler*", "latest", "zero_to_fp32.py", "*.distcp"),
+    ),
+    AN_ADAPTER: ("adapter_config.json", "adapter_model.*"),
+    OTHER_WEIGHTS: ("*.safetensors", "*.index.json", "params.json"),
+    "weights in a format that is not read": (
+        *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
+        *("*.gguf", "*.ot", "*.npz", "*.npy", "*.nemo"),
+    ),
+    "code, which is never run": ("*.py", "*.pyc", "*.so", "*.sh", "*.ipynb"),
+    "of git": (".git*",),
+}
+"""By reason the names, in lower case, of files that are not copied. The first reason that has a name holds."""
+
+COPIED_NAMES = (
+    *("*.json", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "tokenizer*", "vocab*", "merges*"),
+    *("dict.txt", "chat_template*", "license*", "licence*", "notice*", "copying*", "use_policy*"),
+)
+"""The names of files that are copied unless `LEFT_OUT` has them."""
+UNKNOWN = "not a config, tokenizer, template or license"
+OTHER_FOLDER = f"a folder that {MODULES} does not name"
 
 COMPANION_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".jinja")
 """Of files that configs and tokenizers consist of. A folder of such a name is an error."""
 
-CARD, SOURCE_CARD = "README.md", "README.source.md"
-"""The model card, and the name of the source's card in our output."""
+
+class LeftOut(NamedTuple):
+    """A file of a source that is not copied, or a folder, whose name ends with a slash; and why."""
+
+    name: str
+    reason: str
+
+
+class Beside(NamedTuple):
+    """The files beside the weights. `copied` has size and hash of each, as a manifest has them."""
+
+    copied: dict[str, dict[str, Any]]
+    left_out: tuple[LeftOut, ...]
+
+
+def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
+    """The reason why a file is not copied; None if it is. The model card is not decided here.
+
+    Args:
+        name: its path in the folder.
+        modules: folders of modules, whose weights are copied too.
+    """
+    if has_surrogates(name):
+        return "its name is no text"
+    parent, _, base = name.rpartition("/")
+    in_module = any(f"{parent}/".startswith(f"{module}/") for module in modules)
+    if parent and not in_module and parent != TEMPLATES:
+        return OTHER_FOLDER
+    lower = base.lower()
+    for reason, patterns in LEFT_OUT.items():
+        if any(fnmatchcase(lower, pattern) for pattern in patterns):
+            return None if in_module and reason is OTHER_WEIGHTS else reason
+    return None if any(fnmatchcase(lower, pattern) for pattern in COPIED_NAMES) else UNKNOWN
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name goes with the weights. The model card does not count."""
-    lower = name.lower()
-    return any(fnmatchcase(lower, pattern) for pattern in PATTERNS) and not any(
-        fnmatchcase(lower, pattern) for pattern in NEVER
+    """Whether a file at the top of a folder goes with the weights. The model card does not count."""
+    return "/" not in name and why_left_out(name) is None
+
+
+def module_folders(folder: Location) -> list[str]:
+    """The folders that the list of modules names, if there is one.
+
+    Raises:
+        SourceError: it is no such list, or names what is not a folder inside.
+    """
+    path = folder / MODULES
+    if not is_there(path):
+        return []
+    listed = check(
+        parse(read_bytes(path, 1 << 20, SourceError), str(path), SourceError), [{"path": str}], str(path), SourceError
     )
+    names = [module["path"].strip("/") for module in listed if module["path"].strip("/")]
+    for name in names:
+        if not re.fullmatch(r"[^/\\\0]+(/[^/\\\0]+)*", name) or {".", ".."} & set(name.split("/")):
+            raise SourceError(f"{path} names {name!r}, which is no folder inside", hint="do not trust this checkpoint")
+    return names
 
 
-def find_companions(folder: Location, card: str = CARD, *, trusted: bool = False) -> dict[str, dict[str, Any]]:
-    """The companions in a folder and its model card.
+def find_companions(
+    folder: Location,
+    card: str = CARD,
+    *,
+    trusted: bool = False,
+    weights: Collection[str] = (),
+    listed: Collection[str] = (),
+) -> Beside:
+    """The files beside the weights of a folder, with its model card.
 
     Args:
         folder: the checkpoint.
         card: the name of the model card.
         trusted: whether files may be links, as in the cache of the Hub's client.
-
-    Returns:
-        Size and hash of each file, as a manifest has them.
+        weights: the files that are read as weights, and their index.
+        listed: names of files that the checkpoint has elsewhere, on the Hub.
 
     Raises:
         SourceError: a file cannot be read, is a Git LFS pointer, or a link that leads out of the folder.
     """
+    modules = module_folders(folder)
     try:
-        names = sorted(name for name in names_in(folder) if is_companion(name) or name == card)
+        present = _files_in(folder, [*modules, TEMPLATES])
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
+    names = [name for name in present if name == card or (name[-1] != "/" and why_left_out(name, modules) is None)]
     if isinstance(folder, BucketPath):
         names = [name for name in names if is_there(folder / name)]
-        return {name: _facts(folder / name) for name in names}
-    if not trusted:
+    elif not trusted:
         check_inside(folder, names)
-    return {
-        name: _facts(folder / name)
-        for name in names
-        if name.endswith(COMPANION_SUFFIXES) or not (folder / name).is_dir()
-    }
+    others = sorted({*present, *listed} - {*names, *weights, card})
+    return Beside({name: _facts(folder / name) for name in names}, tuple(_left_out(others, modules)))
+
+
+def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOut]:
+    """What is said of files that are not copied: of a folder that is none of the modules' once."""
+    folders = set()
+    for name in names:
+        reason = why_left_out(name, modules)
+        if reason == OTHER_FOLDER:
+            folders.add(plain(name.partition("/")[0]) + "/")
+        elif reason is not None:
+            yield LeftOut(plain(name), reason)
+    yield from (LeftOut(name, "of git" if name == ".git/" else OTHER_FOLDER) for name in sorted(folders))
+
+
+def _files_in(folder: Location, inside: Collection[str]) -> list[str]:
+    """The files at the top of a folder and in some folders of it; of others the name, with a slash at its end."""
+    tops = {name.partition("/")[0] for name in inside}
+    if isinstance(folder, BucketPath):
+        names = names_in(folder)
+        deep = [f"{top}/{name}" for top in sorted(tops & set(names)) for name in buckets.listing(folder / top)]
+        return sorted([*(name for name in names if name not in tops), *deep])
+    names = []
+    for name in names_in(folder):
+        if name in tops and (folder / name).is_dir() and not (folder / name).is_symlink():  # which may lead anywhere
+            found = (Path(at, file) for at, _, files in os.walk(folder / name) for file in files)
+            names += [path.relative_to(folder).as_posix() for path in found]
+        elif (folder / name).is_dir() and not (is_companion(name) and name.endswith(COMPANION_SUFFIXES)):
+            names.append(f"{name}/")
+        else:
+            names.append(name)
+    return sorted(names)
 
 
 def _facts(path: Location) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """config.json, and what it says about how the weights are encoded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.jsonfile import MAX_BYTES, parse, read_bytes
 from tpuconv.location import Location
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES
 from tpuconv.storage.places import is_there
 
 ENCODING_KEYS = ("quantization_config", "compression_config")
@@ -83,22 +83,40 @@ def read_json(path: Location, error: type[ConfigError] | type[SourceError], limi
 
 
 def read_config(path: Location) -> dict[str, Any]:
-    """A parsed config.json. If it does not say how the weights are encoded, ModelOpt's file beside it is added.
+    """A parsed config.json. If it does not say how the weights are encoded, the description beside it is added.
 
     Raises:
         ConfigError: config.json is missing, or one of the files holds no JSON object.
         SourceError: one of them cannot be read, or is not a regular file.
     """
-    raw, beside = read_json(path, ConfigError), path.with_name(ENCODING_FILE)
-    return with_encoding(raw, beside) if path.name == CONFIG_FILE and is_there(beside) else raw
+    raw = read_json(path, ConfigError)
+    return with_encoding(raw, path.parent) if path.name == CONFIG_FILE else raw
 
 
-def with_encoding(raw: dict[str, Any], path: Location) -> dict[str, Any]:
-    """A parsed config.json; if it does not say how the weights are encoded, with ModelOpt's file `path` added.
+def with_encoding(raw: dict[str, Any], folder: Location, names: Collection[str] = ENCODING_FILES) -> dict[str, Any]:
+    """A parsed config.json; if it does not say how the weights are encoded, with the first description of
+    `ENCODING_FILES` in the folder, of those in `names`.
 
     Raises:
-        ConfigError: the file holds no JSON object.
+        ConfigError: a file holds no JSON object.
     """
     if encoding_of(raw) is not None:
         return raw
-    return raw | {ENCODING_KEYS[0]: {"quant_method": "modelopt", **read_json(path, ConfigError)}}
+    for name in ENCODING_FILES:
+        if name in names and is_there(folder / name):
+            found = _description(name, read_json(folder / name, ConfigError))
+            if found is not None:
+                return raw | {ENCODING_KEYS[0]: found}
+    return raw
+
+
+def _description(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `quantization_config` that the content of a file stands for; None if it is of something else, such as a
+    conversion to ONNX."""
+    if name == ENCODING_FILES[0]:
+        return {"quant_method": "modelopt", **content}
+    if isinstance(content.get("quant_method"), str):
+        return dict(content)
+    if {"w_bit", "q_group_size"} <= content.keys():
+        return {"quant_method": "awq", "bits": content["w_bit"], "group_size": content["q_group_size"], **content}
+    return {"quant_method": "gptq", **content} if {"bits", "group_size"} <= content.keys() else None

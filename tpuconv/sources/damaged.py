@@ -1,5 +1,6 @@
 """Files in the Hub's cache that do not match what the Hub promises."""
 
+import hashlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -40,9 +41,16 @@ class DamagedDownload(SourceError):
             raise self from None
 
 
-def wrong_hash(path: Location, expected: str, actual: str) -> DamagedDownload:
-    """The error for a file with a wrong sha256. It names what to delete from the cache."""
-    return damaged(Path(str(path)), f"sha256 promised  {expected}", f"sha256 found     {actual}")
+GIT_SHA1 = "git_sha1"
+"""The hash that the Hub lists for files that git itself stores: the sha1 of git's blob, which begins with the size."""
+
+Promise = tuple[str, str]
+"""What the Hub promises of a file: the name of the hash, of `HASHES` or `GIT_SHA1`, and its value."""
+
+
+def wrong_hash(path: Location, expected: str, actual: str, name: str = "sha256") -> DamagedDownload:
+    """The error for a file with a wrong hash. It names what to delete from the cache."""
+    return damaged(Path(str(path)), f"{name} promised  {expected}", f"{name} found     {actual}")
 
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
@@ -60,28 +68,29 @@ def link_targets(path: Path) -> list[Path]:
     return targets or [path]
 
 
-def check_download(path: Location, sha256: str | None) -> None:
-    """Checks the sha256 of a file, unless None is promised.
+def check_download(path: Location, promise: Promise | None) -> None:
+    """Checks the hash of a file, unless None is promised.
 
     Raises:
         DamagedDownload: it is another one.
     """
-    if sha256 is not None and isinstance(path, Path) and (found := hash_of(path, "sha256")) != sha256:
-        raise wrong_hash(path, sha256, found)
+    if promise is not None and isinstance(path, Path) and (found := hash_of(path, promise[0])) != promise[1]:
+        raise wrong_hash(path, promise[1], found, promise[0])
 
 
 def hash_of(path: Location, name: str) -> str:
-    """The hash of a file, in hex, by its name in `HASHES`.
+    """The hash of a file, in hex, by its name in `HASHES`; of a local file also `GIT_SHA1`.
 
     Raises:
         SourceError: it cannot be read.
     """
-    digest = HASHES[name]()
     if isinstance(path, BucketPath):
+        digest = HASHES[name]()
         for block in blocks(path):
             digest.update(block)
         return str(digest.hexdigest())
-    with opened(path, SourceError) as (fd, _), open(fd, "rb", closefd=False, buffering=0) as file:
+    with opened(path, SourceError) as (fd, status), open(fd, "rb", closefd=False, buffering=0) as file:
+        digest = hashlib.sha1(b"blob %d\0" % status.st_size) if name == GIT_SHA1 else HASHES[name]()
         buffer = memoryview(bytearray(BLOCK))
         while n := file.readinto(buffer):
             digest.update(buffer[:n])

@@ -1,8 +1,9 @@
 """The files of a Hugging Face checkpoint: their names, and how large each may be."""
 
 CONFIG_FILE = "config.json"
-ENCODING_FILE = "hf_quant_config.json"
-"""ModelOpt's description of how the weights are encoded; older releases have it instead of config.json's key."""
+ENCODING_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Descriptions of how the weights are encoded, by ModelOpt, AutoGPTQ, AutoAWQ and auto-round. Older releases have one
+of them instead of config.json's key."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 

@@ -86,8 +86,8 @@ def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
     if not raw.startswith(b"{"):
         raise SourceError(f"{where} is not a JSON object")
     header = parse(raw, where, SourceError, constants=False)
-    metadata = header.pop("__metadata__", {})
-    check(metadata, Each(str), f"{where}, __metadata__", SourceError)
+    metadata = header.pop("__metadata__", None)
+    check(metadata, (Each(str), None), f"{where}, __metadata__", SourceError)
     infos, faults = [], []
     for name, value in header.items():
         try:

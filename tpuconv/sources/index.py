@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import islice
 
 from tpuconv.errors import SourceError, UsageError, shorten
@@ -27,16 +28,17 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
         names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
-    if INDEX_FILE not in names:
-        if SINGLE_FILE in names:
-            return [SINGLE_FILE], None
-        shards = sorted(name for name in names if name.endswith(".safetensors"))
+    weight_map = read_weight_map(folder / INDEX_FILE) if INDEX_FILE in names else None
+    if SINGLE_FILE in names and is_alone(weight_map):
+        return [SINGLE_FILE], None
+    if weight_map is None:
+        shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
         if not shards and MANIFEST in names:
             raise UsageError(
                 f"{folder} is converted already",
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
             )
-        if other := _other_kind(names):
+        if not shards and (other := other_kind(names)):
             raise UsageError(f"{folder} {other[0]}", hint=other[1])
         if not shards:
             raise UsageError(
@@ -44,10 +46,13 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
                 hint="give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
             )
         raise SourceError(
-            f"{INDEX_FILE} is missing in {folder}, which holds {len(shards)} safetensors files",
-            hint="without the index, missing files cannot be detected: download the checkpoint again",
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+            details=[f"it has {format_count(len(shards), 'safetensors file')}:", *shorten(shards)],
+            hint=next(
+                (todo for pattern, todo in NOT_BY_THEMSELVES if all(fnmatchcase(name, pattern) for name in shards)),
+                "without the index, missing files cannot be detected: download the checkpoint again",
+            ),
         )
-    weight_map = read_weight_map(folder / INDEX_FILE)
     shards = sorted(set(weight_map.values()))
     missing = [s for s in shards if s not in names]
     if missing:
@@ -59,22 +64,51 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
     return shards, weight_map
 
 
-OTHER_KINDS = (
-    ("adapter_config.json", "holds an adapter (LoRA), not a model",
-     "convert its base model with it: `tpuconv convert BASE --adapter FOLDER`"),
-    (".gguf", "holds GGUF files, which have weights in formats of llama.cpp",
-     "convert the repository that they were made from"),
-    (".bin", "holds pickled weights (.bin), which can run code and are not read",
-     "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
-    (".pth", "holds pickled weights (.pth), which can run code and are not read",
-     "look for a safetensors version of this model"),
+NOT_BY_THEMSELVES = (
+    ("consolidated*.safetensors", "these are in the names of Mistral's or Meta's own code: look for a release in the "
+     "form of transformers"),
+    ("model.*.safetensors", "these are a variant: rename the file to model.safetensors to convert it"),
 )  # fmt: skip
-"""What a folder without a model in safetensors may hold: the end of a file's name, what it is, what to do."""
+"""Patterns of the names of safetensors that transformers does not load by themselves, and what to do."""
+
+OTHER_KINDS = (
+    ("adapter_config.json", "an adapter (LoRA), not a model",
+     "convert its base model with it: `tpuconv convert BASE --adapter FOLDER`"),
+    ("zero_to_fp32.py|global_step*", "shards of DeepSpeed ZeRO",
+     "join them: `python zero_to_fp32.py FOLDER OUT --safe_serialization`, and convert OUT with the config.json and "
+     "the tokenizer"),
+    ("*.distcp|pytorch_model_fsdp*|.metadata", "shards of FSDP (.distcp)",
+     "join them: `accelerate merge-weights FOLDER OUT`, and convert OUT with the config.json and the tokenizer"),
+    ("iter_[0-9]*|mp_rank_*|latest_checkpointed_iteration.txt|*.nemo", "a checkpoint of Megatron",
+     "export it to the form of transformers with Megatron Bridge or NeMo"),
+    ("checkpoint-[0-9]*", "checkpoints of a trainer", "give one of these folders"),
+    ("_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt", "a checkpoint of Orbax",
+     "`tpuconv export FOLDER OUT --config SRC` writes safetensors of what a trainer saved"),
+    ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
+     "convert the repository that they were made from"),
+    ("*.bin", "pickled weights (.bin), which can run code and are not read",
+     "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
+    ("*.pth|*.pt|*.ckpt|*.pkl", "pickled weights, which can run code and are not read",
+     "look for a safetensors version of this model"),
+    ("*.h5|*.msgpack|*.onnx|*.tflite|*.npz", "weights of TensorFlow, Flax or ONNX",
+     "look for a safetensors version of this model"),
+    ("model_index.json", "a pipeline of diffusers", "give the folder of a language model in it, such as text_encoder"),
+    ("modules.json", "a list of modules of sentence-transformers, and the model in one of their folders",
+     "give the folder of the first module"),
+)  # fmt: skip
+"""What a folder without a model in safetensors may hold: patterns of names, what it is, what to do. The first
+counts."""
 
 
-def _other_kind(names: Collection[str]) -> tuple[str, str] | None:
-    found = (kind for kind in OTHER_KINDS if any(name.endswith(kind[0]) for name in names))
-    return next(((what, todo) for _, what, todo in found), None)
+def other_kind(names: Collection[str]) -> tuple[str, str] | None:
+    """What a folder without a model in safetensors holds, with the names that tell, and what to do; None if no one
+    knows."""
+    for patterns, what, todo in OTHER_KINDS:
+        found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
+        if found:
+            named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+            return f"holds {what}: {named}", todo
+    return None
 
 
 def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> list[str]:
@@ -108,7 +142,14 @@ def read_weight_map(index: Location) -> dict[str, str]:
 
 
 def shard_names(folder: Location) -> set[str]:
-    """The names of the shards in a folder, by its index if there is one."""
-    if is_there(folder / INDEX_FILE):
-        return set(read_weight_map(folder / INDEX_FILE).values())
-    return {SINGLE_FILE}
+    """The names of the shards in a folder, by its index if there is one and no single file."""
+    weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
+    if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
+        return {SINGLE_FILE}
+    return set(weight_map.values())
+
+
+def is_alone(weight_map: Mapping[str, str] | None) -> bool:
+    """Whether a single file is a model by itself, which an index beside it does not name. It goes before the index, as
+    in transformers."""
+    return weight_map is None or SINGLE_FILE not in weight_map.values()

@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from tpuconv.errors import HubError, ResourceError, SourceError
 from tpuconv.location import Location
 from tpuconv.sizes import format_size
-from tpuconv.sources.companions import CARD, is_companion
-from tpuconv.sources.damaged import damaged, link_targets
+from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
+from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock_partial
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
-from tpuconv.sources.index import describe_missing, read_weight_map
+from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
 from tpuconv.sources.remote import HubShard
 
 WORKERS = 8  # files at a time
@@ -34,7 +34,7 @@ HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request 
 @dataclass(frozen=True)
 class Resolved:
     """The folder of a checkpoint. From the Hub also the id, the commit and the sha256 that the Hub promises for its
-    files.
+    weights; the files beside them have been compared with its promises, except those in `unproved`, which have none.
 
     Close it, or use it in a `with`: the temporary folder of `resolve(weights=False)` is removed then.
     """
@@ -43,6 +43,9 @@ class Resolved:
     repo: str | None = None
     commit: str | None = None
     sha256: dict[str, str] = field(default_factory=dict)
+    unproved: tuple[str, ...] = ()
+    listed: tuple[str, ...] = field(default=(), compare=False)
+    """The names of all files that the Hub has; none if it cannot be asked."""
     remote: dict[str, HubShard] = field(default_factory=dict, compare=False)
     """The shards of `headers_only` that are not here, by name."""
     _temporary: "TemporaryDirectory[str] | None" = field(default=None, repr=False, compare=False)
@@ -66,11 +69,20 @@ class Resolved:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in the listing of a repository. `sha256` is None for files that git itself stores."""
+    """A file in the listing of a repository. `sha256` is None for files that git itself stores, which have a
+    `git_sha1`."""
 
     name: str
     size: int
     sha256: str | None
+    git_sha1: str | None = None
+
+    @property
+    def promise(self) -> Promise | None:
+        """The hash that the Hub lists; None if it lists none."""
+        if self.sha256 is not None:
+            return "sha256", self.sha256
+        return None if self.git_sha1 is None else (GIT_SHA1, self.git_sha1)
 
 
 class Repository:
@@ -93,7 +105,7 @@ class Repository:
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """The path of config.json in the cache, with ModelOpt's file beside it if there is one. Works offline if it is
+        """The path of config.json in the cache, with what stands beside it about encodings. Works offline if it is
         cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -105,9 +117,25 @@ class Repository:
                 return Path(cached)
             raise
         self._remember(commit)
-        if ENCODING_FILE in files:
-            hf_hub_download(self.repo, ENCODING_FILE, revision=commit)
-        return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))
+        if CONFIG_FILE not in files:
+            return Path(hf_hub_download(self.repo, CONFIG_FILE, revision=commit))  # raises the client's error
+        for name in (CONFIG_FILE, *ENCODING_FILES):
+            if name in files:
+                self._proved(commit, files[name])
+        return self.snapshot(commit) / CONFIG_FILE
+
+    def fetch(self, names: Collection[str]) -> Path:
+        """The repository's folder in the cache, with those of these files that it has. Works offline if something of it
+        is cached."""
+        try:
+            commit, files = self._listing()
+        except Exception as error:
+            if is_unreachable(error):
+                return self._cached(error)[1]
+            raise
+        self._remember(commit)
+        self._in_parallel(lambda f: self._proved(commit, f), [files[name] for name in names if name in files])
+        return self.snapshot(commit)
 
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
         """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
@@ -120,10 +148,11 @@ class Repository:
                 return self._from_cache(error)
             raise
         self._remember(commit)
-        companions = [f for f in files.values() if _is_wanted(f.name)]
         self._check_weights(files)
+        modules = self._modules(commit, files)
+        companions = [f for f in files.values() if _is_wanted(f.name, modules)]
         if INDEX_FILE in files:
-            self._by_client(commit, files[INDEX_FILE])
+            self._proved(commit, files[INDEX_FILE])
             companions.append(files[INDEX_FILE])
         shards = self._shards(commit, files)
         snapshot = self.snapshot(commit)
@@ -131,9 +160,10 @@ class Repository:
         self.meter = Meter(progress)
         for f in [*companions, *shards]:
             self.meter.expect(f.name, f.size if weights or f in companions else min(f.size, HEADER_PEEK))
-        promised = {f.name: f.sha256 for f in [*companions, *shards] if f.sha256}
+        promised = {f.name: f.sha256 for f in shards if f.sha256}
+        unproved = tuple(sorted(f.name for f in companions if f.promise is None))
 
-        self._in_parallel(lambda f: self._by_client(commit, f), companions)
+        self._in_parallel(lambda f: self._proved(commit, f), companions)
         if streams:  # git's own files have no sha256, and beyond this size the Hub serves none by ranges
             limit = constants.MAX_HTTP_DOWNLOAD_SIZE
             downloaded = [f for f in missing if not f.sha256 or f.size > limit]
@@ -144,12 +174,13 @@ class Repository:
             self._check_disk(missing)
             self._in_parallel(lambda f: self._fetch(commit, f), shards)
             self.meter.finish()
-            return Resolved(snapshot, self.repo, commit, promised)
+            return Resolved(snapshot, self.repo, commit, promised, unproved, tuple(files))
 
         temporary = TemporaryDirectory(prefix="tpuconv-headers-", ignore_cleanup_errors=True)
         try:
             folder = Path(temporary.name)
             for f in companions:
+                (folder / f.name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / f.name).symlink_to(snapshot / f.name)
             self._in_parallel(lambda f: self._lay_out(commit, f, folder), shards)
             remote = {
@@ -159,7 +190,7 @@ class Repository:
             temporary.cleanup()
             raise
         self.meter.finish()
-        return Resolved(folder, self.repo, commit, promised, remote, temporary)
+        return Resolved(folder, self.repo, commit, promised, unproved, tuple(files), remote, temporary)
 
     def _listing(self) -> tuple[str, dict[str, HubFile]]:
         from huggingface_hub import HfApi, constants
@@ -172,7 +203,9 @@ class Repository:
         files = {}
         for s in info.siblings:
             sha256 = s.lfs.sha256 if s.lfs and re.fullmatch("[0-9a-f]{64}", s.lfs.sha256) else None
-            files[s.rfilename] = HubFile(s.rfilename, (s.lfs.size if s.lfs else s.size) or 0, sha256)
+            is_git = not s.lfs and re.fullmatch("[0-9a-f]{40}", s.blob_id or "")
+            size = (s.lfs.size if s.lfs else s.size) or 0
+            files[s.rfilename] = HubFile(s.rfilename, size, sha256, s.blob_id if is_git else None)
         return str(info.sha), files
 
     def _remember(self, commit: str) -> None:
@@ -197,16 +230,22 @@ class Repository:
                 hint="it is not a checkpoint of a transformers model; adapters and pipelines cannot be converted",
             )
         kinds = Counter(Path(name).suffix or name for name in files)
+        other = other_kind({name.partition("/")[0] for name in files})
         raise SourceError(
             f"{self.repo} holds no safetensors at revision {self.revision}",
-            details=["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else (),
-            hint="look for a safetensors version of this model, or save it as one with transformers",
+            details=[
+                *(["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else ()),
+                *([f"it {other[0]}"] if other else ()),
+            ],
+            hint=other[1]
+            if other
+            else "look for a safetensors version of this model, or save it as one with transformers",
         )
 
     def _shards(self, commit: str, files: dict[str, HubFile]) -> list[HubFile]:
-        if INDEX_FILE not in files:
+        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE) if INDEX_FILE in files else {}
+        if SINGLE_FILE in files and is_alone(weight_map):
             return [files[SINGLE_FILE]]
-        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE)
         names = sorted(set(weight_map.values()))
         if lost := [name for name in names if name not in files]:
             raise SourceError(
@@ -215,6 +254,13 @@ class Repository:
                 hint="the repository is incomplete: tell its owner, or take another revision",
             )
         return [files[name] for name in names]
+
+    def _modules(self, commit: str, files: Mapping[str, HubFile]) -> list[str]:
+        """The folders of modules of sentence-transformers."""
+        if MODULES not in files:
+            return []
+        self._proved(commit, files[MODULES])
+        return module_folders(self.snapshot(commit))
 
     def _is_cached(self, commit: str, file: HubFile) -> bool:
         path = self.snapshot(commit) / file.name
@@ -254,6 +300,21 @@ class Repository:
 
         if not self._is_cached(commit, file):
             hf_hub_download(self.repo, file.name, revision=commit, tqdm_class=self.meter.bar(file.name))
+
+    def _proved(self, commit: str, file: HubFile) -> None:
+        """Fetches a file that goes with the weights, and compares it with what the Hub promises. A file that differs is
+        fetched again, once.
+
+        Raises:
+            DamagedDownload: it differs again, or cannot be fetched again.
+        """
+        try:
+            self._by_client(commit, file)
+            check_download(self.snapshot(commit) / file.name, file.promise)
+        except DamagedDownload as error:
+            error.remove()
+            self._by_client(commit, file)
+            check_download(self.snapshot(commit) / file.name, file.promise)
 
     def _fetch(self, commit: str, file: HubFile) -> None:
         """Fetches a shard. Resumes an interrupted download."""
@@ -322,8 +383,8 @@ class Repository:
 
     # --- without network -------------------------------------------------------------------------------------------
 
-    def _from_cache(self, cause: Exception) -> Resolved:
-        """The snapshot in the cache, if it is complete."""
+    def _cached(self, cause: Exception) -> tuple[str, Path]:
+        """The commit of the revision and its folder in the cache, as far as it is there."""
         ref = self.storage / "refs" / self.revision
         commit = self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
         if not commit and ref.is_file():
@@ -333,28 +394,44 @@ class Repository:
             raise_unreachable(
                 self.repo, cause, f"the cache at {self.storage.parent} has nothing of it at revision {self.revision}"
             )
+        return commit, snapshot
+
+    def _from_cache(self, cause: Exception) -> Resolved:
+        """The snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub promises."""
+        commit, snapshot = self._cached(cause)
+        promised: dict[str, str] = {}
+        unproved: list[str] = []
+        modules = module_folders(snapshot)
+        for path in sorted(path for path in snapshot.rglob("*") if path.is_file()):
+            name = path.relative_to(snapshot).as_posix()
+            # Of a file shared by repositories, the next target has another hash.
+            blob = link_targets(path)[0].name if path.is_symlink() else ""
+            kind = {64: "sha256", 40: GIT_SHA1}.get(len(blob)) if re.fullmatch("[0-9a-f]+", blob) else None
+            if "/" not in name and path.suffix == ".safetensors":
+                promised |= {name: blob} if kind == "sha256" else {}
+            elif not _is_wanted(name, modules) and name != INDEX_FILE:
+                continue
+            elif kind is None:
+                unproved.append(name)
+            else:
+                check_download(path, (kind, blob))
         needed = self._needed(snapshot)
         if missing := [name for name in needed if not (snapshot / name).exists()]:
             have = f"{len(needed) - len(missing)} of the {len(needed)} files needed"
             raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
-        promised = {}
-        for path in snapshot.iterdir():
-            blob = link_targets(path)[0].name  # of a file shared by repositories, the next target has another hash
-            if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
-                promised[path.name] = blob
-        return Resolved(snapshot, self.repo, commit, promised)
+        return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
-        if (snapshot / INDEX_FILE).exists():
+        if (snapshot / INDEX_FILE).exists() and shard_names(snapshot) != {SINGLE_FILE}:
             return ["config.json", INDEX_FILE, *sorted(set(read_weight_map(snapshot / INDEX_FILE).values()))]
         if any(snapshot.glob("*-of-*.safetensors")):
             return ["config.json", INDEX_FILE]
         return ["config.json", SINGLE_FILE]
 
 
-def _is_wanted(name: str) -> bool:
-    """Whether a conversion uses this file besides the weights. All such files lie in the repository's root."""
-    return "/" not in name and (is_companion(name) or name == CARD)
+def _is_wanted(name: str, modules: Collection[str]) -> bool:
+    """Whether a conversion uses this file besides the weights."""
+    return name == CARD or why_left_out(name, modules) is None
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

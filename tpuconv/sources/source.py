@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath, Location
-from tpuconv.sources.companions import check_inside, find_companions
+from tpuconv.sources.companions import LeftOut, check_inside, find_companions
 from tpuconv.sources.config import encoding_of, read_config
 from tpuconv.sources.damaged import check_download
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
@@ -26,7 +26,7 @@ from tpuconv.storage.sealed import copy_file
 from tpuconv.storage.sinks import Sink
 from tpuconv.text import plain
 
-VERIFIED = "by the sha256 that the Hub promises"
+VERIFIED = "by the hashes that the Hub promises"
 """This and the next three: what a manifest says about whether the source's bytes are the published ones."""
 UNVERIFIED = "unverified: no hash was published"
 UNREAD = "unverified: only a part of it was read"
@@ -50,6 +50,11 @@ class Source:
     commit: str | None = None
     companions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The files that go with the weights, with size and hash as a manifest has them."""
+    unproved: tuple[str, ...] = ()
+    """The files beside the weights for which the Hub promises no hash. Those of the Hub that are not named here had the
+    hash that it promises."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The files that are neither weights that are read nor companions."""
     remote: Mapping[str, RemoteFile] = field(default_factory=dict, compare=False)
     """The shards that are fetched while they are read, by name; see `fetched_meanwhile`."""
     workspace: Path | None = None
@@ -57,6 +62,11 @@ class Source:
 
     hashed = True
     """Whether its shards are hashed while they are read."""
+
+    @property
+    def skipped_before(self) -> Sequence[Mapping[str, Any]]:
+        """What an earlier conversion skipped, as its manifest says it: of a checkpoint."""
+        return ()
 
     @property
     def encoding(self) -> Mapping[str, Any] | None:
@@ -86,7 +96,7 @@ class Source:
         }
 
     def _verified(self, hashes: Mapping[str, str | None]) -> str:
-        if not all(s.sha256 for s in self.shards):
+        if self.unproved or not all(s.sha256 for s in self.shards):
             return UNVERIFIED
         return VERIFIED if all(hashes[s.name] == s.sha256 for s in self.shards) else UNREAD
 
@@ -150,14 +160,22 @@ def fetched_meanwhile(source: Source, files: Mapping[str, RemoteFile] | None, wo
 
 
 def open_source(
-    folder: Location, *, repo: str | None = None, commit: str | None = None, sha256: Mapping[str, str] | None = None
+    folder: Location,
+    *,
+    repo: str | None = None,
+    commit: str | None = None,
+    sha256: Mapping[str, str] | None = None,
+    unproved: tuple[str, ...] = (),
+    listed: Collection[str] = (),
 ) -> Source:
     """Reads config.json, the index and all headers of a checkpoint.
 
     Args:
         folder: the checkpoint.
         repo, commit: where it comes from on the Hub.
-        sha256: what the Hub promises for files, by name.
+        sha256: what the Hub promises for weights, by name.
+        unproved: the other files for which it promises nothing.
+        listed: all files that the Hub has.
 
     Raises:
         UsageError: the folder does not exist, or holds no checkpoint.
@@ -181,7 +199,8 @@ def open_source(
             size, _, infos = read_header(folder / name)
             digest, own_stamp = read_digest(folder / name)
         except SourceError as error:
-            check_download(folder / name, (sha256 or {}).get(name))  # a download that is damaged is downloaded again
+            if (promised := (sha256 or {}).get(name)) is not None:  # a damaged download is downloaded again
+                check_download(folder / name, ("sha256", promised))
             faults += [error.message, *error.details]
             continue
         shards.append(SourceShard(name, size, digest, own_stamp, (sha256 or {}).get(name)))
@@ -203,5 +222,6 @@ def open_source(
             details=shorten(faults),
             hint="download it again, or ask where it comes from",
         )
-    companions = find_companions(folder, trusted=repo is not None)
-    return Source(folder, config, tensors, tuple(shards), repo, commit, companions)
+    weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}
+    beside = find_companions(folder, trusted=repo is not None, weights=weights, listed=listed)
+    return Source(folder, config, tensors, tuple(shards), repo, commit, beside.copied, unproved, beside.left_out)

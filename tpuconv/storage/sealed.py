@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -166,6 +166,8 @@ def copy_file(path: Location, sink: Sink, name: str, expected: Mapping[str, Any]
         ResourceError: the copy cannot be written.
     """
     try:
+        if "/" in name:
+            sink.make_folders([str(PurePosixPath(name).parent)])
         with sink.writer(name) as out:
             for block in blocks(path):
                 out.write(block)

@@ -15,13 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuconv import buckets
-from tpuconv.checkpoint.device_layouts import LAYOUTS
 from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, StoredArray, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.location import BucketPath, Location
-from tpuconv.names import MANIFEST
+from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
@@ -182,7 +181,8 @@ def update(manifest: Manifest) -> list[str]:
             raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
     before = {name: facts for name, facts in manifest.sealed.files.items() if name not in params}
     folder = manifest.folder
-    names = [name for name in names_in(folder) if _may_change(name) and is_file(folder / name)]
+    inside = [name for name in before if "/" in name]
+    names = [name for name in [*names_in(folder), *inside] if _may_change(name) and is_file(folder / name)]
     now = {name: hash_file(manifest.folder / name) for name in names}
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     manifest.check_current()
@@ -192,4 +192,4 @@ def update(manifest: Manifest) -> list[str]:
 
 
 def _may_change(name: str) -> bool:
-    return is_companion(name) or name in (*UPDATABLE, SOURCE_CARD)
+    return "/" in name or is_companion(name) or name in (*UPDATABLE, SOURCE_CARD)

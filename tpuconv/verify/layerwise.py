@@ -18,9 +18,10 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_array
-from tpuconv.encodings.decode import Tensor, decode_names
+from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scheme import MXFP4
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.registry import get_family

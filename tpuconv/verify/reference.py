@@ -5,14 +5,22 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
+from tpuconv.letters import LETTERS
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
+from tpuconv.models.registry import find_family
+from tpuconv.models.stored import model_config
+from tpuconv.names import collapse
+from tpuconv.sizes import format_count
+from tpuconv.sources.adapter import ADAPTER_CONFIG
 from tpuconv.sources.config import read_config, read_json
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
 from tpuconv.sources.source import open_source
 from tpuconv.verify.logits import compare_logits
 
@@ -117,17 +125,27 @@ class Reference(NamedTuple):
     rounding_kl: float | None
 
 
-def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS) -> Reference:
+def reference(
+    source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS, *, adapted: bool = False
+) -> Reference:
     """Runs transformers' model of a source checkpoint.
+
+    Args:
+        source: its folder.
+        prompts: token ids.
+        dtype: of parameters and activations.
+        returns: what the model returns.
+        adapted: whether transformers is to apply an adapter that lies in the folder.
 
     Raises:
         UsageError: transformers would read quantized values as weights, or needs a package to read them.
+        UnsupportedConfig: transformers does not load all weights of its model from the source.
     """
     path = source / CONFIG_FILE
     if read_config(path) != read_json(path, ConfigError):
         raise UsageError(
             f"transformers would read the quantized values of {source} as weights: the encoding is described in "
-            f"{ENCODING_FILE}, which transformers does not read",
+            f"{next(name for name in ENCODING_FILES if (source / name).exists())}, which transformers does not read",
             hint="use --layerwise, which gives transformers the decoded weights",
         )
     if (source / INDEX_FILE).exists():
@@ -138,18 +156,16 @@ def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, return
     logging.disable_progress_bar()
     config = reference_config(source)
     try:
-        with empty_weights():
-            model = (
-                reference_class(config, returns)
-                .from_pretrained(
-                    source,
-                    config=config,
-                    dtype=getattr(torch, dtype),
-                    attn_implementation=attention_of(config),
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                )
-                .eval()
+        with empty_weights(), without_adapter(source, adapted) as folder:
+            model, loaded = reference_class(config, returns).from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention_of(config),
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # named below
+                output_loading_info=True,
             )
     except ImportError as e:
         raise UsageError(
@@ -157,6 +173,9 @@ def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, return
             hint="install the package, or use --layerwise, which gives transformers the decoded weights",
         ) from e
 
+    if read_json(path, ConfigError).get("model_type") not in READ_WITHIN:  # what sees has no weights there
+        _check_loaded(source, model, loaded)
+    model.eval()
     logits, rounding_kl = list(_outputs(model, prompts, returns)), None
     if returns == LOGITS and dtype != "float32":
         hook = model.get_input_embeddings().register_forward_hook(_rounded_otherwise)
@@ -165,6 +184,73 @@ def reference(source: Path, prompts: Sequence[Sequence[int]], dtype: str, return
     del model
     gc.collect()
     return Reference(logits, rounding_kl)
+
+
+@contextlib.contextmanager
+def without_adapter(source: Path, adapted: bool) -> Iterator[Path]:
+    """A folder with the files of a source; without the adapter that it may hold, unless that is to be applied."""
+    if adapted or not (source / ADAPTER_CONFIG).exists():
+        yield source
+        return
+    with TemporaryDirectory() as name:
+        for path in source.iterdir():
+            if path.name != ADAPTER_CONFIG:
+                (Path(name) / path.name).symlink_to(path.absolute())
+        yield Path(name)
+
+
+def check_sizes(manifest: Manifest, source: Path) -> None:
+    """Checks, by its config.json, that a source is a model of the family and the sizes of a checkpoint.
+
+    Raises:
+        UsageError: it is another model.
+        UnsupportedConfig, ConfigError: see `tpuconv.models.registry.find_family` and `Family.read_config`.
+    """
+    raw = read_config(source / CONFIG_FILE)
+    family = find_family(raw)
+    faults = [f"it is of the family {family.name}, not {manifest.family}"] if family.name != manifest.family else []
+    if not faults:
+        # By the names of the checkpoint, as its own config is read.
+        theirs = family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns).axes
+        ours = model_config(manifest).axes
+        faults = [
+            f"{LETTERS.get(letter, letter).partition(':')[0]}: {theirs.get(letter)} instead of {ours.get(letter)}"
+            for letter in sorted({*theirs, *ours})
+            if theirs.get(letter) != ours.get(letter)
+        ]
+    if faults:
+        raise UsageError(
+            f"{source} is another model than the one in {manifest.folder}",
+            details=shorten(faults),
+            hint="give the source that was converted, or a model of the same sizes",
+        )
+
+
+def _check_loaded(source: Path, model: Any, loaded: Mapping[str, Any]) -> None:
+    """Raises UnsupportedConfig if transformers did not find weights of its model in the source: it has filled in random
+    numbers, with which nothing can be compared."""
+    import transformers
+
+    absent = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    sizes = {name: values.numel() for name, values in model.state_dict().items()} if absent else {}
+    missing = sorted(name for name in absent if sizes.get(name) != 0)  # a model without shared experts has empty ones
+    if not missing:
+        return
+    unread = sorted(loaded["unexpected_keys"])
+    raise UnsupportedConfig(
+        f"transformers {transformers.__version__} did not load {format_count(len(unread or missing), 'weight')} of "
+        f"{source}: nothing is said about the conversion",
+        details=[
+            *shorten([f"{pattern}: in the source, not read by transformers" for pattern in collapse(unread)]),
+            *shorten(
+                [
+                    f"{pattern}: not found by transformers, which fills in random numbers"
+                    for pattern in collapse(missing)
+                ]
+            ),
+        ],
+        hint="try another version of transformers; `tpuconv verify` alone compares with the checksums",
+    )
 
 
 def _outputs(model: Any, prompts: Sequence[Sequence[int]], returns: str) -> Iterator[np.ndarray]:

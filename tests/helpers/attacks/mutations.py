@@ -293,7 +293,7 @@ def header(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 def quantization_config(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     from helpers.configs import ENCODINGS, config_json
     from helpers.configs import plan_of as plan_of_config
-    from tpuconv.encodings.decode import decode_names
+    from tpuconv.encodings.tensors import decode_names
     from tpuconv.sources.config import read_config
 
     folder = scratch(base, "encoding", "source")

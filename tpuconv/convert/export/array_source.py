@@ -10,7 +10,6 @@ from tpuconv.checkpoint.reader import check_contents, companions_of, copy_compan
 from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
 from tpuconv.sources.config import with_encoding, without_encoding
-from tpuconv.sources.files import ENCODING_FILE
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 
@@ -116,8 +115,7 @@ class CheckpointArrays(IdentifiedArrays):
         self.manifest = manifest
         self.companions = companions_of(manifest)
         self.file_config = read_checkpoint_config(manifest)
-        has_file = ENCODING_FILE in self.companions
-        self.config = with_encoding(self.file_config, manifest.folder / ENCODING_FILE) if has_file else self.file_config
+        self.config = with_encoding(self.file_config, manifest.folder, self.companions)
 
     def copy_companion(self, name: str, sink: Sink, target: str) -> None:
         """See `ArraySource`. Raises SourceError if it was changed."""

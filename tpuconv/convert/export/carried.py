@@ -5,20 +5,22 @@ They are read from the source of the checkpoint, which is first proved to be the
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.tensor import ExportTensor
-from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.plan.types import Plan, Skip
 from tpuconv.encodings.adapted import BY_ADAPTER
-from tpuconv.encodings.decode import decode_names, unused_reason
+from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.mapping.table import HasAxes, MappingTable
-from tpuconv.names import collapse
+from tpuconv.models.common.rows import FURTHER_TOKENS
+from tpuconv.models.common.wrapper import is_outside
+from tpuconv.names import collapse, expand
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.reader import Reader
@@ -28,10 +30,11 @@ from tpuconv.sources.source import Source
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors of a source that go into an export as they are."""
+    """Tensors of a source that go into an export as they are. `skipped` are others that do not."""
 
     source: Source
     tensors: tuple[ExportTensor, ...]
+    skipped: tuple[Skip, ...] = ()
 
     def read(self, names: Collection[str], opened: Reader | None) -> Iterator[tuple[ExportTensor, np.ndarray]]:
         """Yields each tensor that has one of the names, with its bytes, from a reader of the source if one is open.
@@ -90,16 +93,20 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
             continue  # of an encoding that the export does not have
         if tensor.scheme and not is_encoded:
             encoded.append(name)
+            continue
         infos += tensor.stored
-    if encoded:
+    # A multimodal model is complete without the layers that predict further tokens.
+    is_multimodal = any(is_outside(why_ignored(info.name) or "") for info in infos)
+    if encoded and not (is_multimodal and all(why_ignored(name) == FURTHER_TOKENS for name in encoded)):
         raise UsageError(
             f"what the conversion of {source.name} skipped is encoded, and the export is not",
             details=shorten(list(collapse(encoded))),
-            hint="convert with --encoding keep, and export that; or export without --with-skipped",
+            hint="convert with --encoding keep, and export that",
         )
     if not infos:
         raise UsageError(f"the conversion of {source.name} skipped nothing", hint="leave --with-skipped out")
-    return _as_they_are(source, infos)
+    skipped = [Skip(pattern, len(names), f"{FURTHER_TOKENS}; encoded") for pattern, names in collapse(encoded).items()]
+    return replace(_as_they_are(source, infos), skipped=tuple(skipped))
 
 
 def skipped_tensors(plan: Plan) -> Carried | None:
@@ -116,6 +123,14 @@ def skipped_tensors(plan: Plan) -> Carried | None:
         for info in tensor.stored
     ]
     return _as_they_are(plan.source, infos) if infos else None
+
+
+def split_skipped(plan: Plan) -> tuple[tuple[Skip, ...], int]:
+    """What a plan leaves out of its output, and how many tensors it carries along unchanged."""
+    if not plan.target.is_safetensors or plan.faults or (beside := skipped_tensors(plan)) is None:
+        return plan.skipped, 0
+    names = {tensor.name for tensor in beside.tensors}
+    return tuple(skip for skip in plan.skipped if names.isdisjoint(expand(skip.pattern))), len(names)
 
 
 def _as_they_are(source: Source, infos: Sequence[TensorInfo]) -> Carried:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuconv.casts import check_cast
 from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
@@ -394,7 +395,10 @@ class _Run:
         and keep every bit."""
         values = self.arrays.read(name, ranges, made, figures)
         if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
-            values = change.undo(values, row.inverse.sizes)
+            with np.errstate(over="ignore", invalid="ignore"):
+                undone = change.undo(values, row.inverse.sizes)
+            check_cast(name, values, undone)
+            values = undone
         for axis, count in enumerate(row.repeats.get(name, ())):
             values = values if count == 1 else np.repeat(values, count, axis)
         return values.view(f"u{values.itemsize}")

@@ -11,7 +11,7 @@ from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.config import without_encoding
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILE, INDEX_FILE, SINGLE_FILE
+from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, SINGLE_FILE
 from tpuconv.storage.sinks import Sink
 
 SHARD_BYTES = 5_000_000_000
@@ -82,7 +82,7 @@ def write_index_and_companions(
         config = without_encoding(config) | {"quantization_config": encoding}
     undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
     for name, facts in arrays.companions.items():
-        if undone and name == ENCODING_FILE:
+        if undone and name in ENCODING_FILES:
             continue
         target = CARD if name == SOURCE_CARD else name
         # config.json changes if it had a description of an encoding, or one was read from the file that is left out.

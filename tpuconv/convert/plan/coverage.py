@@ -1,7 +1,7 @@
 """Planning: every tensor of the source is used or skipped exactly once, every parameter of the table is produced once,
 and shapes and dtypes fit. Faults are collected and raised together, before a byte of the weights is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -9,10 +9,21 @@ import numpy as np
 from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
-from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, Options, OutputArray, Plan, Skip, Slab
+from tpuconv.convert.plan.types import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    IS_MISSING,
+    ZEROS,
+    Options,
+    OutputArray,
+    Plan,
+    Skip,
+    Slab,
+)
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
-from tpuconv.encodings.decode import Tensor, decode_names, unused_reason
+from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import recut, shaped
+from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
@@ -94,6 +105,7 @@ def make_plan(
         if name not in everywhere and (original := _original(name, known_copies, expected))
     }
     why_ignored = table.ignored(config, mtp)
+    copies |= _zero_biases(tensors, everywhere, why_ignored)
     skipped: dict[str, list[str]] = {}
     unmapped, lost = [], []
     for name, tensor in tensors.items():
@@ -103,7 +115,7 @@ def make_plan(
             assert options.layers is not None
             reason: str | None = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
         elif name in copies:
-            reason = f"a copy of {copies[name]}"
+            reason = f"a copy of {copies[name]}" if copies[name] else ZERO_BIASES
         else:
             reason = why_ignored(name) or (unused_reason(name) if source.encoding else None)
         if reason is None:
@@ -235,7 +247,7 @@ def _coverage_faults(
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
     faults += [
-        f"{pattern}  is missing ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
+        f"{pattern}{IS_MISSING} ({format_count(len(names), 'tensor')})" for pattern, names in collapse(missing).items()
     ]
     wrong = [n for n, shape in expected.items() if n in tensors and tensors[n].shape != shape]
     for pattern, names in collapse(wrong).items():
@@ -257,6 +269,19 @@ def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape
     while original is not None and original not in expected:
         original = copies.get(original)
     return original
+
+
+ZERO_BIASES = "biases that the model does not have, as some programs write them: all must be 0"
+
+
+def _zero_biases(
+    tensors: Mapping[str, Tensor], rows: Collection[str], why_ignored: Callable[[str], str | None]
+) -> dict[str, str]:
+    """The biases of encoded matrices which have rows without biases, each with `ZEROS`: programs of GPTQ write them."""
+    encoded = {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.scheme and name in rows}
+    biases = (f"{module}.bias" for module in encoded)
+    found = [name for name in biases if name in tensors and name not in rows and not why_ignored(name)]
+    return {name: ZEROS for name in sorted(found) if len(tensors[name].shape) == 1 and not tensors[name].scheme}
 
 
 def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool:

@@ -18,15 +18,23 @@ from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
 from tpuconv.layout import Ranges, cut_sizes, lead, parse_axes, runs
+from tpuconv.location import to_location
 from tpuconv.mapping.passthrough import KEEP_FAULT, Passthrough
 from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.names import collapse
 from tpuconv.sources.adapter import Adapter
+from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
+from tpuconv.storage.places import real
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import OWN, Target
 
+ZEROS = ""
+"""In `Plan.copies` the original of a tensor whose values must all be 0."""
+IS_MISSING = "  is missing"
+"""In a fault, after the pattern of the tensors' names."""
 INTEGER_DTYPES = ("int32", "int64")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -214,7 +222,8 @@ class Skip:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """See the module. `passthrough` are the parameters that stay encoded. A plan with `faults` cannot be run: `check`
+    """See the module. `passthrough` are the parameters that stay encoded. `copies` are tensors that are not converted,
+    each with the tensor whose values it must have, or with `ZEROS`. A plan with `faults` cannot be run: `check`
     raises them. `config` is the family's reading of config.json, with the letters of the table; `ignored_config` are
     the keys of config.json that are not read. The output is for `target`, whose tree has the names `empty` without
     arrays."""
@@ -246,6 +255,13 @@ class Plan:
     def encoders(self) -> Mapping[str, Encoder]:
         """The encoders of the parameters that are quantized."""
         return self.quantization.encoders if self.quantization else {}
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The files of the source that are not copied, and why. An adapter of its folder may be merged."""
+        source, places = self.source, {adapter.name for adapter in self.options.adapters}
+        is_merged = source.repo in places or real(source.folder) in {real(to_location(place)) for place in places}
+        return tuple(each for each in source.left_out if not (is_merged and each.reason == AN_ADAPTER))
 
     @property
     def mapped(self) -> int:
@@ -349,6 +365,7 @@ class Plan:
             "adapters": [adapter.to_summary() for adapter in self.options.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "ignored_config": [key.to_json() for key in self.ignored_config],
+            "left_out": [file._asdict() for file in self.left_out],
             "unmapped": list(self.unmapped),
             "faults": list(self.faults),
             "parameters": self.parameters,
@@ -377,6 +394,15 @@ class Plan:
                 f"{self.source.name} has weights that {KEEP_FAULT}",
                 details=shorten(self.faults),
                 hint="--encoding dequantize decodes them",
+            )
+        lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
+        if len(lost) == count > 0 and all(map(is_of_head, lost)):
+            named = ", ".join(f'"{name}"' for name in map(headless_name, self.source.config.get("architectures") or ()))
+            raise MappingError(
+                f"{self.source.name} has no head, and config.json does not say that it is tied to the embedding",
+                details=self.faults,
+                hint="if it is an embedding model, without a head, set architectures in config.json to "
+                f"[{named or '...Model'}]; of a language model the head is lost, or tie_word_embeddings is wrong",
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuconv.casts import check_cast
 from tpuconv.checkpoint import manifest
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
@@ -76,6 +77,8 @@ class SlabConverter:
             if (change := changes.get(name)) is not None:
                 with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
                     target = change.apply(rearranged.view(slab.dtype), slab.binding.sizes).view(bits)
+                if self.plan.options.allow_nonfinite:
+                    check_cast(name, rearranged.view(slab.dtype), target.view(slab.dtype))
             try:
                 if encoder is None:
                     writes.append(self._write(self.plan.arrays[name], box, target, result))

@@ -42,7 +42,7 @@ def describe(
         "parameters": plan.parameters,
         "bytes": plan.output_bytes,
         **dict(_stored_bytes(plan, result.shard_bytes)),
-        "skipped": [vars(skip) for skip in plan.skipped],
+        "skipped": [*plan.source.skipped_before, *(vars(skip) for skip in plan.skipped)],
         "arrays": {
             array.name: {
                 "shape": array.shape,

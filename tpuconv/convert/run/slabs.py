@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
+from tpuconv.convert.plan.types import FLOAT_DTYPES, ZEROS, Plan, Slab
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import MIB
 from tpuconv.sources.damaged import wrong_hash
+from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 
@@ -54,7 +55,17 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
 def check_copy(
     plan: Plan, reader: Reader, copy: str, original: str, check_cancelled: Callable[[], None] = lambda: None
 ) -> None:
-    """Raises SourceError if a tensor that is taken for a copy of another one holds other values."""
+    """Raises SourceError if a tensor that is taken for a copy of another one, or for zeros, holds other values."""
+    if original == ZEROS:
+        info = plan.tensors[copy].values
+        stored = np.empty(info.nbytes, np.uint8)
+        reader.read(info, 0, stored.data)
+        if stored.view(DTYPES[info.dtype]).any():
+            raise SourceError(
+                f"{copy} has values other than 0, and the model that config.json describes has no such bias",
+                hint="check that config.json is that of these files, its attention_bias and mlp_bias too",
+            )
+        return
     a, b = (plan.tensors[name].values for name in (copy, original))
     buffers = [memoryview(bytearray(min(4 * MIB, a.nbytes))) for _ in range(2)]
     for start in range(0, a.nbytes, 4 * MIB):

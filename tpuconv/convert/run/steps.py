@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from tpuconv.convert.plan.types import Plan, Slab, WorkUnit
+from tpuconv.convert.plan.types import ZEROS, Plan, Slab, WorkUnit
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep, merged
 
@@ -52,7 +52,7 @@ def compare_steps(plan: Plan, known: Collection[str]) -> list[ReadStep]:
 
 
 def _copied(plan: Plan) -> set[TensorInfo]:
-    return {plan.tensors[name].values for pair in plan.copies.items() for name in pair}
+    return {plan.tensors[name].values for pair in plan.copies.items() for name in pair if name != ZEROS}
 
 
 def copied_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 
-from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.plan.types import ZEROS, Plan, WorkUnit
 from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.converter import SlabConverter
 from tpuconv.convert.run.results import HASH_ENTRY, UnitResult
@@ -176,7 +176,8 @@ class Workers:
             try:
                 check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
             except SourceError:
-                self._check_promises({self.plan.tensors[name].values.shard for name in (copy, original)})
+                names = [name for name in (copy, original) if name != ZEROS]
+                self._check_promises({self.plan.tensors[name].values.shard for name in names})
                 raise
         self.journal.record(COMPARE_STEP, {})
         self.reader.finish(COMPARE_STEP)

@@ -85,6 +85,12 @@ def named_head(architecture: str, causal: Collection[str]) -> str | None:
     return None
 
 
+def headless_name(architecture: str) -> str:
+    """Returns the architecture of the same model without a head."""
+    stem = next((architecture.removesuffix(end) for end in CAUSAL_ENDS if architecture.endswith(end)), architecture)
+    return f"{stem}Model"
+
+
 def is_of_head(name: str) -> bool:
     """Returns whether a tensor of this name is one of a head for logits."""
     return "lm_head." in name or name in OWN_HEADS

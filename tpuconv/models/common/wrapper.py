@@ -39,6 +39,12 @@ HEARS = "hears: the text model alone is converted"
 BRINGS = "brings images to the text model, which alone is converted"
 
 
+def is_outside(reason: str) -> bool:
+    """Whether tensors that are skipped for this reason are of a part of a multimodal model beside its text model. Every
+    such reason says so in these words."""
+    return "alone is converted" in reason
+
+
 def tables(
     text: MappingTable,
     released: str,

@@ -64,7 +64,7 @@ class Config(SharedKeysConfig):
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().in_our_keys(raw) | _sizes_of_full_attention(raw.get("per_layer_config"))
+        return super().in_our_keys(raw) | _sizes_of_full_attention(raw, cls.head_dim)
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -122,20 +122,24 @@ class Config(SharedKeysConfig):
         return "its layers differ in the size of heads, and some in having keys and values"
 
 
-def _sizes_of_full_attention(given: Any) -> dict[str, Any]:
-    """The `global_head_dim` and the `num_global_key_value_heads` that `per_layer_config` has.
+def _sizes_of_full_attention(raw: Mapping[str, Any], head_dim: int | None) -> dict[str, Any]:
+    """The `global_head_dim` and the `num_global_key_value_heads` that `per_layer_config` has. A size that it leaves out
+    is that of all layers, as transformers writes it: of equal sizes nothing is left.
 
     Raises:
         ConfigError: it does not say the same for all layers that it names.
     """
-    if not given:
+    if (given := raw.get("per_layer_config")) is None:
         return {}
     parts = list(given.values()) if isinstance(given, Mapping) else [None]
-    first = parts[0]
-    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    if not isinstance(first, Mapping) or set(first) - set(keys) or any(part != first for part in parts):
+    first = parts[0] if parts else {}
+    known = {"head_dim", "num_key_value_heads"}
+    if not isinstance(first, Mapping) or set(first) - known or any(part != first for part in parts):
         raise ConfigError(f"config.json: per_layer_config={short(given, 300)} is not the same for all its layers")
-    return {keys[key]: value for key, value in first.items()}
+    return {
+        "global_head_dim": first.get("head_dim", raw.get("head_dim", head_dim)),
+        "num_global_key_value_heads": first.get("num_key_value_heads"),
+    }
 
 
 def _attention(H: str, K: str) -> tuple[Map, ...]:
