@@ -141,6 +141,11 @@ class ConversionPlan:
         """Size of what would be written, without files beside the weights."""
         return sum(tensor.nbytes for file in self.files for tensor in file) if self.files else self.plan.output_bytes
 
+    @property
+    def notes(self) -> "Sequence[str]":
+        """What the rules name and stays as it is, and why."""
+        return self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
+
     def check(self) -> None:
         """Raises MappingError if source and family do not fit each other."""
         self.plan.check()
@@ -148,6 +153,7 @@ class ConversionPlan:
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         facts = self.plan.to_json(self.peak_memory_bytes) | {"workspace_bytes": self.workspace_bytes}
+        facts |= {"notes": list(self.notes)} if self.notes else {}
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

@@ -165,6 +165,8 @@ def show_plan(plan: api.ConversionPlan, as_json: bool) -> None:
     _show_adapters(plan.plan.options.adapters)
     _show_ignored(plan.plan.ignored_config)
     show_skipped("not converted", plan.plan.skipped, " tensors,")
+    for note in plan.notes:
+        show(f"  {note}")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:
