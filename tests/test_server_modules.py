@@ -127,6 +127,13 @@ def test_what_servers_join_is_quantized_alike(pair):
     describe_encoding(IN_COMPRESSED, {INT8: [one, other.replace("layers.0", "layers.1")]}, [])
 
 
+def test_a_router_among_the_experts_is_none():
+    """As JetMoE has it."""
+    experts = [f"model.layers.0.mlp.experts.{expert}.up_proj" for expert in range(4)]
+    config = describe_encoding(IN_COMPRESSED, {INT8: experts}, ["model.layers.0.mlp.experts.router.layer"])
+    assert config["ignore"] == ["model.layers.0.mlp.experts.router.layer", "lm_head"]
+
+
 def test_each_expert_is_ignored_by_the_name_of_all():
     """vLLM looks for the experts of a layer, as one module, in what AWQ and FP8 leave plain."""
     plain = [f"model.layers.0.mlp.experts.{expert}.{x}_proj" for expert in range(4) for x in ("gate", "up", "down")]

@@ -163,7 +163,8 @@ def _linear_modules(binding: Binding) -> Iterator[str]:
         for name in stack.names:
             module = name.removesuffix(".weight")
             if is_of_experts:
-                yield module if ".experts." in module else f"{module.rpartition('.')[0]}.experts"
+                front, experts, _ = module.partition(".experts.")
+                yield f"{front if experts else front.rpartition('.')[0]}.experts"
             elif len(others) == 1 and name.endswith(".weight") and "embed" not in name:
                 yield module
 

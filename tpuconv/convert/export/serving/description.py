@@ -25,6 +25,8 @@ FUSED = (
 """Modules that servers join into one matrix, which has one format: `packed_modules_mapping` of vLLM 0.32's models."""
 EXPERTS_MODULE = "experts"
 """The module that holds the routed experts of a layer. Servers join all their matrices."""
+EXPERT = re.compile(rf"(.*\.{EXPERTS_MODULE})\.\d+\..*")
+"""A module of one expert."""
 IN_LIST = re.compile(r"(?:(.*?)\.)?([^.]+\.\d+\..*)")
 """A module with a number: what stands before the list of modules, and the rest."""
 NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
@@ -172,8 +174,8 @@ def _pattern(module: str, *, is_wrapped: bool) -> str:
 
 def _in_server(module: str) -> str:
     """The module that servers have in place of an expert."""
-    front, experts, _ = module.partition(f".{EXPERTS_MODULE}.")
-    return f"{front}.{EXPERTS_MODULE}" if experts else module
+    match = EXPERT.fullmatch(module)
+    return match[1] if match else module
 
 
 def _is_experts(module: str) -> bool:
