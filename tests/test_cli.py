@@ -671,3 +671,11 @@ def test_a_config_that_cannot_be_has_its_error(case, tmp_path):
     assert message in done.stderr
     assert json.loads(done.stdout)["error"]["exit_code"] == code
     assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_config_of_the_package_is_printed_to_be_changed(tmp_path):
+    shown = tpuconv("quantize", "--show", "int4_weight_only.yaml", cwd=tmp_path).stdout
+    (tmp_path / "mine.yaml").write_text(shown)
+    error = tpuconv("quantize", "--show", "mine.yaml", cwd=tmp_path, code=2).stderr
+    assert "prints configs of this package" in error
+    assert json.loads(tpuconv("quantize", "--show", "int4_weight_only", "--json", cwd=tmp_path).stdout)["rules"]

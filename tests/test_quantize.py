@@ -83,11 +83,15 @@ FAST = {
 """Each kind of values, and both kinds of attention and of experts: the rest of the square is slow."""
 
 
+OF_LARGER_MODELS = ("fp8_block", "int4_128")
+"""Configs whose groups have 128 weights, which tiny models have not; and Qwix has no blocks."""
+
+
 def pairs():
     """Every config with every family that it is for."""
     for name in config_names():
         for family, case in ONE_OF_EACH.items():
-            if (name == "mxfp4_weight_only" and family not in WITH_EXPERTS) or name == "fp8_block":  # Qwix has none
+            if (name == "mxfp4_weight_only" and family not in WITH_EXPERTS) or name in OF_LARGER_MODELS:
                 continue
             marks = [] if family in FAST.get(name, ()) else [pytest.mark.slow]
             yield pytest.param(name, case, id=f"{name}-{family}", marks=marks)
@@ -714,6 +718,16 @@ def test_the_configs_of_the_package_say_what_they_are_and_hold(name):
     assert find_config(name) == config
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_int4_in_groups_of_128_is_for_heads_of_64_too(head_dim):
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
+    family, config = family_and_config(replace(ONE_OF_EACH["qwen3"], config=sizes))
+    found = dict(resolved(family, config, find_config("int4_128")))
+    assert found["layers.0.attn.o.kernel"].group_shape == (1, 64, 1)
+    assert found["layers.0.attn.q.kernel"].group_shape == (128, 1, 1)
+    assert found["layers.0.mlp.down.kernel"].group_shape == (128, 1)
+
+
 RULE = "qwix: {rules: [{weight_qtype: int8}, %s]}\n"
 
 
@@ -742,3 +756,10 @@ def test_errors_are_ours(tmp_path):
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TpuconvError):
         find_config(str(tmp_path / "bad.yaml"))
+
+
+def test_a_tile_size_that_does_not_divide_says_how_to_change_the_config():
+    family, config = family_and_config(ONE_OF_EACH["qwen3"])
+    with pytest.raises(ConfigError, match="does not divide") as error:
+        resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), find_config("int4_128"))
+    assert "`tpuconv quantize --show int4_128` prints it" in str(error.value.hint)

@@ -160,6 +160,11 @@ class ConversionPlan:
 
         return split_skipped(self.plan)
 
+    @property
+    def notes(self) -> "Sequence[str]":
+        """What the rules name and stays as it is, and why."""
+        return self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
+
     def check(self) -> None:
         """Raises MappingError if source and family do not fit each other."""
         self.plan.check()
@@ -172,6 +177,7 @@ class ConversionPlan:
         }
         skipped, carried = self.split_skipped
         facts |= {"skipped": [vars(skip) for skip in skipped], "carried": carried}
+        facts |= {"notes": list(self.notes)} if self.notes else {}
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

@@ -147,7 +147,7 @@ def _make_plan(
         own_table, _ = for_target(OWN)
         own_plan = make_plan(source, family.name, own_table, own_config, replace(options, target=OWN.name))
         names = same_parameters(own_table, own_config, table, config, options.include_mtp)
-        how = quantization(own_plan, family, own_config, rules)
+        how = quantization(own_plan, family, own_config, rules, for_servers=target.is_safetensors)
         if target.trees is not None:
             tree = find_tree(target, name, kind, own_config)
             check_quantized(target, tree, own_plan.arrays, (*how.encoders, *how.passthrough))

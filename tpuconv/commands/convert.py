@@ -174,6 +174,8 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     skipped, carried = plan.split_skipped
     _show_carried(carried)
     show_skipped("not converted", skipped, " tensors,")
+    for note in plan.notes:
+        show(f"  {note}")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:

@@ -49,11 +49,13 @@ QUANTIZING = (
     "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
     "tpuconv quantize Qwen3-8B-orbax --gate top1=0.99",
     "tpuconv quantize --list",
+    "tpuconv quantize --show int4_weight_only > mine.yaml",
 )
 @options.ckpt
 @click.argument("out", required=False, type=LocationParam())
 @click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list), or a YAML file.")
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
+@click.option("--show", "shown_config", type=Name(), metavar="NAME", help="Print a config of this package.")
 @click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
 @click.option("--sensitivity", is_flag=True, help="Measure what rounding each group of parameters costs, and stop.")
 @click.option(
@@ -110,6 +112,7 @@ def quantize(
     out: Location | None,
     config: str | None,
     as_list: bool,
+    shown_config: str | None,
     explain: bool,
     sensitivity: bool,
     target_bits: float | None,
@@ -150,6 +153,9 @@ def quantize(
 
     if as_list:
         _list_configs(as_json)
+        return
+    if shown_config is not None:
+        _show_config(shown_config, as_json)
         return
     measuring = sensitivity or target_bits is not None or gate is not None
     options.require_mode(MEASURING, measuring, "prompts", "method")
@@ -223,6 +229,19 @@ def _list_configs(as_json: bool) -> None:
         "  bits a weight: of quantized weights, with their share of the scales of tiles, in bfloat16; a scale for each "
         "channel adds less than 0.1"
     )
+
+
+def _show_config(name: str, as_json: bool) -> None:
+    """A config as its file has it, to be changed."""
+    from tpuconv.quantize.config import config_names, configs_folder, find_config
+
+    config = find_config(name)
+    if config.name not in config_names():
+        raise UsageError(f"--show prints configs of this package, and {name} is none", hint="see --list")
+    if as_json:
+        print_json(config.to_json() | {"bits_per_weight": config.bits})
+    else:
+        click.echo((configs_folder() / f"{config.name}.yaml").read_bytes(), nl=False)
 
 
 def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:

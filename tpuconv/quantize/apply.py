@@ -29,8 +29,20 @@ MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
 """Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
 
 
+HEAD_KERNEL = "lm_head.kernel"
+HEAD_NOTE = (
+    "lm_head stays as it is: tpu-inference reads no quantized head; a rule for `lm_head` alone quantizes it, for vLLM"
+)
+
+
 def quantization(
-    plain: Plan, family: Family, config: DecoderConfig, rules: QuantConfig, data: "CalibrationData | None" = None
+    plain: Plan,
+    family: Family,
+    config: DecoderConfig,
+    rules: QuantConfig,
+    data: "CalibrationData | None" = None,
+    *,
+    for_servers: bool = False,
 ) -> Quantization:
     """How the parameters of a plan without quantization are quantized by rules.
 
@@ -40,6 +52,7 @@ def quantization(
         config: the family's reading of config.json.
         rules: the quantization config.
         data: what to calibrate on; needed if the config has a calibration.
+        for_servers: leave out a head whose rule is for other parameters too: most servers take no quantized one.
 
     Raises:
         ConfigError: a pattern of the rules is invalid or too slow, which is found before jax is imported; or see
@@ -57,6 +70,10 @@ def quantization(
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
     quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacks)
+    notes = []
+    if for_servers and _is_by_the_way(HEAD_KERNEL, quants):
+        del quants[HEAD_KERNEL]
+        notes.append(HEAD_NOTE)
     passthrough = _passthrough(plain, quants)
     encoders = {}
     for name, quant in quants.items():
@@ -66,7 +83,7 @@ def quantization(
         scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
         encoders[name] = QwixEncoder(name, quant, dtype, np.dtype(scale_dtype))
     prepare(encoders.values())
-    facts = {**rules.to_json(), "qwix": version("qwix")}
+    facts = {**rules.to_json(), "qwix": version("qwix"), **({"notes": notes} if notes else {})}
     if rules.calibration is None:
         return Quantization(encoders, facts, report_page, passthrough)
     from tpuconv.quantize.calibrate.run import LayerwiseCalibration
@@ -80,6 +97,11 @@ def quantization(
     calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads)
     facts["calibration_data"] = data.to_json()
     return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
+
+
+def _is_by_the_way(name: str, quants: "Mapping[str, ParamQuant]") -> bool:
+    """Returns whether a parameter is quantized by a rule that other parameters are quantized by too."""
+    return name in quants and any(other != name and quants[other].rule == quants[name].rule for other in quants)
 
 
 def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:

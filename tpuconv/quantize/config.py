@@ -193,7 +193,9 @@ class QuantConfig:
 
 def config_names() -> list[str]:
     """The names of the configs of this package."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in configs_folder().iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def find_config(name_or_path: str) -> QuantConfig:
@@ -207,7 +209,7 @@ def find_config(name_or_path: str) -> QuantConfig:
     if isinstance(path, BucketPath) or (os.path.lexists(path) and not os.path.isdir(path)):
         data = read_bytes(path, MAX_CONFIG_BYTES, ConfigError)
     elif name in config_names() and path.parent == Path():
-        data = (_folder() / f"{name}.yaml").read_bytes()
+        data = (configs_folder() / f"{name}.yaml").read_bytes()
     else:
         near = get_close_matches(name, config_names(), 1) or [c for c in config_names() if c.startswith(name)]
         raise UsageError(
@@ -218,7 +220,8 @@ def find_config(name_or_path: str) -> QuantConfig:
     return parse_config(data, name, str(path))
 
 
-def _folder() -> Any:
+def configs_folder() -> Any:
+    """The folder of the configs of this package."""
     return files("tpuconv") / "quant_configs"
 
 

@@ -50,7 +50,7 @@ class Report:
         rows: the quantized parameters, worst first.
         parameters, weight_bits: number and mean bits of all weights of the model, quantized or not.
         bytes: of the arrays on the disk.
-        notes: what a calibration left at the nearest values, and why.
+        notes: what was left as it is or, by a calibration, at the nearest values, and why.
     """
 
     config: str
@@ -104,7 +104,7 @@ def report(manifest: Mapping[str, Any]) -> Report:
         parameters=parameters,
         bytes=manifest.get("stored_bytes", manifest["bytes"]),
         weight_bits=bits / parameters,
-        notes=_notes(manifest["quantization"]["parameters"]),
+        notes=[*manifest["quantization"].get("notes", ()), *_notes(manifest["quantization"]["parameters"])],
     )
 
 

@@ -24,7 +24,7 @@ from tpuconv.private import flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import QuantConfig, Rule
+from tpuconv.quantize.config import QuantConfig, Rule, config_names
 from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_rules, check_used
 
@@ -341,9 +341,12 @@ def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axi
     return ConfigError(
         f"tile_size {tile} of {config.name}, line {', '.join(map(str, lines))}, does not divide axis {axis}, of "
         f"{shape[axis]}, of {', '.join(collapse(wrong))}",
-        hint=f"sizes that do: {', '.join(map(str, divisors[-8:]))}; change the rule, or put another before it"
-        if divisors
-        else "give these modules a rule without tile_size before it",
+        hint=(
+            f"sizes that do: {', '.join(map(str, divisors[-8:]))}; change the rule, or put another before it"
+            if divisors
+            else "give these modules a rule without tile_size before it"
+        )
+        + (f": `tpuconv quantize --show {config.name}` prints it" if config.name in config_names() else ""),
     )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.models.common.rope_keys import with_older_rope_keys
 from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.config import without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, SINGLE_FILE
 from tpuconv.storage.sinks import Sink
+from tpuconv.targets.registry import get_target
 
 SHARD_BYTES = 5_000_000_000
 
@@ -68,7 +70,7 @@ def write_index_and_companions(
     encoding: dict[str, Any] | None,
 ) -> None:
     """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
-    `encoding`."""
+    `encoding`. What is for other programs has older keys besides; what comes back as it was released has not."""
 
     def write(name: str, text: str) -> None:
         files.update(sink.write_all({name: text.encode()}))
@@ -80,12 +82,15 @@ def write_index_and_companions(
     config = exported_config(arrays)
     if encoding is not None:
         config = without_encoding(config) | {"quantization_config": encoding}
+    if encoding is not None or get_target(arrays.manifest.target).is_safetensors:
+        config = with_older_rope_keys(config)
     undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
     for name, facts in arrays.companions.items():
         if undone and name in ENCODING_FILES:
             continue
         target = CARD if name == SOURCE_CARD else name
-        # config.json changes if it had a description of an encoding, or one was read from the file that is left out.
+        # config.json changes if it had a description of an encoding, one was read from the file that is left out, or it
+        # gets older keys.
         if name == CONFIG_FILE and config != (arrays.file_config if undone else arrays.config):
             write(name, json.dumps(config, indent=2))
         else:

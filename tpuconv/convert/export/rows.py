@@ -24,7 +24,7 @@ from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.layout import Axis, Ranges, Shape, lead, sliceable
 from tpuconv.mapping.passthrough import Stored, split
-from tpuconv.mapping.table import Binding, HasAxes, MappingTable, Stack
+from tpuconv.mapping.table import EXPERTS, Binding, HasAxes, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
 from tpuconv.targets.registry import get_target
 
@@ -154,13 +154,19 @@ def _leads(row: ExportRow, letter: str, ranges: Ranges, count: int) -> bool:
     return row.inverse.sizes[letter] == count
 
 
-def _linear_modules(binding: Binding) -> list[str]:
-    """The modules of a row that are matrices, besides embeddings."""
-    return [
-        name.removesuffix(".weight")
-        for name, shape in binding.src_shapes().items()
-        if len(shape) == 2 and name.endswith(".weight") and "embed" not in name
-    ]
+def _linear_modules(binding: Binding) -> Iterator[str]:
+    """Yields the modules of a row that servers multiply with: linear layers, but not embeddings, and the experts of a
+    layer, which may be in one tensor."""
+    for stack, axes in zip(binding.src, binding.layout.src, strict=True):
+        first, *others = axes[stack.depth :]
+        is_of_experts = lead(first) == EXPERTS and (first.op or len(others) > 1)
+        for name in stack.names:
+            module = name.removesuffix(".weight")
+            if is_of_experts:
+                front, experts, _ = module.partition(".experts.")
+                yield f"{front if experts else front.rpartition('.')[0]}.experts"
+            elif len(others) == 1 and name.endswith(".weight") and "embed" not in name:
+                yield module
 
 
 def _plain_rows(

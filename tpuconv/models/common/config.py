@@ -25,6 +25,7 @@ from tpuconv.models.common.config_keys import (
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
+from tpuconv.models.common.rope_keys import without_older_rope_keys
 from tpuconv.sources.config import INSIDE_KEYS
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
@@ -111,7 +112,7 @@ class DecoderConfig:
         kind = cls.of_type(raw.get("model_type"))
         if kind is not cls:
             return kind.from_hf(raw)  # type: ignore[return-value]  # a subclass
-        read = cls.in_our_keys(raw)
+        read = cls.in_our_keys(without_older_rope_keys(raw))
         hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
         cls._unread(read)
         given = {key: hint for key, hint in hints.items() if key in read}
@@ -390,7 +391,7 @@ def report_ignored(
             )
     ignored = [IgnoredKey(key, given[key], "allowed by --allow-config") for key in allow]
     reason = f"not read by transformers for {config.model_type}"
-    for key, value in type(config).ignored_keys(without_keys(raw, allow)).items():
+    for key, value in type(config).ignored_keys(without_older_rope_keys(without_keys(raw, allow))).items():
         has_meaning = bool(value) and not isinstance(value, str)
         shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
         warning = ""

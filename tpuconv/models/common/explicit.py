@@ -32,7 +32,7 @@ def call_on_explicit_mesh(
     out: Any = PartitionSpec(*partition("B", ids_BT.shape[:1], dict(mesh.shape), ACTIVATIONS))  # type: ignore[no-untyped-call]
     if cache is not None:
         out = out, jax.tree.map(lambda place: place.spec, cache_shardings(cache, mesh))
-    is_traced, placed = isinstance(weights, jax.core.Tracer), cast(NamedSharding, weights.sharding)
+    is_traced, placed = isinstance(weights, jax.core.Tracer), cast(Any, weights.sharding)
     with jax.sharding.use_abstract_mesh(mesh) if is_traced else jax.sharding.set_mesh(placed.mesh):
         return jax.sharding.auto_axes(run, out_sharding=out)(state, ids_BT, mask_BT, cache)
 

@@ -1,15 +1,36 @@
 """The `quantization_config` of config.json, which tells servers how weights are stored."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from tpuconv.convert.export.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8, IN_MXFP4, WeightGroup
+from tpuconv.encodings.scheme import is_head
 from tpuconv.errors import UsageError
 
 HEAD = "lm_head"
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Projections that servers join into one matrix, which has one format."""
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("c_fc_0", "c_fc_1"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
+)
+"""Modules that servers join into one matrix, which has one format: `packed_modules_mapping` of vLLM 0.32's models."""
+EXPERTS_MODULE = "experts"
+"""The module that holds the routed experts of a layer. Servers join all their matrices."""
+EXPERT = re.compile(rf"(.*\.{EXPERTS_MODULE})\.\d+\..*")
+"""A module of one expert."""
+IN_LIST = re.compile(r"(?:(.*?)\.)?([^.]+\.\d+\..*)")
+"""A module with a number: what stands before the list of modules, and the rest."""
+NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
+"""A number in an escaped name."""
 Groups = Mapping[WeightGroup, list[str]]
 """The modules of each group."""
 
@@ -27,16 +48,19 @@ def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str]) -> dict
     """
     module_group = {module: group for group, modules in groups.items() for module in modules}
     plain = list(plain)
-    if HEAD not in module_group and not any(name.endswith(HEAD) for name in plain):
+    if not any(map(is_head, (*module_group, *plain))):
         plain.append(HEAD)  # tied to the embedding, it is a linear layer to servers
     _check_fused(module_group, plain)
-    return DESCRIPTIONS[scheme](groups, plain)
+    return DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
 
 
 def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
     every = [module for modules in groups.values() for module in modules]
+    fronts = {match[1] for match in map(IN_LIST.fullmatch, [*plain, *every]) if match}
+    patterns = partial(_patterns, is_wrapped=not fronts <= {"model"})
+    heads = patterns(list(filter(is_head, every)), every)  # to servers no linear layer, unless it is named
     described = {
-        f"group_{i}": group.to_json(["Linear"] if len(groups) == 1 else _patterns(modules, every))
+        f"group_{i}": group.to_json(["Linear", *heads] if len(groups) == 1 else patterns(modules, every))
         for i, (group, modules) in enumerate(groups.items())
     }
     formats = {group.format.name for group in groups}
@@ -45,7 +69,7 @@ def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": described,
-        "ignore": _patterns(plain, [*plain, *every]),
+        "ignore": patterns(plain, [*plain, *every]),
         "kv_cache_scheme": None,
     }
 
@@ -107,7 +131,7 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
     """Raises UsageError if a server would take a quantized module for a plain one, by the name of that, or never
     quantizes it."""
     for module in (module for modules in groups.values() for module in modules):
-        if module.endswith(HEAD):
+        if is_head(module):
             raise UsageError(
                 f"{module} is quantized, and servers read a plain head with {scheme}",
                 hint="leave the head out of the quantization config, or export with --scheme compressed-tensors",
@@ -119,37 +143,64 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
             )
 
 
-def _patterns(modules: list[str], everything: list[str]) -> list[str]:
-    """The modules as patterns that fit no other one, numbers left out where all have them; else names."""
+def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) -> list[str]:
+    """The modules as patterns that fit no other one, numbers left out where all have them; else names. `is_wrapped`:
+    whether the layers are those of a part of the model."""
     chosen, out = set(modules), []
+    pattern = partial(_pattern, is_wrapped=is_wrapped)
     forms: dict[str, list[str]] = {}
     for module in everything:
-        forms.setdefault(_form(module), []).append(module)
-    for form in dict.fromkeys(map(_form, modules)):
+        forms.setdefault(NUMBER.sub(r"\\d+", pattern(module)), []).append(module)
+    for form in dict.fromkeys(NUMBER.sub(r"\\d+", pattern(module)) for module in modules):
         alike = forms[form]
-        if len(alike) == 1:
-            out.append(alike[0])
-        elif chosen.issuperset(alike):
-            out.append(f"re:{form}$")
+        if len(alike) > 1 and chosen.issuperset(alike):
+            out.append(form)
         else:
-            out += [module for module in alike if module in chosen]
+            has_name = not _is_experts(alike[0]) and ("." in alike[0] or not is_wrapped)
+            out += [module if has_name else pattern(module) for module in alike if module in chosen]
     return out
 
 
-def _form(module: str) -> str:
-    return re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(module))
+def _pattern(module: str, *, is_wrapped: bool) -> str:
+    """The pattern of a module.
+
+    To servers experts are modules of this one. A part of a model has another name in servers: they translate names
+    with a dot, but not patterns.
+    """
+    match = IN_LIST.fullmatch(module) if is_wrapped else None
+    name = re.escape(match[2] if match else module)
+    return ("re:(.*\\.)?" if is_wrapped else "re:") + name + (r"(\.|$)" if _is_experts(module) else "$")
 
 
-def _check_fused(group_of: Mapping[str, WeightGroup], plain: list[str]) -> None:
-    known = set(plain)
-    for module, group in group_of.items():
-        front, _, last = module.rpartition(".")
-        for names in FUSED:
-            if last not in names:
-                continue
-            for other in (f"{front}.{name}" for name in names if name != last):
-                if other in known or group_of.get(other, group) != group:
-                    raise UsageError(
-                        f"{module} and {other} are not quantized alike, and servers join them into one matrix",
-                        hint="give them the same rule in the quantization config",
-                    )
+def _in_server(module: str) -> str:
+    """The module that servers have in place of an expert."""
+    match = EXPERT.fullmatch(module)
+    return match[1] if match else module
+
+
+def _is_experts(module: str) -> bool:
+    return module.endswith(f".{EXPERTS_MODULE}")
+
+
+def _check_fused(group_of: Mapping[str, WeightGroup], plain: Iterable[str]) -> None:
+    """Raises UsageError if modules that servers join are not quantized alike."""
+    joined: dict[tuple[str, int], tuple[str, WeightGroup | None]] = {}
+    for module in (*group_of, *plain):
+        for matrix in _matrices_with(module):
+            first, group = joined.setdefault(matrix, (module, group_of.get(module)))
+            if group_of.get(module) != group:
+                raise UsageError(
+                    f"{first} and {module} are not quantized alike, and servers join them into one matrix",
+                    hint="give them the same rule in the quantization config",
+                )
+
+
+def _matrices_with(module: str) -> Iterator[tuple[str, int]]:
+    """What identifies each matrix of a server that has this module's."""
+    if _is_experts(experts := _in_server(module)):
+        yield experts, len(FUSED)
+        return
+    for number, names in enumerate(FUSED):
+        for name in names:
+            if f".{module}".endswith(f".{name}"):
+                yield module.removesuffix(name), number

@@ -142,7 +142,8 @@ class WeightGroup:
         inputs |= {"strategy": "token", "group_size": None}
         if self.static:
             inputs |= {"strategy": "tensor", "dynamic": False}
-        if self.block[0] != 1 and self.group_size:
+        in_blocks = self.block[0] != 1 and self.group_size
+        if in_blocks:
             weights |= {"strategy": "block", "group_size": None, "block_structure": list(self.block)}
             inputs |= {"strategy": "group", "group_size": self.group_size}
         if self.format.tensor_scale:
@@ -153,6 +154,8 @@ class WeightGroup:
             "targets": targets,
             "format": self.format.name,
             "weights": weights,
-            "input_activations": inputs if self.activations else None,
+            # Kernels for blocks quantize activations too, in groups as wide as a block: without them no server of TPUs
+            # reads blocks, and llm-compressor writes them so.
+            "input_activations": inputs if self.activations or in_blocks else None,
             "output_activations": None,
         }

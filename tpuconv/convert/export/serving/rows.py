@@ -97,10 +97,16 @@ class _Parameters:
         return [each["tiles"] for each in self.facts]
 
     @property
+    def tile_size(self) -> int:
+        """The number of inputs that share a scale by the rule; 0 if it names none."""
+        tile = self.rule.get("tile_size")
+        return tile if isinstance(tile, int) else 0
+
+    @property
     def block(self) -> int:
         """How many inputs, and how many outputs, share a scale by the rule; 0 if it has no blocks. Matrices that have
         fewer are one block."""
-        return int(self.rule["tile_size"]) if self.rule.get("tile_axes") == "block" else 0
+        return self.tile_size if self.rule.get("tile_axes") == "block" else 0
 
     @property
     def format(self) -> Format:
@@ -212,8 +218,10 @@ def _repeats(scales: Binding, follow: ScaleLayout) -> dict[str, Shape]:
 
 def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGroup:
     whole = not (form.has_blocks and parameters.block)
+    # A row of one group has the format of rows with several: servers join such matrices.
+    tile = parameters.tile_size if form.has_groups else 0
     outputs, inputs = (
-        None if whole and step >= size and (axis or form.has_blocks) else step
+        None if whole and step >= size and (axis or form.has_blocks) and not (axis and step == tile) else step
         for axis, (step, size) in enumerate(
             zip(_rows_first(form, matrix.steps), _rows_first(form, matrix.shape[-2:]), strict=True)
         )
@@ -231,9 +239,9 @@ def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
 
 def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape) -> Shape:
     """How many rows and columns of a matrix share a stored scale, if `blocks` share one in the checkpoint."""
-    (outputs, inputs), tile = _rows_first(form, blocks), parameters.rule.get("tile_size")
+    (outputs, inputs), tile = _rows_first(form, blocks), parameters.tile_size
     columns = _rows_first(form, shape)[1]
-    size = form.group_size or (tile if isinstance(tile, int) and inputs % tile == 0 else inputs)
+    size = form.group_size or (tile if tile and inputs % tile == 0 else inputs)
     has_blocks = form.has_blocks and (outputs > 1 or not form.has_rows) and size < columns
     name = form.name or form.scheme
     if form.has_blocks and (block := parameters.block):

@@ -1,0 +1,109 @@
+"""Exports say the rotary positions in the keys of transformers 5 and in older ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.families import CASES, LINEAR, LLAMA3, YARN
+from tpuconv import api
+from tpuconv.models.common.rope_keys import with_older_rope_keys, without_older_rope_keys
+from tpuconv.models.registry import find_family
+
+PART = {"partial_rotary_factor": 0.5}
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+KEPT_BY_TRANSFORMERS = ("phi3", "phi4_multimodal")
+"""Their configs keep `partial_rotary_factor` as it was given, beside the same value in `rope_parameters`."""
+
+
+def by_type(full: dict, sliding: dict) -> dict:
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def scaling(parameters: dict) -> dict:
+    return {key: value for key, value in parameters.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3, YARN, LINEAR], ids=lambda parameters: parameters["rope_type"])
+def test_a_scaling_is_said_twice(parameters):
+    older = {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling(parameters)}
+    assert with_older_rope_keys({"rope_parameters": parameters}) == {"rope_parameters": parameters} | older
+    part = {"text_config": {"rope_parameters": parameters}, "rope_scaling": None}
+    assert with_older_rope_keys(part)["text_config"] == {"rope_parameters": parameters} | older
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"rope_parameters": DEFAULT}, {"rope_theta": 500.0}),
+        ({"rope_parameters": DEFAULT | PART}, {"rope_theta": 500.0} | PART),
+        (
+            {"model_type": "gpt_neox", "rope_parameters": DEFAULT | PART},
+            {"rotary_emb_base": 500.0, "rotary_pct": 0.5},
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": by_type(LINEAR, DEFAULT)},
+            {"rope_theta": 10000.0, "rope_scaling": scaling(LINEAR), "rope_local_base_freq": 500.0},
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": by_type(YARN, DEFAULT | {"rope_theta": 100.0})},
+            {"rope_theta": 100.0, "rope_scaling": scaling(YARN)},
+        ),
+        # What the older keys cannot say, and what a config says in them already.
+        ({"model_type": "olmo3", "rope_parameters": by_type(YARN, DEFAULT)}, {}),
+        ({"model_type": "gemma3_text", "rope_parameters": by_type(DEFAULT, LINEAR)}, {}),
+        ({"model_type": "laguna", "rope_parameters": by_type(DEFAULT, DEFAULT)}, {}),
+        ({"rope_parameters": DEFAULT, "rope_theta": 6e6}, {}),
+        ({"rope_theta": 6e6, "rope_scaling": scaling(LLAMA3)}, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_older_keys_are_those_of_the_model_type(config, older):
+    assert with_older_rope_keys(config) == config | older
+    assert without_older_rope_keys(config | older) == config
+
+
+def test_what_is_for_other_programs_has_both(tmp_path: Path):
+    """A plain export is the release again."""
+    config = qwen3_config(rope_parameters=LLAMA3 | {"rope_theta": 1000.0})
+    config.pop("rope_theta", None)
+    random_checkpoint(tmp_path / "hf", config)
+    for name, options in (
+        ("ckpt", {}),
+        ("plain", {"target": "huggingface"}),
+        ("int8", {"target": "huggingface", "quantize": "int8_weight_only"}),
+    ):
+        api.convert(tmp_path / "hf", tmp_path / name, **options)
+    api.quantize(tmp_path / "ckpt", tmp_path / "quantized", config="int8_weight_only")
+    api.export(tmp_path / "quantized", tmp_path / "int8-export")
+    for name in ("plain", "int8", "int8-export"):
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        written.pop("quantization_config", None)
+        assert written == config | {"rope_theta": 1000.0, "rope_scaling": scaling(LLAMA3)}
+        assert api.plan(tmp_path / name).plan.config == api.plan(tmp_path / "hf").plan.config
+    api.export(tmp_path / "ckpt", tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_family_is_read_as_without_them(case, tmp_path: Path):
+    """By transformers, and by us."""
+    from transformers import AutoConfig
+
+    def read(config: dict, name: str) -> tuple[dict, object]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        theirs = AutoConfig.from_pretrained(tmp_path / name).to_dict()
+        theirs.pop("_name_or_path", None)
+        if case.written_as:
+            return theirs, None
+        return theirs, find_family(config).check_config(config)
+
+    config = json.loads(case.hf_config().to_json_string())
+    before, after = read(config, "before"), read(with_older_rope_keys(config), "after")
+    if case.family in KEPT_BY_TRANSFORMERS:
+        assert after[0].pop("partial_rotary_factor") == after[0]["rope_parameters"]["partial_rotary_factor"]
+        before[0].pop("partial_rotary_factor", None)
+    assert before == after
