@@ -615,6 +615,23 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
         api.quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), config="int8_weight_only", calibration="self")
 
 
+def test_each_sample_begins_with_what_the_tokenizer_puts_before_a_text(tmp_path):
+    tokens = Path(shutil.copytree(EXAMPLE / "tiny-qwen3", tmp_path / "tokens"))
+    raw = json.loads((tokens / "tokenizer.json").read_text())
+    begin, number = next((token["content"], token["id"]) for token in raw["added_tokens"])
+    raw["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
+    }
+    plain = from_text(tokens, None, 3, 15).ids()
+    (tokens / "tokenizer.json").write_text(json.dumps(raw))
+    ids = from_text(tokens, None, 3, 16).ids()
+    assert ids[:, 0].tolist() == [number] * 3
+    np.testing.assert_array_equal(ids[:, 1:], plain)
+
+
 def test_activations_that_are_not_finite_are_named(orbax, tmp_path):
     ckpt = orbax(ONE_OF_EACH["qwen3"], "bfloat16")
     outside = from_ids("ids", np.array([[3, 1_000_000]]))

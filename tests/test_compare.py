@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.conversions import Options, convert
 from helpers.quantizing import ONE_OF_EACH, quantize
@@ -35,6 +37,16 @@ def test_each_token_is_predicted_once_from_as_much_as_a_window_holds(tokens, len
         assert len(window.ids) <= length
     logits = [np.array(window.ids)[:, None] for window in found]  # of each token its own number
     assert np.concatenate(list(scored_logits(found, logits)))[:, 0].tolist() == list(range(tokens - 1))
+
+
+@given(st.integers(2, 60), st.integers(4, 20), st.data())
+def test_each_window_begins_with_what_the_tokenizer_puts_before_a_text(tokens, length, data):
+    """The first token of the text is predicted too, from that."""
+    begin = [-1] * data.draw(st.integers(1, 2))
+    stride = data.draw(st.integers(1, length - len(begin)))
+    found = windows(list(range(tokens)), length, stride, begin)
+    assert all(list(window.ids[: len(begin)]) == begin and len(window.ids) <= length for window in found)
+    assert [i for window in found for i in window.scored[1:]] == list(range(tokens))
 
 
 def test_windows_that_cannot_be():

@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpuconv
-from helpers.families import BY_ID, FIRST, PROMPTS, Case, one_fast_of_each
+from helpers.conversions import convert
+from helpers.drafts import save_with_drafts
+from helpers.encoded import GPT_OSS, mxfp4
+from helpers.families import BY_ID, FIRST, PROMPTS, Case, one_fast_of_each, save
+from helpers.quantizing import ONE_OF_EACH, quantize_source
 from tpuconv import api
+from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UsageError
-from tpuconv.models.generate import ENDED, Generator, Sampling, left_padded, prefill_chunk
+from tpuconv.models.generate import ENDED, Generator, JittedProgram, Sampling, left_padded, prefill_chunk
+from tpuconv.models.speculate import Speculator
+from tpuconv.quantize.config import parse_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -37,12 +44,101 @@ def right_padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def test_greedy_tokens_are_those_of_a_full_forward_pass(case: Case, orbax: Any) -> None:
     """Prompts of different lengths in one batch, each step against each sequence at once."""
     model = tpuconv.load(orbax(case))
-    new_BT = tokens(Generator(model), PROMPTS)
+    assert_greedy(model, tokens(Generator(model), PROMPTS))
+
+
+def assert_greedy(model: Any, new_BT: np.ndarray) -> None:
+    """The tokens are those of a full forward pass of the model."""
     assert new_BT.shape == (len(PROMPTS), NEW)
     whole = [prompt + list(map(int, new)) for prompt, new in zip(PROMPTS, new_BT, strict=True)]
     logits_BTV = np.asarray(nnx.jit(lambda model, *padded: model(*padded))(model, *right_padded(whole)))
     for prompt, new, logits_TV in zip(PROMPTS, new_BT, logits_BTV, strict=True):
         np.testing.assert_array_equal(logits_TV.argmax(-1)[len(prompt) - 1 : len(prompt) + NEW - 1], new)
+
+
+# -- weights of less than 8 bits: jax 0.10 refuses their arrays in compiled programs ----------------------------------
+
+
+PLAIN = Options()
+
+
+def low_bits(source: Path, out: Path, qtype: str, tile: int, options: Options = PLAIN, modules: str = ".*") -> Any:
+    """The model of a source with these weights of its layers."""
+    rule = f"{{module_path: 'layers/.*/{modules}', weight_qtype: {qtype}, tile_size: {tile}}}"
+    quantize_source(source, out, parse_config(f"qwix: {{rules: [{rule}]}}".encode(), "low", "low.yaml"), options)
+    return tpuconv.load(out, mtp=options.include_mtp)
+
+
+EXPERTS = "moe/(?!router).*"
+LOW_BITS = [
+    ("llama", "int4", 32, PLAIN, ".*"),
+    *(
+        pytest.param(family, qtype, tile, options, modules, marks=pytest.mark.slow)
+        for family, qtype, tile, options, modules in (
+            ("llama", "int4", 32, Options(scan_layers=True), ".*"),
+            ("llama", "int2", 32, PLAIN, ".*"),
+            ("llama", "int3", 32, PLAIN, ".*"),
+            ("llama", "float4_e2m1fn", 32, PLAIN, ".*"),
+            ("llama", "mxfp4", 32, PLAIN, ".*"),
+            ("llama", "nvfp4", 16, PLAIN, ".*"),
+            ("llama", "nf4", 32, PLAIN, ".*"),
+            ("gpt_oss", "mxfp4", 32, PLAIN, EXPERTS),
+            ("qwen3_moe", "mxfp4", 32, Options(scan_layers=True), EXPERTS),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "qtype", "tile", "options", "modules"), LOW_BITS)
+def test_weights_of_less_than_8_bits_generate(
+    family: str, qtype: str, tile: int, options: Options, modules: str, tmp_path: Path
+) -> None:
+    save(ONE_OF_EACH[family], tmp_path / "hf", "float32")
+    model = low_bits(tmp_path / "hf", tmp_path / "out", qtype, tile, options, modules)
+    assert_greedy(model, tokens(Generator(model), PROMPTS))
+
+
+@pytest.mark.slow
+def test_a_program_that_jax_calls_is_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On every jax, though the installed one may take int4 in compiled programs."""
+    save(ONE_OF_EACH["llama"], tmp_path / "hf", "float32")
+    generator = Generator(low_bits(tmp_path / "hf", tmp_path / "out", "int4", 32))
+    expected = tokens(generator, PROMPTS)
+    called = Generator(generator.model)
+    called.by_jit = True
+    batch, width = len(PROMPTS), max(map(len, PROMPTS))
+    length = called.slots(batch, width, NEW)
+    steps = called.decode(batch, length), called.prefill(batch, prefill_chunk(batch, width), length)
+    assert all(isinstance(step, JittedProgram) for step in steps)
+    called.empty_cache(batch, length)
+    with jax.log_compiles():
+        np.testing.assert_array_equal(tokens(called, PROMPTS), expected)
+    assert not [record.message for record in caplog.records if "_step" in record.message]
+
+
+@pytest.mark.slow
+def test_a_source_that_is_kept_packed_generates(tmp_path: Path) -> None:
+    save(GPT_OSS[0], tmp_path / "hf", "float32")
+    mxfp4(tmp_path / "hf", tmp_path / "mxfp4")
+    convert(tmp_path / "mxfp4", tmp_path / "out", Options(encoding="keep"))
+    model = tpuconv.load(tmp_path / "out")
+    assert_greedy(model, tokens(Generator(model), PROMPTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "qtype", "scan_layers"),
+    [("glm4_moe", "int8", False), ("glm4_moe", "int4", False), ("qwen3_next", "int4", True)],
+)
+def test_drafts_change_no_token_of_a_quantized_model(
+    family: str, qtype: str, scan_layers: bool, tmp_path: Path
+) -> None:
+    save_with_drafts(ONE_OF_EACH[family], tmp_path / "hf", 0.0)
+    options = Options(include_mtp=True, scan_layers=scan_layers)
+    model = low_bits(tmp_path / "hf", tmp_path / "out", qtype, 32, options)
+    speculator = Speculator(model)
+    np.testing.assert_array_equal(tokens(speculator, PROMPTS), tokens(Generator(model), PROMPTS))
+    assert speculator.drafts.checked
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,12 @@ import tensorstore as ts
 import tpuconv.api
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import convert
+from helpers.quantizing import quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, SourceError, UsageError
+from tpuconv.quantize.config import parse_config
 from tpuconv.sharding import partition
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.sealed import take_in
@@ -149,6 +151,32 @@ def test_a_batch_on_the_mesh_as_it_was_given(quantized, tmp_path):
     for plain, cached, _, losses in facts:
         assert max(plain, cached) < 1e-5
         assert losses == pytest.approx(alone, rel=1e-4)
+
+
+LOW_BITS_ON_A_MESH = """
+import json, sys
+import jax, numpy as np, tpuconv
+from tpuconv.models.generate import Generator
+
+mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+for model in (tpuconv.load(sys.argv[1]), tpuconv.load(sys.argv[1], mesh=mesh)):
+    print(json.dumps(np.stack(list(Generator(model)([[3, 1, 4], [5, 6]], 4))).tolist()))
+"""
+
+
+@pytest.mark.slow
+def test_int4_generates_on_a_mesh(tmp_path):
+    config = qwen3_config(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8)
+    convert(random_checkpoint(tmp_path / "hf", config, "float32"), tmp_path / "plain")
+    rules = b"qwix: {rules: [{module_path: 'layers/.*/mlp/.*', weight_qtype: int4, tile_size: 32}]}"
+    quantize(tmp_path / "plain", tmp_path / "out", parse_config(rules, "int4", "int4.yaml"))
+    code = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'\n" + LOW_BITS_ON_A_MESH
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    alone, divided = done.stdout.splitlines()
+    assert alone == divided
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,21 @@
 """The statistics of two models' logits."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
+from helpers.families import FIRST
 from tpuconv import api
 from tpuconv.api import evaluation
 from tpuconv.errors import ResourceError
+from tpuconv.models import logits
 from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, rounding_gates, tokenize
 from tpuconv.verify.reference import reference
 
@@ -88,6 +96,50 @@ def test_logits_that_say_nothing_hold_no_gate():
     assert compare_logits(IDS, [nothing], [nothing], "float32", gates).passed is False
     flat = compare_logits(IDS, [np.zeros_like(hf)], [hf], "float32", {"relative_difference": 0.1, **gates})
     assert (flat.decided, flat.passed) == (0, False)
+
+
+def test_the_mean_difference_is_that_of_all_logits():
+    """Not a mean of means: prompts have unlike lengths."""
+    rng = np.random.default_rng(0)
+    ids = [[0] * 3, [0] * 40]
+    hf, ours = ([rng.normal(size=(len(each), 7)).astype(np.float32) for each in ids] for _ in range(2))
+    found = compare_logits(ids, hf, ours, "float32", {})
+    differences = np.concatenate([np.abs(a - b).ravel() for a, b in zip(hf, ours, strict=True)])
+    assert found.mean_abs_difference == pytest.approx(differences.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_log_probabilities_of_tokens_are_those_of_the_logits(cache_dtype, orbax, monkeypatch):
+    """With slabs that do not divide the tokens, and more texts than run at once."""
+    model = tpuconv.load(orbax(FIRST["llama"]))
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", 7 * model.config.vocab_size)
+    monkeypatch.setattr(logits, "TEXTS_AT_ONCE", 3)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in (5, 2, 9, 30, 4, 21, 3)]
+    done = []
+    found = logits.TokenScorer(model, "float32", cache_dtype)(texts, lambda n, of: done.append((n, of)))
+    assert done == [(3, 7), (6, 7), (7, 7)]
+    every = logits.forward_each(model, texts, "float32", cache_dtype)()
+    for ids, (logp_T, is_best_T), expected_TV in zip(texts, found, every, strict=True):
+        expected_TV = logits.log_softmax(expected_TV[:-1])
+        np.testing.assert_allclose(logp_T, expected_TV[np.arange(len(ids) - 1), ids[1:]], atol=2e-5)
+        np.testing.assert_array_equal(is_best_T, expected_TV.argmax(-1) == ids[1:])
+
+
+def test_a_long_text_has_few_rows_and_never_all_its_logits(orbax):
+    """Of 4,000 tokens and 150,000 words they would take 2.5 GB a text."""
+    assert [logits.texts_at_once(logits.padded_width(tokens)) for tokens in (10, 500, 2000, 4000)] == [8, 4, 1, 1]
+    assert [logits.padded_rows(texts) for texts in (1, 2, 3, 8)] == [1, 2, 4, 8]
+    model = tpuconv.load(orbax(FIRST["llama"]))
+
+    def memory(words: int) -> int:
+        model.config = replace(model.config, vocab_size=words)
+        model.lm_head.kernel = nnx.Param(jnp.zeros((model.config.hidden_size, words), jnp.float32))
+        scorer = logits.TokenScorer(model, "float32")
+        ids, mask = jax.ShapeDtypeStruct((1, 2048), jnp.int32), jax.ShapeDtypeStruct((1, 2047), bool)
+        return scorer._score.lower(scorer._state, ids, mask).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(150_000) - memory(100) < 4 * 4 * logits.LOGITS_AT_ONCE
 
 
 def test_without_gates_nothing_is_passed():

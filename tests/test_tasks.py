@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,29 @@ def test_requests_are_conversations(tasks, tmp_path):
     model.tokenizer.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(UsageError, match="the chat template cannot be used: TemplateError: never"):
         model.apply_chat_template(turns)
+
+
+@pytest.mark.slow
+def test_answers_end_where_those_of_lm_eval_do():
+    """Its stop strings are those of the task and the end token of the tokenizer."""
+    from tpuconv.models.tokenizer import load_tokenizer
+    from tpuconv.verify.task_model import TaskModel
+
+    asked = []
+
+    def stream_ids(texts, ids, new_tokens, *, stop, width):
+        asked.append((tuple(stop), len(ids)))
+        yield None, [SimpleNamespace(text=text) for text in texts]
+
+    model = TaskModel.__new__(TaskModel)
+    model.tokenizer, model.context, model.on_request = load_tokenizer(EXAMPLES / "tiny-qwen3"), 512, lambda n, of: None
+    model.generator = SimpleNamespace(stream_ids=stream_ids)
+    untils = [["Question:", "<|im_end|>"], "\n", ["<|endoftext|>"]]
+    settings = [{"until": until, "max_gen_toks": 4} for until in untils]
+    requests = [SimpleNamespace(args=("x" * n, settings[n % 3]), task_name="t") for n in range(1, 10)]
+    assert model.generate_until(requests) == ["x" * n for n in range(1, 10)]
+    end = "<|endoftext|>"
+    assert sorted(asked) == sorted([(("Question:", "<|im_end|>", end), 4), (("\n", end), 4), ((end,), 4)])
 
 
 def talking(folder, template):

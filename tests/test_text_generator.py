@@ -1,6 +1,7 @@
 """Text generation: batches, chat templates, stop strings, and contexts that overflow."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tpuconv.models.common.config import context_of
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import ENDED
 from tpuconv.models.text_generator import Completion, TextGenerator, _Text
-from tpuconv.models.tokenizer import end_tokens, load_tokenizer
+from tpuconv.models.tokenizer import PlainTokenizer, end_tokens, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -112,10 +113,11 @@ def test_without_a_template_there_is_no_chat(write: TextGenerator) -> None:
 
 
 class Bytes:
-    """A tokenizer of which a token is a byte; 0 is a special one."""
+    """A tokenizer of which a token is a byte; 0 is a special one, `<|end|>`."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return bytes(i for i in ids if i).decode(errors="replace")
+        pieces = bytes(ids).split(b"\0")
+        return (b"" if skip_special_tokens else b"<|end|>").join(pieces).decode(errors="replace")
 
 
 def test_half_a_character_and_half_a_stop_string_are_held_back() -> None:
@@ -129,6 +131,42 @@ def test_half_a_character_and_half_a_stop_string_are_held_back() -> None:
     assert (ended.stopped, ended.ids) == ("eos", [69, 0])
     cut = _Text(Bytes(), b"x", {0}, ["END"])
     assert cut.add(69, True) == "E"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "ids"),
+    [
+        ("<|end|>", "ab", b"ab\0"),
+        ("b<|end|>", "a", b"ab\0"),
+        ("<|end|>\n", "abc", b"ab\0c\0\n"),
+        ("d|>", "ab", b"ab\0"),
+    ],
+)
+def test_a_stop_string_may_have_special_tokens(stop: str, text: str, ids: bytes) -> None:
+    """As those of chats and of tasks have. The prompt's count for nothing."""
+    made = _Text(Bytes(), b"\0x\0", (), [stop])
+    pieces = [made.add(token, False) for token in b"ab\0c\0\nd"]
+    assert (made.text, made.ids, made.stopped) == (text, list(ids), "stop")
+    assert "".join(pieces) == text or stop == "b<|end|>"
+
+
+def test_the_end_tokens_are_those_of_the_tokenizer_too(folder: Path) -> None:
+    own = end_tokens(folder)
+    assert end_tokens(folder, SimpleNamespace(eos_token_id=7)) == own | {7}
+    assert end_tokens(folder, SimpleNamespace(eos_token_id=None)) == own
+
+
+def test_without_transformers_the_tokenizer_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = load_tokenizer(folder)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    plain = load_tokenizer(folder)
+    assert isinstance(plain, PlainTokenizer)
+    ids = plain("The king said")["input_ids"]
+    assert ids == full("The king said")["input_ids"]
+    assert (plain.eos_token_id, plain.bos_token_id) == (full.eos_token_id, full.bos_token_id)
+    assert plain.decode(ids, skip_special_tokens=True) == full.decode(ids, skip_special_tokens=True)
+    with pytest.raises(ImportError, match="chat templates need transformers"):
+        plain.apply_chat_template([])
 
 
 def test_the_context_is_that_of_stretched_positions() -> None:

@@ -63,6 +63,11 @@ INTERFACES: Mapping[str, Interface] = {
     "qwix_ragged_dot": Interface(
         "The grouped matrix product of quantized experts and activations.", "qwix._src.core.ragged_dot", "ragged_dot"
     ),
+    "apply_interceptors": Interface(
+        "Quantizes what further methods of a model compute: `quantize_model` does it for one.",
+        "qwix._src.model",
+        "_apply_interceptors",
+    ),
     "current_rule": Interface(
         "Overridden by our `Provider` to record which modules ask for a rule. `Provider` also reads the attribute"
         " `_rule_matches`, and passes `_einsum_fn` to the constructor.",

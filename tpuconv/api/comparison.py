@@ -203,7 +203,7 @@ def _windows(
     """
     from tpuconv.api.evaluation import model_context, tokenized
     from tpuconv.checkpoint.reader import tokenizer_folder
-    from tpuconv.models.tokenizer import load_tokenizer
+    from tpuconv.models.tokenizer import load_tokenizer, text_ids
     from tpuconv.verify.windows import Window, windows
 
     with tokenizer_folder(manifest) as folder:
@@ -217,4 +217,5 @@ def _windows(
             raise UsageError(
                 f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller --length"
             )
-        return windows(load_tokenizer(folder)(content, verbose=False)["input_ids"], length, stride)
+        begin, ids = text_ids(load_tokenizer(folder), content)
+        return windows(ids, length, stride, begin)

@@ -127,7 +127,8 @@ def generator(
     if speculate:
         check_greedy(sampling)
     with tokenizer_folder(manifest) as folder:
-        tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+        tokenizer = load_tokenizer(folder)
+        ends = end_tokens(folder, tokenizer)
     if before_reading is not None:
         before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest))))
     model = load_on_all_devices(manifest.folder, mtp=speculate)

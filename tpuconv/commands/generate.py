@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 @click.option("--prompt-file", type=File(exists=True, dir_okay=False), help="A text file with one prompt per line.")
 @click.option("--chat", is_flag=True, help="Write each prompt as a user's message, by the model's chat template.")
 @click.option("--system", type=Prompt(), help="The system message of the chat.")
-@click.option("--stop", type=Prompt(), multiple=True, help="End a text before this string; may be repeated.")
+@click.option(
+    "--stop",
+    type=Prompt(),
+    multiple=True,
+    help="End a text before this string, also a special token such as <|im_end|>; may be repeated.",
+)
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1, options.MOST_TOKENS),

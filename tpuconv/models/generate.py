@@ -5,8 +5,8 @@ updated in place.
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, ClassVar
@@ -103,9 +103,49 @@ def prefill_chunk(batch: int, tokens: int) -> int:
     return max(1, min(tokens, PREFILL_TOKENS // batch))
 
 
+def refused_when_compiled(arrays: Sequence[Any]) -> bool:
+    """Returns True if a compiled program would refuse one of these arrays, which `jax.jit` takes. With jax 0.10 an
+    array on a CPU of less than 8 bits a value reports another layout than the programs compiled for it require."""
+    loaded: list[Any] = [x for x in arrays if isinstance(x, jax.Array)]
+    packed = {x.dtype: x for x in loaded if jax.dtypes.itemsize_bits(x.dtype) < 8}
+    return any(_compiled_format(x).layout != x.format.layout for x in packed.values())
+
+
+def _compiled_format(x: Any) -> Format:
+    """The format of the argument in a program that is compiled for this array."""
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]
+    compiled = jax.jit(lambda x: x, in_shardings=x.format).lower(shape).compile()
+    found: Format = compiled.input_formats[0][0]
+    return found
+
+
+@dataclass(frozen=True)
+class JittedProgram:
+    """A program that is called by `jax.jit`, with the attributes of a compiled one. jax compiles it once, since calls
+    have the shapes and formats of the arguments that it was compiled for.
+
+    Attributes:
+        jitted: the function.
+        compiled: the compiled program.
+        context: makes the context of a call, which sets the mesh.
+    """
+
+    jitted: Any
+    compiled: Compiled
+    context: Callable[[], AbstractContextManager[Any]]
+
+    def __call__(self, *args: Any) -> Any:
+        with self.context():
+            return self.jitted(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+
 class Generator:
     """A model with its compiled prefill and decode steps, for the devices that hold its weights. A step is compiled
-    once for each shape.
+    once for each shape. Where jax would refuse the weights (`refused_when_compiled`), a step is a `JittedProgram`, and
+    the cache has the default layout.
 
     - `decode(batch, length)` returns the compiled (weights, ids [B], cache, key) -> (next ids [B], cache).
     - `prefill(batch, tokens, length)` returns the compiled (weights, ids [B, T], mask [B, T], cache, key) -> the same.
@@ -147,33 +187,31 @@ class Generator:
         self.replicated = placement if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
         self.platform = next(iter(placement.device_set)).platform
         self.options = compiler_options(self.platform)
+        self.by_jit = refused_when_compiled(self.weights)
         self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
         self._empty_cache = functools.cache(self._empty)
 
-    def _decode(self, batch: int, length: int) -> Compiled:
+    def _decode(self, batch: int, length: int) -> Compiled | JittedProgram:
         cache = self.cache_shapes(batch, length)
         self._check_memory(cache)
-        formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), self._cache_shardings(cache))
-        weights = [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
-        jitted = jax.jit(
-            self._decode_step,
-            donate_argnums=2,
-            in_shardings=(weights, self.replicated, formats, self.replicated),
-            out_shardings=(self.replicated, formats),
-        )
-        return self._compile(jitted, jax.ShapeDtypeStruct((batch, *self.ids_of_step), jnp.int32), cache)  # type: ignore[no-untyped-call]
+        formats = self._cache_shardings(cache)
+        if not self.by_jit:
+            formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), formats)
+        ids = jax.ShapeDtypeStruct((batch, *self.ids_of_step), jnp.int32)  # type: ignore[no-untyped-call]
+        return self._compile(self._decode_step, self._weight_formats(), formats, ids, cache=cache)
 
-    def _prefill(self, batch: int, tokens: int, length: int) -> Compiled:
-        weights, _, cache, _ = self.decode(batch, length).input_formats[0]
-        jitted = jax.jit(
-            self._prefill_step,
-            donate_argnums=3,
-            in_shardings=(weights, self.replicated, self.replicated, cache, self.replicated),
-            out_shardings=(self.replicated, cache),
-        )
+    def _prefill(self, batch: int, tokens: int, length: int) -> Compiled | JittedProgram:
+        weights, _, formats, _ = self.decode(batch, length).input_formats[0]
         ids = jax.ShapeDtypeStruct((batch, tokens + self.ids_ahead), jnp.int32)  # type: ignore[no-untyped-call]
         mask = jax.ShapeDtypeStruct((batch, tokens), bool)  # type: ignore[no-untyped-call]
-        return self._compile(jitted, ids, mask, self.cache_shapes(batch, length))
+        weights = weights if self.free_layouts else self._weight_formats()
+        return self._compile(self._prefill_step, weights, formats, ids, mask, cache=self.cache_shapes(batch, length))
+
+    def _weight_formats(self) -> list[Any]:
+        """The formats that `decode` is compiled for; by `jax.jit` those that the weights have."""
+        if self.by_jit:
+            return [x.sharding for x in self.weights]
+        return [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
 
     def _decode_step(self, weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
         """What `decode` compiles."""
@@ -192,12 +230,23 @@ class Generator:
         """The model with these weights."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
 
-    def _compile(self, jitted: Any, *args: Any) -> Compiled:
+    def _compile(
+        self, step: Callable[..., Any], weights: list[Any], cache_formats: Any, *inputs: Any, cache: Cache
+    ) -> Compiled | JittedProgram:
+        """A step (weights, *inputs, cache, key) -> (ids, cache) for inputs and a cache of these shapes."""
+        jitted = jax.jit(
+            step,
+            donate_argnums=1 + len(inputs),
+            in_shardings=(weights, *[self.replicated] * len(inputs), cache_formats, self.replicated),
+            out_shardings=(self.replicated, cache_formats),
+            compiler_options=self.options if self.by_jit else None,
+        )
         key = jax.eval_shape(jax.random.key, 0)
-        weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]  # type: ignore[no-untyped-call]
         with self._on_mesh():
-            compiled: Compiled = jitted.lower(weights, *args, key).compile(self.options)
-        return compiled
+            if self.by_jit:
+                return JittedProgram(jitted, jitted.lower(self.weights, *inputs, cache, key).compile(), self._on_mesh)
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]  # type: ignore[no-untyped-call]
+            return jitted.lower(shapes, *inputs, cache, key).compile(self.options)
 
     def _on_mesh(self) -> Any:
         return nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh)

@@ -61,6 +61,9 @@ def forward_each(
 LEAST_WIDTH = 64
 """Tokens that a text is padded to at least; longer ones to a power of two, so that few shapes are compiled."""
 TEXTS_AT_ONCE = 8
+"""The most texts that a model runs on at once."""
+LOGITS_AT_ONCE = 1 << 24
+"""The most logits that `TokenScorer` has at once. Those of 4,096 tokens and 150,000 words would take 2.5 GB."""
 
 
 def padded_width(tokens: int) -> int:
@@ -68,8 +71,20 @@ def padded_width(tokens: int) -> int:
     return max(LEAST_WIDTH, 1 << (tokens - 1).bit_length())
 
 
+def texts_at_once(tokens: int) -> int:
+    """Returns how many texts of so many tokens a model runs on at once."""
+    from tpuconv.models.generate import PREFILL_TOKENS
+
+    return max(1, min(TEXTS_AT_ONCE, PREFILL_TOKENS // tokens))
+
+
+def padded_rows(texts: int) -> int:
+    """Returns the number of rows of a batch of so many texts: a power of two, so that few shapes are compiled."""
+    return 1 << (texts - 1).bit_length()
+
+
 class TokenScorer:
-    """The log-probabilities that a model gives the tokens of texts.
+    """The log-probabilities that a model gives the tokens of texts. Logits are computed for some tokens at a time.
 
     Args:
         model: a Flax NNX model.
@@ -83,17 +98,32 @@ class TokenScorer:
 
         graph, self._state = nnx.split(model)
         self._dtype = dtype
+        most = max(1, LOGITS_AT_ONCE // model.config.vocab_size)  # tokens
 
         @jax.jit
         def score(state: Any, ids_BT: Any, mask_BT: Any) -> tuple[Any, Any]:
             merged, inputs_BT = nnx.merge(graph, state), ids_BT[:, :-1]
-            if cache_dtype is None:
-                logits_BTV = merged(inputs_BT, mask_BT)
-            else:
-                logits_BTV, _ = merged(inputs_BT, mask_BT, cache=merged.init_cache(*inputs_BT.shape, cache_dtype))
-            logp_BTV = jax.nn.log_softmax(logits_BTV)
-            logp_BT1 = jnp.take_along_axis(logp_BTV, ids_BT[:, 1:, None], axis=-1)
-            return logp_BT1[..., 0], logp_BTV.argmax(-1) == ids_BT[:, 1:]
+            cache = None if cache_dtype is None else merged.init_cache(*inputs_BT.shape, cache_dtype)
+            x_BTD, _ = merged.run_layers(inputs_BT, mask_BT, cache)
+            x_BTD = merged.norm(x_BTD)
+
+            def of_slab(slab: tuple[Any, Any]) -> tuple[Any, Any]:
+                x_SD, next_S = slab
+                logits_SV = merged.head(x_SD[None])[0]
+                logp_SV = jax.nn.log_softmax(logits_SV)
+                return jnp.take_along_axis(logp_SV, next_S[:, None], axis=-1)[:, 0], logits_SV.argmax(-1) == next_S
+
+            flat = x_BTD.reshape(-1, x_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1)
+            count = len(flat[1])
+            size = min(most, count)
+
+            def slabs(x: Any) -> Any:
+                padded = jnp.pad(x, ((0, -count % size), *[(0, 0)] * (x.ndim - 1)))
+                return padded.reshape(-1, size, *x.shape[1:])
+
+            found = jax.lax.map(of_slab, jax.tree.map(slabs, flat))
+            logp_BT, is_best_BT = (x.reshape(-1)[:count].reshape(inputs_BT.shape) for x in found)
+            return logp_BT, is_best_BT
 
         self._score = score
 
@@ -111,10 +141,12 @@ class TokenScorer:
 
         out: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        for start in range(0, len(order), TEXTS_AT_ONCE):
-            chosen = order[start : start + TEXTS_AT_ONCE]
-            width = padded_width(len(texts[chosen[-1]]))
-            ids_BT, mask_BT = np.zeros((TEXTS_AT_ONCE, width), np.int32), np.zeros((TEXTS_AT_ONCE, width - 1), bool)
+        while len(out) < len(order):
+            chosen = order[len(out) : len(out) + TEXTS_AT_ONCE]
+            # The longest one decides how many there are: of fewer the longest is no longer.
+            chosen = chosen[: texts_at_once(padded_width(len(texts[chosen[-1]])))]
+            width, rows = padded_width(len(texts[chosen[-1]])), padded_rows(len(chosen))
+            ids_BT, mask_BT = np.zeros((rows, width), np.int32), np.zeros((rows, width - 1), bool)
             for row, i in enumerate(chosen):
                 ids_BT[row, : len(texts[i])], mask_BT[row, : len(texts[i]) - 1] = texts[i], True
             exact = jax.default_matmul_precision("highest") if self._dtype == "float32" else contextlib.nullcontext()

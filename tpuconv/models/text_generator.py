@@ -109,7 +109,7 @@ class TextGenerator:
 
         model = tpuconv.load("Qwen3-8B-orbax")
         tokenizer = load_tokenizer(Path("Qwen3-8B-orbax"))
-        write = TextGenerator(model, tokenizer, end_tokens(Path("Qwen3-8B-orbax")))
+        write = TextGenerator(model, tokenizer, end_tokens(Path("Qwen3-8B-orbax"), tokenizer))
         write(["What is a TPU?"], max_new_tokens=64, chat=True)[0].text
 
     Args:
@@ -169,7 +169,7 @@ class TextGenerator:
         Args:
             prompts, chat, system: see `encode`.
             max_new_tokens: stop after this number of tokens.
-            stop: strings that end a text.
+            stop: strings that end a text; they may have special tokens, such as "<|im_end|>".
             seed: for sampling.
 
         Raises:
@@ -210,15 +210,11 @@ class _Text:
     """The text that is generated for one prompt."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Collection[str]):
-        self.tokenizer, self.prompt, self.ends, self.stop = (
-            tokenizer,
-            list(prompt),
-            ends,
-            [text for text in stop if text],
-        )
+        self.tokenizer, self.prompt, self.ends = tokenizer, list(prompt), ends
+        self.stop = [text for text in stop if text]
         self.ids: list[int] = []
         # Decoding the new ids alone may lose a leading space. So all ids are decoded, and the prompt's text is removed.
-        self.before = len(self._decoded(self.prompt))
+        self.before, self.before_with_special = (len(self._decoded(self.prompt, special)) for special in (False, True))
         self.text, self.shown, self.stopped = "", 0, ""
 
     def add(self, token: int, is_last: bool) -> str:
@@ -226,9 +222,9 @@ class _Text:
         if self.stopped or token == ENDED:
             return ""
         self.ids.append(token)
-        self.text = self._decoded(self.prompt + self.ids)[self.before :]
-        if found := [at for text in self.stop if (at := self.text.find(text)) >= 0]:
-            self.text, self.stopped = self.text[: min(found)], "stop"
+        self.text = self._new_text(len(self.ids))
+        if (before := self._before_stop()) is not None:
+            self.text, self.stopped = before, "stop"
         elif token in self.ends:
             self.stopped = "eos"
         elif is_last:
@@ -238,6 +234,23 @@ class _Text:
         self.shown = max(self.shown, len(ready))
         return new
 
+    def _before_stop(self) -> str | None:
+        """The text before the first stop string; None if there is none. A stop string may have special tokens, which
+        the text has not."""
+        if (at := self._first_stop(self.text)) is not None:
+            return self.text[:at]
+        if not self.stop or (whole := self._new_text(len(self.ids), special=True)) == self.text:
+            return None
+        if (at := self._first_stop(whole)) is None:
+            return None
+        # The tokens that end before the stop string; where it begins within a token of text, that one's beginning too.
+        count = next(n for n in range(len(self.ids), -1, -1) if len(self._new_text(n, special=True)) <= at)
+        text, begins = self._new_text(count), len(self._new_text(count, special=True))
+        return text + (whole[begins:at] if self._new_text(count + 1) != text else "")
+
+    def _first_stop(self, text: str) -> int | None:
+        return min((at for stop in self.stop if (at := text.find(stop)) >= 0), default=None)
+
     def _held_back(self) -> int:
         """The number of characters at the end that may change: an incomplete character, or the beginning of a stop
         string."""
@@ -246,8 +259,13 @@ class _Text:
         ends = (n for text in self.stop for n in range(len(text) - 1, 0, -1) if self.text.endswith(text[:n]))
         return max(ends, default=0)
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def _new_text(self, count: int, *, special: bool = False) -> str:
+        """The text of the first `count` generated ids, without special tokens or with them."""
+        before = self.before_with_special if special else self.before
+        return self._decoded(self.prompt + self.ids[:count], special)[before:]
+
+    def _decoded(self, ids: Sequence[int], special: bool) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not special))
 
     def completion(self, prompt: str) -> Completion:
         """Returns the completion so far."""

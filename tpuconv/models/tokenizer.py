@@ -1,6 +1,9 @@
-"""The tokenizer of a checkpoint, which transformers loads, and the tokens that end a text."""
+"""The tokenizer of a checkpoint, which transformers loads, or without it the package `tokenizers`, and the tokens that
+end a text."""
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,28 @@ END_TOKEN_KEYS = {
 """The schema of generation_config.json and config.json: only these keys are read."""
 
 
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+TOKEN = Optional((str, {"content": str}, None))
+SETTINGS_KEYS = {"bos_token": TOKEN, "eos_token": TOKEN}
+"""The schema of tokenizer_config.json: only these keys are read."""
+
+SHORT = 100
+"""Characters of a text that are encoded to see what a tokenizer puts before it."""
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether a folder has the files of a tokenizer."""
     return any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Returns the tokenizer in a folder, loaded by transformers without remote code.
+    """Returns the tokenizer in a folder, loaded by transformers without remote code; a `PlainTokenizer` if transformers
+    is not installed.
 
     Raises:
-        UsageError: the folder has no tokenizer, or transformers is not installed.
-        ConfigError: transformers cannot load it.
+        UsageError: the folder has no tokenizer, or only transformers can read it, which is not installed.
+        ConfigError: it cannot be read.
     """
     if not has_tokenizer(folder):
         raise UsageError(
@@ -39,11 +53,17 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise UsageError(
-            "text needs the tokenizers of transformers, which is not installed", hint="pip install 'tpuconv[hf]'"
-        ) from None
+        if not (folder / TOKENIZER_FILE).exists():
+            raise UsageError(
+                f"the tokenizer in {folder} has no {TOKENIZER_FILE}, and transformers, which reads others, is not "
+                "installed",
+                hint="pip install 'tpuconv[hf]'",
+            ) from None
+        load: Callable[[Path], Any] = PlainTokenizer
+    else:
+        load = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return load(folder)
     except Exception as e:  # of any type
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read: {type(e).__name__}: {root_cause(e)}",
@@ -51,18 +71,68 @@ def load_tokenizer(folder: Path) -> Any:
         ) from e
 
 
-def end_tokens(folder: Path) -> frozenset[int]:
-    """Returns the ids of the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json.
-    Empty if neither has any.
+class PlainTokenizer:
+    """The tokenizer of a tokenizer.json, by the package `tokenizers` alone. It is called as that of transformers is,
+    and cannot apply chat templates.
+
+    Args:
+        folder: with tokenizer.json, and with tokenizer_config.json, which names the tokens that begin and end a text.
+    """
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        path = folder / SETTINGS_FILE
+        config = check(read_json(path, ConfigError), SETTINGS_KEYS, str(path), ConfigError) if path.exists() else {}
+        self._tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self.name_or_path = str(folder)
+        self.bos_token_id, self.eos_token_id = (self._id_of(config.get(name)) for name in ("bos_token", "eos_token"))
+        self.chat_template = config.get("chat_template") or (folder / "chat_template.jinja").exists()
+
+    def _id_of(self, token: Any) -> int | None:
+        text = token["content"] if isinstance(token, Mapping) else token
+        found: int | None = None if text is None else self._tokenizer.token_to_id(text)
+        return found
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Returns the text of token ids."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        """Raises ImportError: templates are programs, which transformers runs."""
+        raise ImportError("chat templates need transformers: pip install 'tpuconv[hf]'")
+
+
+def end_tokens(folder: Path, tokenizer: Any = None) -> frozenset[int]:
+    """Returns the ids of the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json,
+    and the end token of the tokenizer. Empty if none has any.
 
     Raises:
         ConfigError: a file cannot be read, or its ids are malformed.
     """
+    own = getattr(tokenizer, "eos_token_id", None)
+    found = frozenset() if own is None else frozenset([int(own)])
     for name in ("generation_config.json", "config.json"):
         if not os.path.lexists(folder / name):
             continue
         raw = check(read_json(folder / name, ConfigError), END_TOKEN_KEYS, str(folder / name), ConfigError)
         ids = raw.get("eos_token_id", parts_of(raw)[-1].get("eos_token_id"))
         if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
-    return frozenset()
+            return found | frozenset(ids if isinstance(ids, list) else [ids])
+    return found
+
+
+def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Returns the token ids that a tokenizer puts before a text, such as that of BOS, and those of the text itself."""
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    short = text[:SHORT]  # what is put before a text does not depend on it
+    plain, whole = (list(tokenizer(short, add_special_tokens=special)["input_ids"]) for special in (False, True))
+    count = next((n for n in range(len(whole) - len(plain) + 1) if whole[n : n + len(plain)] == plain), 0)
+    return whole[:count], ids

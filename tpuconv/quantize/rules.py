@@ -20,7 +20,7 @@ from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.kernels import grouped
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
-from tpuconv.private import flax_util, ptq, qarray
+from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
@@ -167,9 +167,17 @@ def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: Laye
     return QuantConfig(AS_RELEASED, "", tuple(rules))
 
 
+ENTRIES = ("run_layers", "head")
+"""The methods of a decoder that are called from outside too, by drafts. Qwix quantizes `__call__` alone."""
+
+
 def quantized(model: nnx.Module, provider: Provider) -> Any:
     """The model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
-    return qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
+    model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
+    for name in ENTRIES if isinstance(model, Decoder) else ():
+        method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
+        setattr(type(model), name, method)
+    return model
 
 
 def abstract_quantized_model(

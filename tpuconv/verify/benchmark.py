@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import ResourceError, UsageError
+from tpuconv.names import INPUT_SCALE, SCALE, ZERO_POINT
 from tpuconv.verify.topology.chips import CHIPS
 
 PROMPT = "Once upon a time, there was a little"
@@ -198,13 +199,18 @@ class Roofline:
         from tpuconv.models.common.moe import Expert
 
         def total(part: Any) -> np.ndarray:
-            """The bytes and the elements of a module's arrays, as an array of two."""
-            leaves = jax.tree.leaves(nnx.state(part))
-            return np.array([sum(x.nbytes for x in leaves), sum(x.size for x in leaves)])
+            """The bits of a module's arrays, and the elements of its weights, as an array of two. Scales and zero
+            points are read, and multiply no token by themselves."""
+            found = np.zeros(2, int)
+            for path, value in nnx.to_flat_state(nnx.state(part)):
+                x, name = value.get_value(), "." + ".".join(map(str, path))
+                is_weight = not name.endswith((SCALE, ZERO_POINT, INPUT_SCALE))
+                found += (x.size * jax.dtypes.itemsize_bits(x.dtype), x.size * is_weight)
+            return found
 
         self.vocab_size = model.config.vocab_size
         self.head = model.config.vocab_size * model.config.hidden_size
-        self.row = 0  # bytes of one row of the embedding; 0 if it is tied, since the head reads all of it
+        self.row = 0  # bits of one row of the embedding; 0 if it is tied, since the head reads all of it
         self.dense = total(model)
         if model.lm_head is not None:
             self.dense -= total(model.embed)
@@ -220,7 +226,8 @@ class Roofline:
         """The bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the cache. It is
         assumed that no two tokens choose the same expert while there are enough experts."""
         experts = min(self.experts, batch * self.chosen)
-        return int(self.dense[0] + experts * self.expert[0] + batch * self.row + cache_bytes)
+        bits = self.dense[0] + experts * self.expert[0] + batch * self.row
+        return int(bits / 8 + cache_bytes)
 
     def prefill_flops(self, batch: int, length: int) -> int:
         """The FLOPs of a prefill's products with weights: 2 per weight and token. The head counts for the last token

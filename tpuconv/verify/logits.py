@@ -235,7 +235,7 @@ def compare_logits(
         prompts=len(prompts),
         tokens=len(kl),
         max_abs_difference=float(np.max([found.largest_difference for found in each])),
-        mean_abs_difference=float(np.mean([found.mean_difference for found in each])),
+        mean_abs_difference=sum(found.sum_of_differences for found in each) / sum(found.logits for found in each),
         max_abs_logit=float(max(found.largest_logit for found in each)),
         mean_kl=float(kl.mean()),
         p999_kl=float(np.quantile(kl, 0.999)),
@@ -256,7 +256,8 @@ class _Compared(NamedTuple):
     are predicted."""
 
     largest_difference: float
-    mean_difference: float
+    sum_of_differences: float
+    logits: int
     largest_logit: float
     kl_T: np.ndarray
     agree_T: np.ndarray
@@ -271,7 +272,8 @@ def _compared(ids: Sequence[int], hf_TV: np.ndarray, ours_TV: np.ndarray, dtype:
     predicted = np.arange(len(ids) - 1), list(ids)[1:]
     return _Compared(
         float(difference_TV.max()),
-        float(difference_TV.mean()),
+        float(difference_TV.sum(dtype=np.float64)),
+        difference_TV.size,
         float(np.abs(hf_TV).max()),
         divergences([p], [q]),
         p.argmax(-1) == q.argmax(-1),

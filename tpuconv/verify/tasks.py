@@ -86,7 +86,8 @@ class TaskList:
         from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
         with tokenizer_folder(manifest) as folder:
-            tokenizer, ends = load_tokenizer(folder), end_tokens(folder)
+            tokenizer = load_tokenizer(folder)
+            ends = end_tokens(folder, tokenizer)
         if self.chat_template and not getattr(tokenizer, "chat_template", None):
             raise UsageError(
                 f"the tokenizer of {manifest.folder} has no chat template", hint="leave --chat-template out"

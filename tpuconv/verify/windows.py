@@ -36,25 +36,32 @@ def check_stride(length: int, stride: int) -> None:
         )
 
 
-def windows(ids: Sequence[int], length: int, stride: int) -> list[Window]:
+def windows(ids: Sequence[int], length: int, stride: int, begin: Sequence[int] = ()) -> list[Window]:
     """Returns the windows of a text: each begins `stride` tokens after the one before it.
 
     Args:
         ids: the text, two tokens or more.
         length: tokens of a window, two or more.
         stride: less than `length`: the last token of a window is predicted in it, and predicts in the next one.
+        begin: what each window begins with, such as BOS; the first token of the text is predicted from it.
 
     Raises:
         UsageError: the text is too short, or the stride does not fit the length.
     """
     check_stride(length, stride)
+    room = length - len(begin)  # for the text
+    if room < stride:
+        raise UsageError(
+            f"windows of {length} tokens begin with {len(begin)} of the tokenizer, and their stride is {stride}",
+            hint="give a larger --length or a smaller --stride",
+        )
     if len(ids) < 2:
         raise UsageError("the text is shorter than two tokens", hint="give a longer text")
     out: list[Window] = []
-    predicted = 1  # tokens that have been, the first one aside
+    predicted = 0 if begin else 1  # tokens that have been; the first one has nothing before it without `begin`
     for start in range(0, len(ids), stride):
-        end = min(start + length, len(ids))
-        out.append(Window(ids[start:end], predicted - 1 - start))
+        end = min(start + room, len(ids))
+        out.append(Window([*begin, *ids[start:end]], len(begin) + predicted - 1 - start))
         predicted = end
         if end == len(ids):
             break

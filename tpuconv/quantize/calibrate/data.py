@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from tpuconv.errors import UsageError
-from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer, text_ids
 
 SELF = "self"
 """The name of text that the model itself draws."""
@@ -48,7 +48,8 @@ def from_ids(text: str, ids_ST: np.ndarray) -> CalibrationData:
 
 
 def from_text(folder: Path, file: Path | None, samples: int, length: int) -> CalibrationData:
-    """At most `samples` samples of `length` tokens, evenly spaced over a text.
+    """At most `samples` samples of `length` tokens, evenly spaced over a text. Each begins with what the tokenizer puts
+    before a text, such as BOS.
 
     Args:
         folder: with a tokenizer.
@@ -67,13 +68,14 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
         text = (file or files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file} is no text file: {e}") from None
-    ids = np.asarray(load_tokenizer(folder)(text, verbose=False)["input_ids"], np.int32)
-    count = min(samples, len(ids) // length)
+    begin, ids = text_ids(load_tokenizer(folder), text)
+    room = length - len(begin)
+    count = min(samples, len(ids) // room) if room > 0 else 0
     name = file.name if file else DEFAULT_TEXT
     if count == 0:
         raise UsageError(
             f"{name} has {len(ids)} tokens, and a sample has {length}",
             hint="give --calibration a longer text, or a smaller --length",
         )
-    starts = np.linspace(0, len(ids) - length, count).astype(int)
-    return from_ids(name, np.stack([ids[start : start + length] for start in starts]))
+    starts = np.linspace(0, len(ids) - room, count).astype(int)
+    return from_ids(name, np.array([[*begin, *ids[start : start + room]] for start in starts]))

@@ -1,0 +1,49 @@
+"""The least work of a step, which a benchmark divides the times by."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.quantizing import ONE_OF_EACH, quantize
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.names import QVALUE, ZERO_POINT
+from tpuconv.quantize.config import parse_config
+from tpuconv.restore import abstract_model
+from tpuconv.verify.benchmark import Roofline
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "bits"),
+    [
+        ("llama", "weight_qtype: int4, tile_size: 32", 4),
+        pytest.param("llama", "weight_qtype: int8, act_qtype: int8", 8, marks=pytest.mark.slow),
+        pytest.param(
+            "llama", "weight_qtype: int4, tile_size: 32, weight_calibration_method: minmax", 4, marks=pytest.mark.slow
+        ),
+        pytest.param("qwen3_moe", "weight_qtype: mxfp4, tile_size: 32", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_reads_the_bits_of_its_weights_and_a_prefill_multiplies_no_scales(
+    family: str, rule: str, bits: int, orbax: Any, tmp_path: Path
+) -> None:
+    modules = "layers/.*/moe/(gate|up|down)" if "moe" in family else "layers/.*"
+    config = parse_config(f"qwix: {{rules: [{{module_path: '{modules}', {rule}}}]}}".encode(), "low", "low.yaml")
+    plain = orbax(ONE_OF_EACH[family])
+    quantize(plain, tmp_path / "out", config)
+    manifests = [read_manifest(plain), read_manifest(tmp_path / "out")]
+    before, after = (Roofline(abstract_model(manifest)) for manifest in manifests)
+    assert after.prefill_flops(2, 30) == before.prefill_flops(2, 30)
+    rows = manifests[1].arrays["embed.embedding"].shape[0]
+    batch = before.experts  # so that every expert is read
+
+    def size(name: str, array: Any) -> float:
+        width = bits if name.endswith((QVALUE, ZERO_POINT)) else 8 * np.dtype(array.dtype).itemsize
+        return prod(array.shape) * width / 8 * (batch / rows if name == "embed.embedding" else 1)
+
+    expected = sum(size(name, array) for name, array in manifests[1].arrays.items())
+    assert after.step_bytes(batch, 0) == pytest.approx(expected, abs=1)
