@@ -97,7 +97,6 @@ class BucketJournal(JournalEntries):
             if self.claim.held is not None:
                 self.sink = StagedSink(self._folder, self.claim.process, self.claim.check)
                 self._list_entries()
-                self.claim.keep()
                 if self.part is not None:
                     self._sign_in()
         except BaseException:
@@ -129,10 +128,11 @@ class BucketJournal(JournalEntries):
         """Whether the process that holds a claim is dead, or all that share one."""
         if held.holder == ANYBODY:
             here = self.work / held.work
-            marks = [name for name in buckets.listing(here) if name.endswith(f"/{RUNS}")]
-            machines = {name: bytes(buckets.read(here / name)).decode() for name in marks}
-            if machines and all(is_running(m, name.partition("/")[0]) is False for name, m in machines.items()):
-                return True
+            processes = [name.partition("/")[0] for name in buckets.listing(here) if inside_random(name) == RUNS]
+            with suppress(FileNotFoundError):  # who cleans up was faster
+                machines = [bytes(buckets.read(here / process / RUNS)).decode() for process in processes]
+                if machines and all(is_running(*each) is False for each in zip(machines, processes, strict=True)):
+                    return True
         return self.claim.is_dead(held, found)
 
     def _sign_in(self) -> None:
@@ -367,10 +367,7 @@ class BucketJournal(JournalEntries):
         return True
 
     def _has_all(self, parts: Collection[str]) -> bool:
-        try:
-            self._list_entries()
-        except AssertionError:
-            return False
+        self._list_entries()
         return all(self._is_recorded(part) for part in parts)
 
     def _take_back_claim(self) -> bool:
@@ -444,10 +441,11 @@ class BucketJournal(JournalEntries):
         self._list_entries()
         entries = [name.removesuffix(".done") for name in self._known]
         names = set(self.names)
-        for entry in entries:
-            try:
-                self._load([entry])
-            except OutputError:  # it was damaged; what it names has the names of the plan
-                continue
-            names |= {*self._entries[entry].get("objects", {}), *self._entries[entry].get("names", ())}
+
+        def add(entry: str) -> None:
+            with suppress(OutputError):  # it was damaged; what it names has the names of the plan
+                facts = self._entry(entry)
+                names.update(facts.get("objects", ()), facts.get("names", ()))
+
+        buckets.for_each(add, entries)
         clean(self._folder, names, self.claim.check)

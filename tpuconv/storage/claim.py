@@ -112,6 +112,7 @@ class Claim:
         self._version: Version = ABSENT_OBJECT
         self._lost, self._ended = threading.Event(), threading.Event()
         self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
         self._renewed = _clocks()
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -171,11 +172,13 @@ class Claim:
             self._version = ABSENT_OBJECT if found is None else found[1].version
             number = 0 if found is None else found[0].number
             self._write(Held(plan, work, state, self.process, number, this_machine(), socket.gethostname()))
+            self._keep()
 
     def join(self, found: tuple[Held, ObjectFacts]) -> None:
         """Takes part in work that several processes do."""
         with self._lock:
             self.held, self._version, self._renewed = found[0], found[1].version, _clocks()
+            self._keep()
 
     def change(self, state: str, *, holder: str | None = None, work: str | None = None) -> None:
         """Changes the state, the holder or the work of a claim that this process holds. Raises ClaimLost if it is
@@ -240,9 +243,11 @@ class Claim:
             f"another process writes to {self.out}", hint="wait for it; the same command then finds its output"
         )
 
-    def keep(self) -> None:
+    def _keep(self) -> None:
         """Renews the claim from now on, in a thread, until `end`."""
-        threading.Thread(target=self._beat, daemon=True).start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
         """Renews the claim no more."""
