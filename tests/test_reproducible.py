@@ -119,6 +119,12 @@ def test_the_source_of_a_checkpoint_is_found(copies, monkeypatch):
     for folder in (out, quantized):
         assert _source_folder(read_manifest(folder)) == (first / "model").resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(first / "empty"))
+    shutil.copytree(first / "a" / "a-model", first / "beside")
+    assert _source_folder(read_manifest(quantized)) in (first / "beside", first / "model")
+    moved = first / "moved" / "out"
+    moved.parent.mkdir()
+    out = out.rename(moved)
+    monkeypatch.chdir(moved.parent)
     with pytest.raises(UsageError, match="a local folder, which a checkpoint does not name") as info:
         _source_folder(read_manifest(out))
     assert "--source" in str(info.value.hint)

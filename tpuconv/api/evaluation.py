@@ -194,7 +194,8 @@ def compare(
 
     Args:
         ckpt: a checkpoint of ours.
-        source: the source checkpoint, if it is no longer where it was converted from.
+        source: the source checkpoint; by default the repository that the manifest names, or the folder that this
+            machine remembers or finds beside the checkpoint.
         prompts: texts; a built-in set by default.
         dtype: to compute in: "bfloat16", "float32" or "auto", which is float32 too: it holds the weights as they are,
             and what differs is no rounding of activations.
@@ -292,11 +293,11 @@ def _source_folder(manifest: "Manifest") -> Path:
     from tpuconv.sources.origins import find_folder
 
     named = manifest.raw["source"].get("folder")  # in formats before 3
-    folder = find_folder(manifest.sealed) or (Path(named) if named else None)
+    folder = find_folder(manifest.sealed, manifest.folder) or (Path(named) if named else None)
     if folder is None:
         raise UsageError(
             f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
-            details=["this machine does not remember one with the same weights"],
+            details=["this machine remembers none with the same weights, and there is none beside the checkpoint"],
             hint="give it, or a copy of it, by --source FOLDER; a changed copy is told",
         )
     return folder

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 @options.ckpt
 @click.option("--compare-hf", is_flag=True, help="Compare what the model returns with transformers on the source.")
 @click.option("--layerwise", is_flag=True, help="Compare a layer at a time, in the memory of one layer.")
-@click.option("--source", type=Name(), help="Path or Hub id of the source checkpoint, if it moved.")
+@click.option(
+    "--source",
+    type=Name(),
+    help="Path or Hub id of the source checkpoint.  [default: what was converted, as far as this machine knows it]",
+)
 @options.prompts
 @options.comparison_dtype
 @options.mesh

@@ -17,6 +17,7 @@ import xxhash
 from tpuconv.errors import SourceError, TpuconvError
 from tpuconv.jsonfile import Each, check, parse, read_bytes
 from tpuconv.location import Location
+from tpuconv.names import MANIFEST
 from tpuconv.storage.hashes import known_hash
 from tpuconv.storage.sealed import Sealed
 
@@ -32,19 +33,37 @@ def known_stamps(made: Sealed, folder: Location) -> Mapping[str, str]:
     return dict(_folders(made)).get(str(_absolute(folder)), {})
 
 
-def find_folder(made: Sealed) -> Path | None:
-    """The folder on this machine that the output with this manifest was made of; None if nobody knows."""
-    return next((Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder)), None)
+def find_folder(made: Sealed, output: Location) -> Path | None:
+    """The folder on this machine that the output with this manifest was made of, or one beside it or in the current
+    folder with files of the same names and sizes; None if there is none."""
+    remembered = (Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder))
+    near = [*([output.absolute().parent] if isinstance(output, Path) else []), Path()]
+    return next(remembered, None) or next((x for place in near for x in _inside(place) if _is_like(x, made)), None)
+
+
+def _inside(place: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(path for path in place.iterdir() if path.is_dir())
+    return []
+
+
+def _is_like(folder: Path, made: Sealed) -> bool:
+    """Whether a folder has files of the names and sizes of the source, and is no output of ours."""
+    shards = made.raw["source"]["shards"]
+    with suppress(OSError):
+        sizes = all((folder / name).stat().st_size == facts["bytes"] for name, facts in shards.items())
+        return bool(shards) and sizes and not (folder / MANIFEST).exists()
+    return False
 
 
 def remember(made: Sealed, folder: Location, stamps: Mapping[str, str]) -> None:
     """Remembers that the output with this manifest holds what the files in a folder hold, by their stamps. Where the
     cache cannot be written, nothing is remembered."""
-    own, path = str(_absolute(folder)), _entry(made)
+    key, path = str(_absolute(folder)), _entry(made)
     if path is None or not stamps:
         return
-    others = [(other, found) for other, found in _folders(made) if other != own]
-    folders = dict([(own, dict(stamps)), *others][:MOST_FOLDERS])
+    others = [(other, found) for other, found in _folders(made) if other != key]
+    folders = dict([(key, dict(stamps)), *others][:MOST_FOLDERS])
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

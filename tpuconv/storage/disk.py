@@ -222,6 +222,10 @@ def rename(path: Path, target: Path) -> None:
 @_translated
 def exchange(path: Path, other: Path) -> bool:
     """Swaps two folders atomically (Linux renameat2). Returns False if the system or file system cannot."""
+    return _exchanged(path, other)
+
+
+def _exchanged(path: Path, other: Path) -> bool:
     try:
         _renameat2(path, other)
     except OSError as e:
@@ -231,14 +235,15 @@ def exchange(path: Path, other: Path) -> bool:
     return True
 
 
+@_translated
 def try_moves(place: Path) -> None:
     """Tries what publishing does, on two folders that are made at `place` and removed again: a swap, if the file system
     can, and a rename into another folder."""
     made, old = place / "from" / "made", place / "old"
     for folder in (made, old):
         make_folder(folder)
-    exchange(made, old)
-    rename(made, place / "moved")
+    _exchanged(made, old)
+    os.rename(made, place / "moved")
     remove_folders(place)
 
 

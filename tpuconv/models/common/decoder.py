@@ -264,7 +264,10 @@ class Decoder(nnx.Module):
                 logits to go on with.
         """
         if is_explicit(weights := jax.tree.leaves(self.embed.embedding[...])[0]):
-            return call_on_explicit_mesh(self, weights, ids_BT, mask_BT, cache, last_only=last_only)  # type: ignore[no-any-return]
+            out: jax.Array | tuple[jax.Array, Cache] = call_on_explicit_mesh(
+                self, weights, ids_BT, mask_BT, cache, last_only=last_only
+            )
+            return out
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
         if mask_BT.shape != ids_BT.shape:
             raise UsageError(

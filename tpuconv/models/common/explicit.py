@@ -1,7 +1,7 @@
 """Models on meshes with explicit axes, as those of `jax.make_mesh` are: there each operation states how its result is
 sharded. Within a model the compiler chooses; outside of it arrays are on the mesh that the user gave."""
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
@@ -32,8 +32,8 @@ def call_on_explicit_mesh(
     out: Any = PartitionSpec(*partition("B", ids_BT.shape[:1], dict(mesh.shape), ACTIVATIONS))  # type: ignore[no-untyped-call]
     if cache is not None:
         out = out, jax.tree.map(lambda place: place.spec, cache_shardings(cache, mesh))
-    is_traced, placed = isinstance(weights, jax.core.Tracer), cast(Any, weights.sharding)
-    with jax.sharding.use_abstract_mesh(mesh) if is_traced else jax.sharding.set_mesh(placed.mesh):
+    place: Any = None if isinstance(weights, jax.core.Tracer) else weights.sharding
+    with jax.sharding.use_abstract_mesh(mesh) if place is None else jax.sharding.set_mesh(place.mesh):
         return jax.sharding.auto_axes(run, out_sharding=out)(state, ids_BT, mask_BT, cache)
 
 
