@@ -6,7 +6,7 @@ VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test fast test-slow campaign lint style types format docs bench clean
+.PHONY: install demo test fast test-slow campaign consumers lint style types format docs bench clean
 
 install: $(INSTALLED)
 
@@ -39,10 +39,14 @@ fast: $(INSTALLED)
 	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --timeout 300 --durations=15 --cov=tpuconv
 
 test-slow: campaign  ## Before a release, after changes to convert/ or models/, with new versions of jax or transformers: hours.
-	$(PYTEST) -m slow --ignore tests/adversarial
+	$(PYTEST) -m "slow and not consumers" --ignore tests/adversarial
 
 campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, about an hour, counted.
 	$(PYTEST) -m "slow or not slow" tests/adversarial
+
+consumers: $(INSTALLED)  ## After changes to exports for servers: they load each form, in environments of 15 GB; about an hour.
+	$(BIN)/python -m pytest -q -rs -m consumers tests/test_consumers.py
+	$(BIN)/python docs/make_consumers.py
 
 lint: style types
 

