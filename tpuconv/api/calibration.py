@@ -34,8 +34,8 @@ def calibration_data(
                 hint="add `calibration: {method: gptq}` to the config, or leave --calibration out",
             )
         return None
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import tokenizer_folder
     from tpuconv.models.stored import check_positions
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 

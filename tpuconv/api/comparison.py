@@ -202,7 +202,7 @@ def _windows(
         UsageError: the text cannot be read, or is too short; there is no tokenizer, or a window is too long.
     """
     from tpuconv.api.evaluation import model_context, tokenized
-    from tpuconv.checkpoint.reader import tokenizer_folder
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.models.tokenizer import load_tokenizer, text_ids
     from tpuconv.verify.windows import Window, windows
 

@@ -107,8 +107,9 @@ def generator(
             or `speculate` is asked for with a temperature, or of a checkpoint without a module for multi-token
             prediction.
     """
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import check_logits, check_mtp, tokenizer_folder
+    from tpuconv.checkpoint.reader import check_logits, check_mtp
 
     manifest = read_manifest(to_location(ckpt))
     check_logits(manifest)

@@ -82,8 +82,9 @@ def benchmark(
             are.
     """
     from tpuconv.api.models import load_on_all_devices
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import check_logits, check_mtp, tokenizer_folder
+    from tpuconv.checkpoint.reader import check_logits, check_mtp
     from tpuconv.models.stored import check_cache_dtype, check_positions
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring

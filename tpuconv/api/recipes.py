@@ -141,8 +141,8 @@ def sensitivity(
     """
     from tpuconv.api.calibration import calibration_data
     from tpuconv.api.evaluation import tokenized
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import tokenizer_folder
     from tpuconv.quantize.config import Calibration, QuantConfig
     from tpuconv.quantize.recipe import search
     from tpuconv.quantize.recipe.costs import KeptCosts

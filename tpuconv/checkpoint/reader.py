@@ -4,18 +4,17 @@ of each shard, has its checksum.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from tpuconv import buckets
+from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import (
     Manifest,
     StoredArray,
@@ -35,22 +34,19 @@ from tpuconv.checkpoint.shards import (
     decoded,
     shard_name,
 )
-from tpuconv.errors import ConfigError, CorruptOutput, SourceError, UsageError, shorten
+from tpuconv.errors import ConfigError, CorruptOutput, UsageError, shorten
 from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
 from tpuconv.mapping.table import MTP_PARAMETERS, PERIODS, Map, MappingTable
 from tpuconv.names import collapse
-from tpuconv.paths import plain_path
-from tpuconv.sources.companions import SOURCE_CARD, find_companions, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
 from tpuconv.storage.hashes import blocks, hash_bytes
-from tpuconv.storage.sealed import copy_file
-from tpuconv.storage.sinks import FolderSink, Sink
+from tpuconv.storage.sinks import Sink
 
 MAX_ZARR_BYTES = 1 * MIB
 """Of a zarr.json, which has about 900 bytes."""
@@ -184,45 +180,6 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     return Checkpoint(
         folder, read_checkpoint_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
     )
-
-
-def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """The files that came with the weights, with size and hash."""
-    if not manifest.sealed.is_sealed:
-        return find_companions(manifest.folder, SOURCE_CARD).copied
-    files = manifest.sealed.files.items()
-    return {name: dict(facts) for name, facts in files if name == SOURCE_CARD or is_copied(manifest, name)}
-
-
-def is_copied(manifest: Manifest, name: str) -> bool:
-    """Whether a file of a checkpoint came with the weights: a companion, or in the folder of a module."""
-    return is_companion(name) or ("/" in name and not manifest.is_of_arrays(name))
-
-
-def copy_companion(manifest: Manifest, name: str, sink: Sink, target: str, facts: Mapping[str, Any]) -> None:
-    """Copies a file that came with the weights, whose size and hash are `facts`, into an output, as `target`.
-
-    Raises:
-        SourceError: it cannot be read, or was changed; or the checkpoint was replaced.
-    """
-    try:
-        copy_file(manifest.folder / name, sink, target, facts)
-    except SourceError:
-        manifest.check_current()
-        raise
-
-
-@contextmanager
-def tokenizer_folder(manifest: Manifest) -> Iterator[Path]:
-    """A local folder with the tokenizer and the configs of a checkpoint: its own, or copies of what is in a bucket."""
-    if isinstance(manifest.folder, Path):
-        with plain_path(manifest.folder) as path:
-            yield path
-        return
-    with TemporaryDirectory() as name:
-        for companion, facts in companions_of(manifest).items():
-            copy_companion(manifest, companion, FolderSink(Path(name)), companion, facts)
-        yield Path(name)
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:

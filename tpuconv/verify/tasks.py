@@ -10,8 +10,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tpuconv.checkpoint.companions import tokenizer_folder
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import tokenizer_folder
 from tpuconv.errors import UsageError, root_cause
 
 BOOTSTRAPS = 1000

@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
-from tpuconv.checkpoint.reader import check_contents, companions_of, copy_companion, read_box, read_checkpoint_config
+from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
 from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
 from tpuconv.sources.config import with_encoding, without_encoding
