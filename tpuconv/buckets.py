@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from tpuconv.credentials import credentials, endpoint, google_token
+from tpuconv.credentials import CREDENTIAL_HINTS, LIST_RIGHTS, credentials, endpoint, google_token
 from tpuconv.errors import AccessRefused, BucketError, UsageError
 from tpuconv.location import SCHEMES, BucketPath
 from tpuconv.object_requests import UploadedBytes, delete_if
@@ -38,12 +38,6 @@ PARTS_AT_A_TIME = 4
 
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
 BUCKET_RETRIES: dict[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=3)}
-
-CREDENTIAL_HINTS = {
-    "gs": "log in with `gcloud auth application-default login`, or name a key file in GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or install boto3 for profiles and SSO",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or another credential of Azure",
-}
 
 
 class ConditionLost(Exception):
@@ -289,7 +283,6 @@ def _listed(folder: BucketPath) -> Iterator[None]:
         ) from None
 
 
-LIST_RIGHTS = {"gs": "storage.objects.list", "s3": "s3:ListBucket", "az": "Storage Blob Data Reader"}
 LIST_TRIES = 4
 
 

@@ -8,6 +8,14 @@ ENDPOINTS = {"gs": ("GOOGLE_BASE_URL",), "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDP
 """Variables with the address of another server than the cloud's own."""
 
 
+CREDENTIAL_HINTS = {
+    "gs": "log in with `gcloud auth application-default login`, or name a key file in GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or install boto3 for profiles and SSO",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or another credential of Azure",
+}
+LIST_RIGHTS = {"gs": "storage.objects.list", "s3": "s3:ListBucket", "az": "Storage Blob Data Reader"}
+
+
 def endpoint(scheme: str) -> str | None:
     """The address of another server than the cloud's own, if the environment names one."""
     return next((os.environ[name] for name in ENDPOINTS[scheme] if name in os.environ), None)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv import buckets
-from tpuconv.credentials import endpoint, region
+from tpuconv.credentials import CREDENTIAL_HINTS, endpoint, region
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
 from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, short
 from tpuconv.layout import Shape
@@ -224,7 +224,7 @@ class TrainedTree:
                 raise BucketError(
                     f"{name} of {self.folder} cannot be read: {cause}",
                     hint="TensorStore finds credentials of its own: "
-                    f"{buckets.CREDENTIAL_HINTS[self.folder.scheme]}; else check the network, and run again",
+                    f"{CREDENTIAL_HINTS[self.folder.scheme]}; else check the network, and run again",
                 ) from None
             raise SourceError(
                 f"{name} of {self.folder} cannot be read: {cause}",

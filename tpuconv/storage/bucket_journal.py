@@ -33,7 +33,17 @@ from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
 from tpuconv.storage import claim as claims
 from tpuconv.storage import sealed
-from tpuconv.storage.bucket_publishing import NOTE, RUNS, Abilities, Publication, clean, inside_random, note_text, probe
+from tpuconv.storage.bucket_publishing import (
+    NOTE,
+    RUNS,
+    Abilities,
+    Publication,
+    check_staged,
+    clean,
+    inside_random,
+    note_text,
+    probe,
+)
 from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
 from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in
@@ -45,7 +55,7 @@ POLL_SECONDS = 1.0
 """Between two looks at the claim of another process of this run, which prepares or publishes."""
 STAGED_SCHEMA = Each({"key": str, "bytes": Size, "version": Each(str)})
 PLAN_SCHEMA = {**ENTRY_SCHEMAS["plan"], "names": [str], "old": STAGED_SCHEMA}
-ENTRY_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}
+OBJECTS_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}
 COMPLETE_SCHEMA = {**ENTRY_SCHEMAS["complete"], "objects": STAGED_SCHEMA}
 
 
@@ -259,7 +269,7 @@ class BucketJournal(JournalEntries):
     def _entry(self, part: str) -> dict[str, Any]:
         if part not in self._entries:
             facts, path = super()._entry(part), self._entry_path(part)
-            check(facts, ENTRY_SCHEMA, str(path), OutputError)
+            check(facts, OBJECTS_SCHEMA, str(path), OutputError)
             if any(inside_random(staged["key"]) is None for staged in facts.get("objects", {}).values()):
                 raise OutputError(f"{path} names objects that no process staged")
             self._entries[part] = facts
@@ -409,20 +419,8 @@ class BucketJournal(JournalEntries):
 
     def _complete(self) -> None:
         """Records what the output consists of, once every object was compared with its entry."""
-        objects, there = self.sink.staged, buckets.listing_facts(self._folder)
-        wrong = [
-            name
-            for name, staged in objects.items()
-            if (found := there.get(staged.key)) is None
-            or found.size != staged.size
-            or not buckets.is_same(found.version, staged.version)
-        ]
-        if wrong:
-            raise OutputError(
-                f"objects in {self._folder} are not as they were written",
-                details=shorten(sorted(wrong)),
-                hint=f"delete {self._folder}, and run again to begin anew",
-            )
+        objects = self.sink.staged
+        check_staged(self._folder, objects)
         manifest = read_bytes(self._folder / objects[MANIFEST].key, sealed.MAX_MANIFEST_BYTES, OutputError)
         facts = {"fingerprint": self.fingerprint, "identity": sealed.seal_of(manifest) or ""}
         self._put_entry("complete", {**facts, "objects": {n: s.to_json() for n, s in objects.items()}}, is_first=True)

@@ -319,6 +319,28 @@ def _e_tag(version: buckets.Version) -> buckets.Version:
     return {"e_tag": version["e_tag"]} if "e_tag" in version else {}
 
 
+def check_staged(work: BucketPath, objects: Mapping[str, Staged]) -> None:
+    """Checks that staged objects are as they were written.
+
+    Raises:
+        OutputError: some are not.
+    """
+    there = buckets.listing_facts(work)
+    wrong = [
+        name
+        for name, staged in objects.items()
+        if (found := there.get(staged.key)) is None
+        or found.size != staged.size
+        or not is_same(found.version, staged.version)
+    ]
+    if wrong:
+        raise OutputError(
+            f"objects in {work} are not as they were written",
+            details=shorten(sorted(wrong)),
+            hint=f"delete {work}, and run again to begin anew",
+        )
+
+
 def inside_random(name: str) -> str | None:
     """What follows the prefix of a name that begins with a random one, of a work or of a process; else None."""
     prefix, _, inside = name.partition("/")
