@@ -231,7 +231,7 @@ def test_a_file_system_without_locks(no_locks, source, tmp_path):
     with pytest.raises(ResourceError, match=kind) as info:
         made.convert(source, tmp_path / "out")
     assert "-o flock" in str(info.value.hint)
-    with pytest.raises(ResourceError, match=kind), SharedJournal(tmp_path / "out", "x", None, ProcessPart(0, 2)):
+    with pytest.raises(ResourceError, match=kind), SharedJournal(tmp_path / "out", "x", None, (), ProcessPart(0, 2)):
         pass
     with pytest.raises(ResourceError, match=kind):
         workspace.claim(tmp_path, "work")

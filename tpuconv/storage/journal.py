@@ -63,9 +63,9 @@ TRIED = "tried"
 LAST = (WORK, "names.done", "complete.done")
 """What is removed at the end: without it nobody knows what else is ours."""
 _OF_JOURNAL = re.compile(
-    rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+|(out|old|{CALIBRATED}|source)/"
-    rf"|{TRIED}/([^/]+/)*|{HELD_OPEN}\d+/|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
-    r"|source(-\d+)?/(lock|[0-9a-f]{32}/(\d{5}/(\d{6}[^/]*)?)?)"
+    rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+"
+    rf"|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
+    r"|source(-\d+)?/(lock|[0-9a-f]{32}/\d{5}/\d{6}[^/]*)"
 )
 """The files of a work folder besides those of out/ and old/: entries, locks, what a calibration left, and the segments
 of a source that is fetched."""
@@ -390,7 +390,8 @@ class Journal(JournalEntries):
             raise self._holds_others(left)
 
     def _is_of_journal(self, name: str) -> bool:
-        return bool(_OF_JOURNAL.fullmatch(name))
+        """Whether a file is ours, or a folder without files: of removed ones that are still open it seems empty."""
+        return name.endswith("/") or bool(_OF_JOURNAL.fullmatch(name))
 
     @property
     def _outputs(self) -> tuple[Path, Path]:

@@ -53,6 +53,8 @@ def _older(config: Mapping[str, Any]) -> dict[str, Any]:
         return _of_one_type(parameters, OWN_OLDER_NAMES.get(kind, OLDER_NAMES))
     if parameters.keys() != BASES.get(kind, {}).keys():
         return {}
+    if not all(isinstance(value, Mapping) for value in parameters.values()):  # a type of layers with the defaults
+        return {}
     full, sliding = (_of_one_type(parameters[name], {"rope_theta": key}) for name, key in BASES[kind].items())
     says_the_same = "rope_scaling" not in sliding and all(
         full.get(key, sliding[key]) == sliding[key] for key in sliding
