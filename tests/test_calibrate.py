@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from helpers.families import CASES, is_inseparable
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize, quantize_source
 from helpers.times import wait_for
 from tpuconv import api
+from tpuconv.api.calibration import calibration_text
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError, UsageError
 from tpuconv.models.logits import forward
@@ -613,6 +615,21 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
     assert from_text(tokens, None, 4, 512).samples == 4
     with pytest.raises(UsageError, match="has no calibration"):
         api.quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), config="int8_weight_only", calibration="self")
+
+
+def test_how_much_text_there_was_is_told_and_too_little_is_a_warning(orbax):
+    ckpt = orbax(ONE_OF_EACH["llama"])
+    few = replace(from_ids("x.txt", np.zeros((4, 20), np.int32)), asked=128)
+    found = calibration_text(ckpt, few)
+    assert str(found) == "calibrated on 4 samples of the 128 asked for, 80 tokens: x.txt"
+    assert found.warning.startswith("80 tokens are fewer than the 96 inputs of a product")
+    assert found.to_json() | {"warning": ""} == {
+        "text": "x.txt", "samples": 4, "length": 20, "asked": 128, "inputs": 96, "tokens": 80, "warning": "",
+    }  # fmt: skip
+    enough = calibration_text(ckpt, from_ids("x.txt", np.zeros((5, 20), np.int32)))
+    assert enough.warning == ""
+    assert str(enough) == "calibrated on 5 samples, 100 tokens: x.txt"
+    assert calibration_text(ckpt, None) is None
 
 
 def test_each_sample_begins_with_what_the_tokenizer_puts_before_a_text(tmp_path):

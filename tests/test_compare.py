@@ -89,7 +89,11 @@ def test_perplexity_and_kl_are_those_of_the_definition(example, tmp_path):
     assert result.mean_kl == pytest.approx(np.mean(kl), rel=1e-4)
     assert result.perplexity_reference == pytest.approx(np.exp(np.mean(nll[example])), rel=1e-5)
     assert result.perplexity == pytest.approx(np.exp(np.mean(nll[out])), rel=1e-5)
-    assert result.gates == read_manifest(out).quantization["gates"]
+    assert read_manifest(out).quantization["gates"] is None
+    assert found.passed
+    assert result.gates == {"mean_kl": 2 * result.rounding_kl}
+    again = api.compare_checkpoints(example, out, text=tmp_path / "text.txt", length=32, stride=20, gates={"top1": 0.1})
+    assert again.statistics.rounding_kl is None
     # the same ratios as in the report of the quantization
     snr = {row.name: row.snr_db for row in report(read_manifest(out).raw).rows}
     for tensor in found.tensors:

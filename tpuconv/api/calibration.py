@@ -1,5 +1,6 @@
 """What a quantization is calibrated on."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,60 @@ CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 128, 512
 """How much text a quantization is calibrated on by default: samples, and tokens of each."""
 DRAWN_AT_ONCE = 8
 """Samples that a model draws at once."""
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """How much text a quantization is calibrated on.
+
+    Attributes:
+        text: where it is from.
+        samples, length: how many samples, and of how many tokens.
+        asked: how many samples were asked for.
+        inputs: the most inputs that a product of the model has.
+    """
+
+    text: str
+    samples: int
+    length: int
+    asked: int
+    inputs: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return self.samples * self.length
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        if self.tokens >= self.inputs:
+            return ""
+        return (
+            f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: give --calibration a "
+            "longer text, or --calibration self"
+        )
+
+    def __str__(self) -> str:
+        few = f" of the {self.asked} asked for" if self.samples < self.asked else ""
+        return f"calibrated on {self.samples} samples{few}, {self.tokens:,} tokens: {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        return {**asdict(self), "tokens": self.tokens, "warning": self.warning or None}
+
+
+def calibration_text(ckpt: Location, data: "CalibrationData | None") -> CalibrationText | None:
+    """How much text the data of a calibration are; None for none."""
+    if data is None:
+        return None
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.stored import model_config
+
+    config = model_config(read_manifest(ckpt))
+    widths = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
+    inputs = max((width for width in widths if isinstance(width, int)), default=0)
+    return CalibrationText(data.text, data.samples, data.length, data.asked or data.samples, inputs)
 
 
 def calibration_data(

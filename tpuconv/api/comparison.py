@@ -112,8 +112,8 @@ def compare_checkpoints(
         dtype: to compute in: "auto" (the reference's), "bfloat16" or "float32".
         cache_dtype: "int8" or "float8_e4m3fn": the second model writes its keys and values to a cache of this dtype,
             and reads them from it, as in decoding.
-        gates: bounds by the name of a statistic; by default those of the checkpoint's quantization config, or, of one
-            that is not quantized and has no cache, those of its dtype.
+        gates: bounds by the name of a statistic; by default those of the checkpoint's quantization config, which may
+            be what another rounding changes; of one that is not quantized and has no cache, those of its dtype.
         tasks: names of tasks or groups of lm-evaluation-harness (extra `eval`), which both models do too.
         task_folder: a folder with further tasks, YAML files as lm-evaluation-harness has them.
         task_limit: examples of each task at most; all by default.
@@ -154,17 +154,19 @@ def compare_checkpoints(
     tensors = tensor_differences(first, second)
     windows = _windows(first, prompts, None if text is None else Path(text), length, chosen)
     compute = first.dtype if dtype == "auto" else dtype
-    if gates is None and second.is_rounded and second.quantization:
-        gates = second.quantization["gates"]
-    if gates is None:
+    is_rounded = bool(second.is_rounded and second.quantization)
+    if gates is None and is_rounded:
+        gates = second.quantization["gates"]  # type: ignore[index]
+    elif gates is None:
         gates = {} if cache_dtype or first.is_rounded else DTYPE_GATES[compute]
+    names = {"reference": first.folder, "other": second.folder}
     statistics = compare_windows(
         Side(first, compute),
         Side(second, compute, cache_dtype),
         windows,
         next(array.shape[0] for array in first.arrays.values() if array.axes.startswith("V")),
         gates,
-        lambda name: progress(Progress(f"running {first.folder if name == 'reference' else second.folder}")),
+        lambda name: progress(Progress(f"running {names.get(name, name)}")),
     )
     done: list[TaskDifference] = []
     if tasks:

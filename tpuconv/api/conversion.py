@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data, calibration_text
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.planning import Origin, planned_conversion, planned_quantization, workspace_folder
 from tpuconv.errors import UsageError
@@ -264,7 +265,8 @@ def quantize(
     planned = planned_quantization(folder, rules, data, compress, runs=True)
     planned.check()
     limits = Limits.of_this_machine(jobs, max_memory)
-    return _run(planned, to, limits, overwrite, check, "quantizing", progress, part, place)
+    done = _run(planned, to, limits, overwrite, check, "quantizing", progress, part, place)
+    return replace(done, calibration=calibration_text(folder, data))
 
 
 def is_checkpoint(path: str | Location) -> bool:

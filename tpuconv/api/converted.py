@@ -8,6 +8,7 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
 
 if TYPE_CHECKING:
+    from tpuconv.api.calibration import CalibrationText
     from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Plan, Skip
     from tpuconv.models.common.config import IgnoredKey
@@ -41,6 +42,7 @@ class Conversion:
         part: which of several processes this was; None if it was the only one.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
         published: whether OUT is complete. If not, the last of the other processes publishes it.
+        calibration: how much text a calibration had; None without one.
     """
 
     out: Location
@@ -62,6 +64,7 @@ class Conversion:
     part: ProcessPart | None
     part_bytes: int
     published: bool
+    calibration: "CalibrationText | None" = None
 
     @property
     def source_verified(self) -> bool:
@@ -96,6 +99,8 @@ class Conversion:
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
             facts["published"] = self.published
+        if self.calibration is not None:
+            facts["calibration"] = self.calibration.to_json()
         return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})
 
 

@@ -258,20 +258,28 @@ def compare(
             progress(Progress("running transformers"))
             adapted = bool(manifest.raw["options"].get("adapters"))
             theirs = reference(source_folder, ids, compute, manifest.returns, adapted=adapted)
+    rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
             ours = logits.model_logits(folder, ids, compute, devices)
+            if manifest.is_rounded and manifest.quantization and not manifest.returns:
+                gates = manifest.quantization["gates"]
+                if gates is None:
+                    progress(Progress("running another rounding of the model"))
+                    rounding_kl = logits.rounding_divergence(
+                        ids,
+                        lambda: ours,
+                        lambda seed: logits.each_logits(folder, ids, compute, devices, rounding=seed),
+                        compute,
+                    )
+                    gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
     if manifest.returns:
-        gates = {} if manifest.is_rounded else VECTOR_GATES[compute]
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
-            manifest.returns, ids, theirs.logits, ours, compute, gates
+            manifest.returns, ids, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]
         )
     else:
-        gates = logits.rounding_gates(compute, theirs.rounding_kl)
-        if manifest.is_rounded and manifest.quantization:
-            gates = manifest.quantization["gates"]
-        statistics = logits.compare_logits(ids, theirs.logits, ours, compute, gates, theirs.rounding_kl)
+        statistics = logits.compare_logits(ids, theirs.logits, ours, compute, gates, rounding_kl)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["repo"] or own),

@@ -23,6 +23,8 @@ ROUNDING_METHODS = ("gptq", "awq", "nearest")
 """How weights are rounded while their costs are measured; the first is the default."""
 GATE_CANDIDATES = 64
 """Recipes among which the smallest that holds its gates is searched, evenly by bits."""
+GATE_STRIDE = 8
+"""Of the candidates each of this number is measured first."""
 
 
 @dataclass(frozen=True)
@@ -232,29 +234,35 @@ def _smallest(
     ids: Sequence[Sequence[int]],
     gates: Mapping[str, float],
 ) -> "tuple[list[Option], LogitStatistics]":
-    """The choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates: by bisection,
-    since more bits nearly always lose less.
+    """The choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates. They are
+    measured from the fewest bits on, since more bits do not always lose less: each `GATE_STRIDE`th up to the first that
+    holds, then those between it and the one before.
 
     Raises:
         GateError: none does.
     """
     step = max(1, len(sums.bits) // GATE_CANDIDATES)
     numbers = [number for number in range(len(sums.bits) - 1, -1, -step) if sums.kl[number] > 0][::-1]
-    found, low, high = None, 0, len(numbers)
-    while low < high:
-        middle = (low + high) // 2
-        options = sums.options(space, numbers[middle])
-        measured = _measured(probe, ids, options, gates)
-        if measured.failures():
-            low = middle + 1
-        else:
-            found, high = (options, measured), middle
+
+    def first_of(candidates: Sequence[int]) -> "tuple[int, list[Option], LogitStatistics] | None":
+        for candidate in candidates:
+            options = sums.options(space, numbers[candidate])
+            measured = _measured(probe, ids, options, gates)
+            if not measured.failures():
+                return candidate, options, measured
+        return None
+
+    last = len(numbers) - 1
+    found = first_of([*range(0, last, GATE_STRIDE), last]) if numbers else None
+    if found is not None:
+        before = (found[0] - 1) // GATE_STRIDE * GATE_STRIDE  # the one that was measured before, and did not hold
+        found = first_of(range(before + 1, found[0])) or found
     if found is None:
         raise GateError(
             "no recipe holds the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
             hint="give gates that allow more, or leave the model unquantized",
         )
-    return found
+    return found[1:]
 
 
 def _write(

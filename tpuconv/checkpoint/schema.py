@@ -33,7 +33,7 @@ QUANTIZATIONS = (
         **_NAMED,
         "rules": [dict],
         "scale_dtype": Optional(str | None),
-        "gates": Optional(Each(float)),
+        "gates": Optional((Each(float), None)),
         "calibration": Optional(dict),
         "calibration_data": Optional({"text": str, "samples": Size, "length": Size, "xxh3_128": str}),
         "parameters": Each((_QUANTIZED, {**_PASSTHROUGH, "rule": Size, "figures": STATISTICS})),

@@ -141,6 +141,7 @@ def _logits_table(found: api.CheckpointComparison) -> Table:
     for name, before, after, gate in (
         ("perplexity", f"{result.perplexity_reference:.5g}", f"{result.perplexity:.5g}", ""),
         ("mean KL divergence (nats)", "", f"{result.mean_kl:.3g}", "mean_kl"),
+        *(("mean KL of another rounding", "", f"{kl:.3g}", "") for kl in (result.rounding_kl,) if kl is not None),
         ("99.9th percentile of KL", "", f"{result.p999_kl:.3g}", ""),
         ("same most likely token", "", f"{100 * result.top1:.2f}%", ""),
         (f"the same, of {result.decided} tokens without a tie", "", f"{100 * result.top1_decided:.2f}%", "top1"),

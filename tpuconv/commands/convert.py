@@ -147,6 +147,10 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
+    if done.calibration:
+        show(f"  {done.calibration}")
+        if done.calibration.warning:
+            show("  ", ("warning", "yellow"), f": {done.calibration.warning}")
     if done.quantization:
         show_report(done.quantization, done.out)
 

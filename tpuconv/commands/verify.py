@@ -219,7 +219,7 @@ def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
         ("largest logit", f"{result.max_abs_logit:.4g}", None),
         ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
         ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
-        *(("mean KL of one rounding in transformers", kl, None) for kl in rounding),
+        *(("mean KL of another rounding", kl, None) for kl in rounding),
         ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
         ("same most likely token", f"{100 * result.top1:.2f}%", None),
         (f"the same, of {result.decided} tokens without a tie", f"{100 * result.top1_decided:.2f}%", "top1"),

@@ -7,8 +7,9 @@
     gates: {top1: 0.99}
     calibration: {method: gptq}
 
-Without `gates` a config has those of `default_gates`; `gates: none` is one without any. With `calibration` the model
-is run on text, layer by layer, to round its weights with less error than to the nearest: see `Calibration`.
+Without `gates` the model may lose what roundings of this size change (`tpuconv.quantize.rerounding`); `gates: none` is
+a config without any. With `calibration` the model is run on text, layer by layer, to round its weights with less error
+than to the nearest: see `Calibration`.
 
 They are read strictly: see `tpuconv.quantize.strict_yaml`.
 """
@@ -16,7 +17,7 @@ They are read strictly: see `tpuconv.quantize.strict_yaml`.
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -60,20 +61,6 @@ ALL_TOKENS = (0, 1)
 """The `act_batch_axes` of a static scale: a scale is the mean over texts and positions."""
 
 TILE_AXES = ("last", "all", "block")
-
-LOSS_CLASSES: tuple[Mapping[str, float], ...] = (
-    {"top1": 0.98, "mean_kl": 0.003},
-    {"top1": 0.96, "mean_kl": 0.01},
-    {"top1": 0.90, "mean_kl": 0.08},
-)
-"""The default gates, by how much a rule may lose: int8 weights; float8 weights or 8-bit activations; fewer than 8 bits,
-or static scales of activations.
-
-They were measured on examples/tiny-qwen3 (24 lines of examples/sample.txt, bfloat16), every layer and the head
-quantized: top-1 and KL of 0.999 and 0.0003 with int8 weights, 0.993 and 0.0015 with FP8 weights and activations, 0.974
-and 0.010 with int4 weights, one scale for each channel; 0.962 and 0.014 with static scales of int8 activations, without
-the head. A gate allows about 7 times as much KL divergence, since other models lose more, and is still far from what is
-broken: int2 in tiles of 32 gives 0.75 and 0.32."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +129,8 @@ class QuantConfig:
 
     Attributes:
         scale_dtype: the dtype of stored scales; None for that of the weights.
-        gates: the limits that the quantized model must hold, compared with the original; empty where the user wants
-            none.
+        gates: the limits that the quantized model must hold, compared with the original; None for what roundings of
+            this size change, empty where the user wants none.
         calibration: None to round each weight to the nearest value.
     """
 
@@ -151,7 +138,7 @@ class QuantConfig:
     summary: str
     rules: tuple[Rule, ...]
     scale_dtype: str | None = None
-    gates: Mapping[str, float] = field(default_factory=dict)
+    gates: Mapping[str, float] | None = None
     calibration: Calibration | None = None
 
     @property
@@ -171,7 +158,7 @@ class QuantConfig:
             "summary": self.summary,
             "rules": [rule.to_json() for rule in self.rules],
             "scale_dtype": self.scale_dtype,
-            "gates": dict(self.gates),
+            "gates": None if self.gates is None else dict(self.gates),
             **({"calibration": self.calibration.to_json()} if self.calibration else {}),
         }
 
@@ -183,7 +170,8 @@ class QuantConfig:
             CorruptOutput: it is no valid config.
         """
         qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
-        root = {"summary": facts["summary"], "qwix": qwix, "gates": facts.get("gates", {})}
+        root = {"summary": facts["summary"], "qwix": qwix}
+        root |= {"gates": gates} if (gates := facts.get("gates", {})) is not None else {}
         root |= {"calibration": facts["calibration"]} if "calibration" in facts else {}
         try:
             return _parse_root(YamlValue(yaml_node(root), MANIFEST, "quantization"), facts["name"])
@@ -256,7 +244,7 @@ def _parse_root(root: YamlValue, name: str) -> QuantConfig:
         summary=top["summary"].text() if "summary" in top else name,
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
-        gates=_gates(top["gates"]) if "gates" in top else default_gates(rules),
+        gates=_gates(top["gates"]) if "gates" in top else None,
         calibration=_calibration(top["calibration"], rules) if "calibration" in top else None,
     )
 
@@ -316,20 +304,6 @@ def gate_from_text(text: str) -> tuple[str, float]:
         known = ", ".join(f"{known} from 0 to {most:,.0f}" for known, most in GATE_LIMITS.items())
         raise UsageError(f"'{text}' is not a gate", hint=f"write top1=0.99; known are {known}")
     return name, bound
-
-
-def default_gates(rules: Iterable[Rule]) -> dict[str, float]:
-    """The gates of a config that names none: those of the class of `LOSS_CLASSES` with the most loss that a rule is
-    in."""
-    classes = [_loss_class(rule) for rule in rules if rule.weight_qtype]
-    return dict(LOSS_CLASSES[max(classes, default=0)])
-
-
-def _loss_class(rule: Rule) -> int:
-    """The number of a rule's class in `LOSS_CLASSES`."""
-    if QTYPES[str(rule.weight_qtype)] < 8 or rule.act_static_scale:
-        return 2
-    return int(rule.weight_qtype != "int8" or rule.act_qtype is not None)
 
 
 NEEDED = {

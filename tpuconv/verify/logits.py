@@ -5,7 +5,7 @@ nats per predicted token.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -51,9 +51,10 @@ DTYPE_GATES: Mapping[str, Gates] = {
 the mathematics. In the 16-bit types both models round, and not alike: see `rounding_gates`."""
 
 ROUNDINGS = 2
-"""How many times what one rounding changes in the reference two models may differ in a 16-bit type. With a trained
-model of 135 million parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two implementations of
-attention differ by 0.0015, and ours from them by 0.0015 and 0.0018."""
+"""How many times what another rounding changes two models may differ: in a 16-bit type, a rounding in the reference; of
+a quantized model, roundings of its weights (`tpuconv.quantize.rerounding`). With a trained model of 135 million
+parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two implementations of attention differ by
+0.0015, and ours from them by 0.0015 and 0.0018."""
 
 
 def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:
@@ -70,6 +71,30 @@ def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:
         if rounding_kl is not None:
             gates["mean_kl"] = max(bound, ROUNDINGS * rounding_kl)
     return gates
+
+
+CLIPPED = 5
+"""The same of models some of whose values may be clipped, which another rounding does not change: 3.1 times with int4
+weights and scales for 0.8 of the largest weight, in the trained example."""
+
+
+def quantized_gates(dtype: str, rounding_kl: float, quantization: Mapping[str, Any]) -> Gates:
+    """Returns the gates of a quantized model whose config has none of its own. Models differ by orders of magnitude in
+    what roundings change; the most likely token says little where a model hesitates between two.
+
+    Args:
+        dtype: that it computes in.
+        rounding_kl: the mean divergence of another rounding: see `tpuconv.quantize.rerounding`.
+        quantization: of the manifest; its rules say whether values are clipped.
+    """
+    methods = [
+        str(rule.get(name, "absmax"))
+        for rule in quantization.get("rules", ())
+        for name in ("weight_calibration_method", "act_calibration_method")
+    ]
+    clips = not {"absmax", "minmax"}.issuperset(methods)
+    clips |= any(rule.get("act_static_scale") for rule in quantization.get("rules", ()))
+    return {"mean_kl": max(DTYPE_GATES[dtype]["mean_kl"], (CLIPPED if clips else ROUNDINGS) * rounding_kl)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +115,8 @@ class LogitStatistics:
         worst_prompt: number of the prompt with the largest mean divergence, from 1.
         worst_prompt_kl: its mean divergence in nats.
         gates: bounds by the name of a statistic.
-        rounding_kl: see `tpuconv.verify.reference.Reference`; None if it was not measured.
+        rounding_kl: what another rounding changes: see `tpuconv.verify.reference.Reference`, and of a quantized model
+            `tpuconv.quantize.rerounding`; None if it was not measured.
     """
 
     dtype: str
@@ -184,9 +210,16 @@ def model_logits(
 
 
 def each_logits(
-    ckpt: Location, prompts: Sequence[Sequence[int]], dtype: str, mesh: Any = None, cache_dtype: str | None = None
+    ckpt: Location,
+    prompts: Sequence[Sequence[int]],
+    dtype: str,
+    mesh: Any = None,
+    cache_dtype: str | None = None,
+    *,
+    rounding: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yields what `model_logits` returns, one prompt at a time."""
+    """Yields what `model_logits` returns, one prompt at a time; with `rounding`, a seed, those of another rounding of
+    the model (`tpuconv.quantize.rerounding`)."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -199,11 +232,33 @@ def each_logits(
 
     model = load(ckpt, dtype, mesh)
     with on_mesh():
+        if rounding is not None:
+            from tpuconv.quantize.rerounding import rerounded
+
+            model = rerounded(model, rounding)
         run = forward_each(model, prompts, dtype, cache_dtype)()
     for _ in prompts:
         with on_mesh():  # not while this generator is suspended
             logits = next(run)
         yield logits
+
+
+def rounding_divergence(
+    prompts: Sequence[Sequence[int]],
+    ours: Callable[[], Iterable[np.ndarray]],
+    rerounded: Callable[[int], Iterable[np.ndarray]],
+    dtype: str,
+) -> float:
+    """Returns what another rounding of a quantized model changes: the mean divergence in nats from its logits.
+
+    Args:
+        prompts, dtype: as of `compare_logits`.
+        ours: gives the model's logits for each prompt.
+        rerounded: gives those of another rounding of it, with a seed.
+    """
+    from tpuconv.quantize.rerounding import SEEDS
+
+    return float(np.mean([compare_logits(prompts, ours(), rerounded(seed), dtype, {}).mean_kl for seed in SEEDS]))
 
 
 def compare_logits(

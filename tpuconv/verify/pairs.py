@@ -4,7 +4,7 @@ time; of the parameters a box of one."""
 import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log10, prod
 from tempfile import TemporaryFile, gettempdir
 from typing import Any
@@ -20,7 +20,14 @@ from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.paths import plain_path
 from tpuconv.quantize.encode import decoded_values
 from tpuconv.sizes import format_size
-from tpuconv.verify.logits import Gates, LogitStatistics, compare_logits, each_logits
+from tpuconv.verify.logits import (
+    Gates,
+    LogitStatistics,
+    compare_logits,
+    each_logits,
+    quantized_gates,
+    rounding_divergence,
+)
 from tpuconv.verify.windows import Window, scored_logits
 
 BOX_VALUES = 1 << 24
@@ -36,10 +43,11 @@ class Side:
     dtype: str
     cache_dtype: str | None = None
 
-    def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-        """Yields its logits [T, V] of each prompt. The model is in memory until the last one."""
+    def logits(self, prompts: Sequence[Sequence[int]], rounding: int | None = None) -> Iterator[np.ndarray]:
+        """Yields its logits [T, V] of each prompt; with `rounding`, a seed, those of another rounding. The model is in
+        memory until the last one."""
         with plain_path(self.manifest.folder) as folder:
-            yield from each_logits(folder, prompts, self.dtype, None, self.cache_dtype)
+            yield from each_logits(folder, prompts, self.dtype, None, self.cache_dtype, rounding=rounding)
 
 
 def compare_windows(
@@ -47,23 +55,24 @@ def compare_windows(
     other: Side,
     windows: Sequence[Window],
     vocabulary: int,
-    gates: Gates,
+    gates: Gates | None,
     on_model: Callable[[str], None] = lambda name: None,
 ) -> LogitStatistics:
-    """Returns the statistics of two models' logits. Those of the reference are in a temporary file meanwhile.
+    """Returns the statistics of two models' logits. Those of one model are in a temporary file meanwhile.
 
     Args:
         reference, other: the models.
         windows: what they run on.
         vocabulary: V.
-        gates: bounds by the name of a statistic.
-        on_model: called with "reference" and "other" before each runs.
+        gates: bounds by the name of a statistic; None for what another rounding of the second model changes.
+        on_model: called with "reference", "other" and "another rounding" before each runs.
 
     Raises:
         ResourceError: the temporary file does not fit on its disk.
     """
     prompts, size = [window.ids for window in windows], np.dtype(np.float32).itemsize
-    needed = size * vocabulary * sum(len(window.scored) - 1 for window in windows)
+    counts = [len(window.scored) - 1 for window in windows]
+    needed = size * vocabulary * sum(counts)
     if needed > (free := shutil.disk_usage(gettempdir()).free):
         raise ResourceError(
             f"the logits of {sum(map(len, prompts))} tokens take {format_size(needed)}, and {gettempdir()} has "
@@ -71,20 +80,41 @@ def compare_windows(
             hint="compare on less text, or set TMPDIR to a folder on a larger disk",
         )
     with TemporaryFile() as file:
-        on_model("reference")
-        for logits_TV in scored_logits(windows, reference.logits(prompts)):
-            file.write(np.ascontiguousarray(logits_TV, np.float32).data)
-        file.seek(0)
 
         def stored() -> Iterator[np.ndarray]:
-            for window in windows:
-                count = len(window.scored) - 1
+            for start, count in zip(starts, counts, strict=True):
+                file.seek(size * vocabulary * start)
                 yield np.frombuffer(file.read(size * count * vocabulary), np.float32).reshape(count, vocabulary)
 
+        def storing(logits: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+            """The logits, each of which takes the place of what `stored` yielded before it."""
+            for start, logits_TV in zip(starts, scored_logits(windows, logits), strict=True):
+                file.seek(size * vocabulary * start)
+                file.write(np.ascontiguousarray(logits_TV, np.float32).data)
+                yield logits_TV
+
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        scored = [window.scored for window in windows]
+        on_model("reference")
+        for _ in storing(reference.logits(prompts)):
+            pass
         gc.collect()  # the first model is in cycles of references
         on_model("other")
-        ours = scored_logits(windows, other.logits(prompts))
-        return compare_logits([window.scored for window in windows], stored(), ours, other.dtype, gates)
+        found = compare_logits(scored, stored(), storing(other.logits(prompts)), other.dtype, gates or {})
+        if gates is not None:
+            return found
+
+        def rerounded(seed: int) -> Iterator[np.ndarray]:
+            gc.collect()
+            on_model("another rounding")
+            return scored_logits(windows, other.logits(prompts, seed))
+
+        rounding_kl = rounding_divergence(scored, stored, rerounded, other.dtype)
+        return replace(
+            found,
+            rounding_kl=rounding_kl,
+            gates=quantized_gates(other.dtype, rounding_kl, other.manifest.quantization or {}),
+        )
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The text that a model is calibrated on, as token ids."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -26,6 +26,7 @@ class CalibrationData:
         samples, length: how many, and of how many tokens.
         digest: equal for equal ids.
         ids: makes the token ids [samples, length].
+        asked: how many samples were asked for.
     """
 
     text: str
@@ -33,6 +34,7 @@ class CalibrationData:
     length: int
     digest: str
     ids: Callable[[], np.ndarray]
+    asked: int = 0
 
     def to_json(self) -> dict[str, str | int]:
         """What the manifest says about it."""
@@ -78,4 +80,5 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
             hint="give --calibration a longer text, or a smaller --length",
         )
     starts = np.linspace(0, len(ids) - room, count).astype(int)
-    return from_ids(name, np.array([[*begin, *ids[start : start + room]] for start in starts]))
+    found = from_ids(name, np.array([[*begin, *ids[start : start + room]] for start in starts]))
+    return replace(found, asked=samples)

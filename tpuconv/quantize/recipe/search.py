@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
-from tpuconv.quantize.config import Rule, default_gates
 from tpuconv.storage.disk import replace_file
 from tpuconv.text import plain
 
@@ -213,7 +212,7 @@ def to_yaml(
     Args:
         space, options: the groups, and what was chosen for each.
         provenance: lines of text.
-        gates: of the config; None for those of its types.
+        gates: of the config; None for what roundings of its types change.
         method: of its calibration, if it has one.
     """
     lines = [f"summary: {space.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
@@ -223,9 +222,9 @@ def to_yaml(
     lines += ["qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options))]
     if method is not None:
         lines.append(f"calibration: {{method: {method}}}")
-    if gates is None:
-        gates = default_gates(Rule(0, weight_qtype=option.qtype) for option in options)
-    return "\n".join([*lines, f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}", ""])
+    if gates is not None:
+        lines.append(f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}")
+    return "\n".join([*lines, ""])
 
 
 def _table_lines(groups: Sequence[ParamGroup], options: Sequence[Option]) -> Iterator[str]:
