@@ -30,7 +30,7 @@ wrote of tiny models with heads of 64, two layers and random weights (the exampl
 
 - `1.2e-06`: the largest difference of a log-probability from that of `tpuconv.load` of the same parameters, in float32,
   divided by the largest. `1.2e-06, 79%`: that of the tokens before an activation falls on the next FP8 value, by a
-  rounding error of float32; from there on a text differs.
+  rounding error of float32; from there on a text differs (OLMo 2's from its first token on).
 - `1e-04 / 2e-03`: the mean KL divergence from `tpuconv.load` of the same quantized values, and, after the stroke, that
   of quantization itself: of these from the plain model. A server rounds activations in another way than we do, which
   costs as much again, or computes in bfloat16. A router may choose other experts for a token then.

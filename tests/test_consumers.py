@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import tpuconv
+from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.consumers import (
+    EMBEDDING_FACTORS,
     FORMS,
     IDS,
     JAX_MODELS,
@@ -61,6 +63,12 @@ class Served:
             return EXAMPLE
         if not (self.folder / "hf").exists():
             save(MODELS[self.name], self.folder / "hf", "bfloat16")
+            if factor := EMBEDDING_FACTORS.get(self.name):
+                config = json.loads((self.folder / "hf" / "config.json").read_text())
+                tensors = read_tensors(self.folder / "hf")
+                embedding = tensors["model.embed_tokens.weight"]
+                tensors["model.embed_tokens.weight"] = embedding * np.asarray(factor, embedding.dtype)
+                write_checkpoint(self.folder / "hf", config, tensors)
         return self.folder / "hf"
 
     def rules(self, config: str) -> Path | None:
