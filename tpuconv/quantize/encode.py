@@ -6,8 +6,9 @@ give its result with a fraction of the work. All other boxes are passed to Qwix,
 complete groups.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from math import prod
@@ -211,6 +212,18 @@ def _is_symmetric(method: str) -> bool:
 # -- by tables --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def on_processor() -> Iterator[None]:
+    """Within it jax computes on the processor. Other devices round quotients otherwise, so that a config would give
+    other values on each kind of machine."""
+    try:
+        devices = jax.local_devices(backend="cpu")
+    except RuntimeError:  # JAX_PLATFORMS names others alone
+        devices = jax.local_devices()
+    with jax.default_device(devices[0]):
+        yield
+
+
 _compile_pool = ThreadPoolExecutor(1, "qwix")
 """Compiles what Qwix is asked for, tables and comparisons. It releases the interpreter's lock, so other
 work goes on."""
@@ -229,7 +242,8 @@ def prepare(encoders: Iterable[QwixEncoder]) -> None:
 @cache
 def _qvalue_table(qtype: str) -> np.ndarray:
     """[65536]: the quantized value of every quotient of value and scale, by its bits."""
-    return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL_BFLOAT16))
+    with on_processor():
+        return np.asarray(jax.jit(partial(numerics.convert_to, qtype=qtype))(ALL_BFLOAT16))
 
 
 @cache
@@ -294,7 +308,11 @@ def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
         out: jax.Array = qarray.compute_scale_zero_point({"absmax": absmax}, qtype)[0]
         return out.astype(jnp.bfloat16)
 
-    return _compile_pool.submit(lambda: np.asarray(jax.jit(scale)(ALL_BFLOAT16[: 1 << 15])).astype(np.float32))
+    @on_processor()
+    def table() -> np.ndarray:
+        return np.asarray(jax.jit(scale)(ALL_BFLOAT16[: 1 << 15])).astype(np.float32)
+
+    return _compile_pool.submit(table)
 
 
 NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
@@ -349,6 +367,7 @@ def _compare_once(name: str, kind: QuantKind, values: np.ndarray, qvalues: np.nd
     _compared[kind.comparison_key] = _compile_pool.submit(compared)
 
 
+@on_processor()
 def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, scales: np.ndarray) -> None:
     array = jax.jit(lambda x: qarray.quantize(x, kind.in_qwix(part.shape)))(part)
     same = as_bytes(np.asarray(array.qvalue)) == qvalues
@@ -364,6 +383,7 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
 # -- by Qwix ----------------------------------------------------------------------------------------------------------
 
 
+@on_processor()
 def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
     """Encodes by Qwix itself."""
     wide = jnp.asarray(values).astype(jnp.float32)
