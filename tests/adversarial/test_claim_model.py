@@ -17,7 +17,7 @@ def test_the_old_protocol_has_faults(fault):
     assert fault in Search(old, "s3", FAULTS[fault]).run().faults
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "s3")) for kind in KINDS])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_new_protocol_has_none_of_them(fault, kind):
     check(kind, FAULTS[fault])

@@ -299,6 +299,7 @@ def test_row_06_the_plan_says_it(hf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_too_many_open_files(hf, tmp_path):
     """Whatever the call that finds no descriptor any more: exit code 8, and nothing is left."""
     many = write_shards(hf, tmp_path / "many", 60)
