@@ -354,7 +354,7 @@ def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
         raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
     for name, array in arrays.items():
         if fault := _array_fault(array, sealed.is_sealed, raw):
-            raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="convert the checkpoint again, with --overwrite")
+            raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="move the checkpoint away, and convert it again")
     if "target" not in raw["options"]:  # others have names of their own for the parts of a parameter
         for name in (raw.get("quantization") or {}).get("parameters", ()):
             if fault := _quantized_fault(name, arrays, raw["quantization"]):

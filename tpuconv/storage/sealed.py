@@ -94,7 +94,7 @@ def read_sealed(folder: Location) -> Sealed:
     found = seal_of(data)
     if found is None:
         raise CorruptOutput(
-            f"{path} was changed: it does not hold its own hash", hint="convert the checkpoint again, with --overwrite"
+            f"{path} was changed: it does not hold its own hash", hint="move the checkpoint away, and convert it again"
         )
     return Sealed(raw, found, own_stamp)
 
