@@ -25,6 +25,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    close_session()  # of an earlier test
     with HubServer({}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         yield server
@@ -44,7 +45,8 @@ def test_a_machine_as_it_should_be(hub, monkeypatch, tmp_path):
     hub.users[TOKEN] = "somebody"
     items = examined(tmp_path)
     assert list(items) == ["python", *doctor.PACKAGES, "devices", "memory", "disk", "hub", "token"]
-    assert {items[name].status for name in ("python", *doctor.PACKAGES, "devices", "hub", "token")} == {"ok"}
+    others = ("memory", "disk")  # as this machine is
+    assert not [item for name, item in items.items() if item.status != "ok" and name not in others]
     assert items["jax"].facts == {"version": metadata.version("jax"), "tested": "<0.13,>=0.10"}
     assert all(items[name].facts["tested"] for name in doctor.PACKAGES)
     assert items["devices"].facts["platform"] == "cpu"
