@@ -21,7 +21,7 @@ from tpuconv.storage.disk import PARTIAL
 from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.sealed import STAGED, Sealed, read_sealed
 
-CHANGED = "was changed since tpuconv wrote it"
+REWRITTEN = "was changed since tpuconv wrote it"
 """How the reason ends, after the name of a file."""
 SHOWN = 5
 """Names of files that an error lists."""
@@ -172,7 +172,7 @@ def strangers(folder: Location, contents_of: ContentsOf) -> list[str]:
     since = found[MANIFEST].changed
     later = [name for name in there if name not in resized and found[name].changed >= since]
     changed = sorted({*resized, *contents.changed(later)})
-    return reasons + [f"{name} {CHANGED}" for name in changed]
+    return reasons + [f"{name} {REWRITTEN}" for name in changed]
 
 
 # --- deleting ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, s
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
-from tpuconv.storage.ownership import CHANGED, ContentsOf, strangers
+from tpuconv.storage.ownership import REWRITTEN, ContentsOf, strangers
 from tpuconv.storage.places import WORK_SUFFIX, is_readable, is_work_name, work_folder
 
 WORK, CLAIM = "tpuconv.work", "claim"
@@ -43,7 +43,7 @@ def exists_already(
 def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> OutputError:
     """The error for a place that holds what is not tpuconv's, by these reasons."""
     stays = ", so --overwrite does not replace it" if overwrite else ""
-    is_changed = all(reason.endswith(CHANGED) for reason in why)
+    is_changed = all(reason.endswith(REWRITTEN) for reason in why)
     return OutputError(
         f"{out} exists already and holds files that "
         f"{'were changed since tpuconv wrote them' if is_changed else 'tpuconv did not write'}{stays}",
