@@ -105,7 +105,7 @@ class BucketJournal(JournalEntries):
             while not self._enter():
                 pass
             if self.claim.held is not None:
-                self.sink = StagedSink(self._folder, self.claim.process, self.claim.check)
+                self.sink = StagedSink(self._folder, self.claim.process, self.claim.check, self.claim.check_held)
                 self._list_entries()
                 if self.part is not None:
                     self._sign_in()
@@ -320,7 +320,7 @@ class BucketJournal(JournalEntries):
         self.claim.change(ClaimState.DROPPING)
         self._clean()
         self.claim.change(ClaimState.WRITING, work=secrets.token_hex(16))
-        self.sink = StagedSink(self._folder, self.claim.process, self.claim.check)
+        self.sink = StagedSink(self._folder, self.claim.process, self.claim.check, self.claim.check_held)
         self._entries, self._known = {}, set()
         self._record_plan()
 

@@ -128,10 +128,11 @@ class StagedSink:
         folder: the work folder.
         prefix: of the names of objects there.
         check: called before each request that writes; raises OutputError if this process must not write any more.
+        check_held: the same, but asks the store.
     """
 
-    def __init__(self, folder: BucketPath, prefix: str, check: Callable[[], None]):
-        self.work, self.prefix, self._check = folder, prefix, check
+    def __init__(self, folder: BucketPath, prefix: str, check: Callable[[], None], check_held: Callable[[], None]):
+        self.work, self.prefix, self._check, self._check_held = folder, prefix, check, check_held
         self.staged: dict[str, Staged] = {}
 
     @property
@@ -158,6 +159,7 @@ class StagedSink:
             yield upload
         found = buckets.facts(self.folder / name)
         if found is None or found.size != upload.facts()["bytes"]:
+            self._check_held()  # whoever took the work over has cleaned up
             raise BucketError(f"{self.folder / name} was written, and is not there as it was", hint="run again")
         self._add(name, found.size, found.version)
 
