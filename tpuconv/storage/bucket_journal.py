@@ -34,15 +34,14 @@ from tpuconv.names import MANIFEST
 from tpuconv.storage import claim as claims
 from tpuconv.storage import sealed
 from tpuconv.storage.bucket_publishing import (
-    NOTE,
     RUNS,
     Abilities,
     Publication,
     check_staged,
     clean,
     inside_random,
-    note_text,
     probe,
+    write_note,
 )
 from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
@@ -173,8 +172,7 @@ class BucketJournal(JournalEntries):
                 raise self._unfinished(held)
             state = ClaimState.DROPPING
         if state == ClaimState.PUBLISHING:  # the old output may be gone already, and a note must be there before
-            text = f"{self.claim.process}/{NOTE}"
-            buckets.put_object(self.work / held.work / text, note_text(self.work / held.work))
+            write_note(self.work / held.work, self.claim.process)
         try:
             self.claim.take(held.plan, held.work, state, (held, facts))
         except ClaimLost:
@@ -409,7 +407,7 @@ class BucketJournal(JournalEntries):
             self._complete()
         publication = self._publication()
         publication.check()
-        publication.write_note()
+        write_note(self._folder, self.claim.process)
         self.claim.change(ClaimState.PUBLISHING)
         publication.publish()
         with suppress(ClaimLost):  # whoever has it by now cleans up

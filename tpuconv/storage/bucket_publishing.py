@@ -107,11 +107,10 @@ def _probe_conditions(path: BucketPath, first: buckets.Version, store: str) -> b
 def _refuses(request: Callable[[], object]) -> bool:
     """Whether a condition of a request is looked at. A store that does not know it is as one that ignores it."""
     try:
-        request()
+        with suppress(UsageError):
+            request()
     except ConditionLost:
         return True
-    except UsageError:
-        return False
     return False
 
 
@@ -194,10 +193,6 @@ class Publication:
             )
         return False
 
-    def write_note(self) -> None:
-        """Writes the note of this process: before it publishes, never while it does."""
-        buckets.put_object(self.note, self.text)
-
     # --- publishing ------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
@@ -206,7 +201,7 @@ class Publication:
         Raises:
             OutputError: OUT holds what belongs to others, or another process took the claim.
         """
-        self._revoke({self.note.name})
+        self._revoke(keep_own=True)
         there = self.check()
         if any(name in self.old for name in there):
             self._try_out()
@@ -218,7 +213,7 @@ class Publication:
                     self._remove_old({name: _facts(self.out / name)})
         self._copy_all([name for name in self.new if name not in marks], there)
         self._remove_old({name: found for name, found in there.items() if name not in self.new})
-        self._revoke(set())
+        self._revoke(keep_own=False)
         self._check_copied(set(marks))
         self.claim.check_held()
         for name in marks:
@@ -278,12 +273,12 @@ class Publication:
 
         buckets.for_each(remove, list(names))
 
-    def _revoke(self, kept: "set[str]") -> None:
+    def _revoke(self, *, keep_own: bool) -> None:
         """Deletes notes, so that none can be copied any more: those of other processes, then that of this one."""
         notes = [name for name in buckets.listing(self.work) if name.endswith(f"/{NOTE}")]
         own = f"{self.claim.process}/{NOTE}"
         self.claim.check()
-        buckets.remove_objects(self.work, [name for name in notes if not (kept and name == own)])
+        buckets.remove_objects(self.work, [name for name in notes if not (keep_own and name == own)])
 
     def _check_copied(self, marks: "set[str]") -> None:
         """Compares names, sizes and ETags of all that was copied."""
@@ -308,6 +303,11 @@ class Publication:
             details=shorten(sorted(names)),
             hint="stop what writes there, move its files away, and run the same command again",
         )
+
+
+def write_note(work: BucketPath, process: str) -> None:
+    """Writes the note of a process: before it publishes a work, never while it does."""
+    buckets.put_object(work / process / NOTE, note_text(work))
 
 
 def note_text(work: BucketPath) -> bytes:
