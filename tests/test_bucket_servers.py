@@ -401,10 +401,13 @@ def test_a_suspended_writer_changes_nothing(moment, fenced, root, source, tmp_pa
     assert {name.split("/")[0] for name in objects(root)} <= {"out", "out.tpuconv"}
 
 
-def same_command_twice(root: str, source: Path, out: str, *options: str) -> None:
+def same_command_twice(root: str, source: Path, out: str, *options: str, delay: float) -> None:
+    """`delay`: seconds between the starts."""
     with ExitStack() as stack:
-        two = [stack.enter_context(started("convert", source, f"{root}/{out}", *options)) for _ in range(2)]
-        codes = sorted(process.wait(300) for process in two)
+        first = stack.enter_context(started("convert", source, f"{root}/{out}", *options))
+        time.sleep(delay)
+        second = stack.enter_context(started("convert", source, f"{root}/{out}", *options))
+        codes = sorted(process.wait(300) for process in (first, second))
     assert codes in ([0, 9], [0, 0]), codes  # both end well if the second one finds what the first one published
     assert api.verify(f"{root}/{out}").passed
     assert {name.split("/")[0] for name in objects(root)} == {out}
@@ -416,8 +419,10 @@ def test_the_same_command_twice_at_once(overwrite, root, source, tmp_path):
     root = f"{root}/{overwrite}"
     if overwrite:
         api.convert(made.source(tmp_path / "other", 1, shards=2), f"{root}/out")
-    for _ in range(DUPLICATES):
-        same_command_twice(root, source, "out", *["--overwrite"] * overwrite)
+    for times in range(DUPLICATES):  # each over another output than its own, which it would find and leave
+        options = ("--overwrite", "--dtype", ("float32", "bfloat16")[times % 2])
+        delay = random.Random(times).uniform(0, 1) * (times % 2)
+        same_command_twice(root, source, "out", *options[: 4 * overwrite], delay=delay)
         if not overwrite:
             place = to_location(f"{root}/out")
             assert isinstance(place, BucketPath)
