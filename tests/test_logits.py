@@ -83,7 +83,10 @@ def test_a_right_model_passes_on_random_tokens_in_bfloat16(tmp_path):
     ids = tokenize(tmp_path, [], 256)
     assert sum(map(len, ids)) == 1024
     convert(EXAMPLE, tmp_path / "out")
-    hf, ours = reference(EXAMPLE, ids, "bfloat16").logits, model_logits(tmp_path / "out", ids, "bfloat16")
+    hf, ours = (
+        reference(EXAMPLE, logits.whole_texts(ids), "bfloat16").logits,
+        model_logits(tmp_path / "out", ids, "bfloat16"),
+    )
     result = compare_logits(ids, hf, ours, "bfloat16", DTYPE_GATES["bfloat16"])
     assert not result.failures()
     assert result.decided > 0.9 * result.tokens
@@ -119,7 +122,7 @@ def test_log_probabilities_of_tokens_are_those_of_the_logits(cache_dtype, orbax,
     done = []
     found = logits.TokenScorer(model, "float32", cache_dtype)(texts, lambda n, of: done.append((n, of)))
     assert done == [(3, 7), (6, 7), (7, 7)]
-    every = logits.forward_each(model, texts, "float32", cache_dtype)()
+    every = logits.forward_each(model, logits.whole_texts(texts), "float32", cache_dtype)()
     for ids, (logp_T, is_best_T), expected_TV in zip(texts, found, every, strict=True):
         expected_TV = logits.log_softmax(expected_TV[:-1])
         np.testing.assert_allclose(logp_T, expected_TV[np.arange(len(ids) - 1), ids[1:]], atol=2e-5)

@@ -69,6 +69,9 @@ def verify(
 ) -> None:
     """Check every array and file of CKPT against its checksum; with --compare-hf, its model against the original.
 
+    --compare-hf runs both models on eight short prompts, or on those of --prompts. A model with sliding windows,
+    chunks or an indexer also runs on one prompt beyond each, up to 8,256 tokens, whose last 128 logits are compared.
+
     CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
     checkpoint is damaged.
     """
@@ -161,6 +164,11 @@ def _show_verdict(found: api.Comparison) -> None:
     else:
         what = "is close enough to the original" if found.rounded else "computes what the original does"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
+    for horizon in found.horizons:
+        if horizon.why_not:
+            show("  ", ("not compared", "yellow"), f": texts of more than {horizon.tokens:,} tokens; {horizon.why_not}")
+        else:
+            show(f"  compared beyond {horizon.tokens:,} tokens too, where a window ends or the computation changes")
 
 
 def _show_source(changed: Sequence[str] | None) -> None:

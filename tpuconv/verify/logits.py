@@ -16,7 +16,7 @@ import numpy as np
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
-from tpuconv.models.logits import divergences, forward_each, log_softmax
+from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 from tpuconv.sharding import format_mesh
 
@@ -206,20 +206,20 @@ def model_logits(
     """Returns our model's logits [T, V] in float32 for each prompt (or what else it returns: see `forward`), computed
     on one device or on a mesh; with several processes all of them call this, and the mesh is of all devices if None.
     Raises as `tpuconv.load`."""
-    return list(each_logits(ckpt, prompts, dtype, mesh, cache_dtype))
+    return list(each_logits(ckpt, whole_texts(prompts), dtype, mesh, cache_dtype))
 
 
 def each_logits(
     ckpt: Location,
-    prompts: Sequence[Sequence[int]],
+    windows: Sequence[Window],
     dtype: str,
     mesh: Any = None,
     cache_dtype: str | None = None,
     *,
     rounding: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yields what `model_logits` returns, one prompt at a time; with `rounding`, a seed, those of another rounding of
-    the model (`tpuconv.quantize.rerounding`)."""
+    """Yields what `model_logits` returns, one window at a time, from its first token that counts on; with `rounding`, a
+    seed, those of another rounding of the model (`tpuconv.quantize.rerounding`)."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -236,8 +236,8 @@ def each_logits(
             from tpuconv.quantize.rerounding import rerounded
 
             model = rerounded(model, rounding)
-        run = forward_each(model, prompts, dtype, cache_dtype)()
-    for _ in prompts:
+        run = forward_each(model, windows, dtype, cache_dtype)()
+    for _ in windows:
         with on_mesh():  # not while this generator is suspended
             logits = next(run)
         yield logits
