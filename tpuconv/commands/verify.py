@@ -158,7 +158,10 @@ def _show_verdict(found: api.Comparison) -> None:
         no_gates = "no gates set: those of quantization configs are for logits, so nothing passed or failed; "
     else:
         worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
-        no_gates = "no gates set: the quantization config has `gates: none`, so nothing passed or failed; "
+        no_gates = (
+            "no gates set: the quantization config has `gates: none`, or clips so much that no bound tells right "
+            "models from wrong ones, so nothing passed or failed; "
+        )
     if found.passed is None:
         show(no_gates, worst)
     else:
