@@ -168,10 +168,8 @@ def _show_verdict(found: api.Comparison) -> None:
         what = "is close enough to the original" if found.rounded else "computes what the original does"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
     for horizon in found.horizons:
-        if horizon.why_not:
-            show("  ", ("not compared", "yellow"), f": texts of more than {horizon.tokens:,} tokens; {horizon.why_not}")
-        else:
-            show(f"  compared beyond {horizon.tokens:,} tokens too, where a window ends or the computation changes")
+        where = f"  beyond {horizon.tokens:,} tokens, where a window or the like ends: "
+        show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))
 
 
 def _show_source(changed: Sequence[str] | None) -> None:
