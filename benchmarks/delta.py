@@ -53,7 +53,7 @@ def prefill(name: str) -> Callable[[int], float]:
     family = get_family(name)
     config = family.config.from_hf({"model_type": name, **SIZES, **MODELS[name]})
     model = family.model_class(config, dtype=jnp.float32)
-    run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, last_only=True))
+    run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, first=-1))
 
     def seconds(tokens: int) -> float:
         ids, cache = jnp.ones((1, tokens), jnp.int32), model.init_cache(1, tokens)

@@ -2,7 +2,7 @@
 
     python docs/picture.py
 
-Times, rates and memory, which differ from run to run, are shown as `…`. Needs `tpuconv[hf]`.
+Times, rates and memory, which differ from run to run, are shown as `…`. Needs the extra `hf`.
 """
 
 import os

@@ -16,6 +16,7 @@ from helpers.quantizing import leaves
 from tpuconv import api, buckets, doctor
 from tpuconv.cli import tpuconv as cli
 from tpuconv.errors import BucketError, CorruptOutput, OutputError, SourceError, UsageError
+from tpuconv.extras import install_command
 from tpuconv.location import BucketPath, to_location
 from tpuconv.storage import claim as claims
 from tpuconv.storage.bucket_journal import BucketJournal
@@ -170,7 +171,7 @@ def test_without_obstore(monkeypatch):
     monkeypatch.setattr(buckets, "find_spec", lambda name: None)
     with pytest.raises(UsageError) as info:
         tpuconv.load("gs://bkt/out")
-    assert "tpuconv[cloud]" in (info.value.hint or "")
+    assert info.value.hint == install_command("cloud")
 
 
 def test_doctor(bucket, monkeypatch):

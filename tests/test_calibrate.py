@@ -27,8 +27,9 @@ from helpers.families import CASES, is_inseparable
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize, quantize_source
 from helpers.times import wait_for
 from tpuconv import api
-from tpuconv.api.calibration import calibration_text
+from tpuconv.api.calibration import CalibrationText
 from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.commands.convert import show_plan
 from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError, UsageError
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
@@ -41,6 +42,7 @@ from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibrate.memory import calibration_memory
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import BF16, QwixEncoder
+from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.rules import resolve_rules
 from tpuconv.storage.bucket_journal import BucketJournal
 
@@ -617,19 +619,67 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
         api.quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), config="int8_weight_only", calibration="self")
 
 
-def test_how_much_text_there_was_is_told_and_too_little_is_a_warning(orbax):
-    ckpt = orbax(ONE_OF_EACH["llama"])
-    few = replace(from_ids("x.txt", np.zeros((4, 20), np.int32)), asked=128)
-    found = calibration_text(ckpt, few)
-    assert str(found) == "calibrated on 4 samples of the 128 asked for, 80 tokens: x.txt"
-    assert found.warning.startswith("80 tokens are fewer than the 96 inputs of a product")
-    assert found.to_json() | {"warning": ""} == {
-        "text": "x.txt", "samples": 4, "length": 20, "asked": 128, "inputs": 96, "tokens": 80, "warning": "",
+def test_how_much_text_there_is_and_what_to_do_with_too_little():
+    few = CalibrationText.of(replace(from_ids("x.txt", np.zeros((4, 20), np.int32)), asked=128), 96)
+    assert str(few) == "calibration: 4 samples of the 128 asked for, 80 tokens, of x.txt"
+    assert few.warning == (
+        "80 tokens are fewer than the 96 inputs of a product: give a longer text by --calibration FILE, or "
+        "--calibration self"
+    )
+    assert few.to_json() == {
+        "text": "x.txt", "samples": 4, "length": 20, "asked": 128, "inputs": 96, "tokens": 80, "warning": few.warning,
     }  # fmt: skip
-    enough = calibration_text(ckpt, from_ids("x.txt", np.zeros((5, 20), np.int32)))
-    assert enough.warning == ""
-    assert str(enough) == "calibrated on 5 samples, 100 tokens: x.txt"
-    assert calibration_text(ckpt, None) is None
+    enough = CalibrationText.of(from_ids("x.txt", np.zeros((5, 20), np.int32)), 96)
+    assert (enough.warning, str(enough)) == ("", "calibration: 5 samples, 100 tokens, of x.txt")
+    assert CalibrationText.of(from_ids("x.txt", np.zeros((5, 20), np.int32)), 101).warning.endswith(
+        "give a larger --samples"
+    )
+
+
+def test_the_amount_of_text_is_told_before_the_work(converted, tmp_path, monkeypatch, capsys):
+    """By each command that calibrates, and in a plan. The widest product of this model is none of its widths: `attn.o`
+    sums over all heads."""
+    ckpt, text = converted / "tiny-qwen3-orbax", tmp_path / "x.txt"
+    text.write_text("word " * 36)
+    (tmp_path / "mine.yaml").write_text(
+        "qwix: {rules: [{module_path: 'layers/0/attn/o', weight_qtype: int8}]}\ncalibration: {method: gptq}\n"
+    )
+    given = {"calibration": text, "samples": 16, "length": 20}
+    told = [
+        "calibration: 9 samples of the 16 asked for, 180 tokens, of x.txt",
+        "warning: 180 tokens are fewer than the 192 inputs of a product: give a longer text by --calibration FILE, or "
+        "--calibration self",
+    ]
+    planned = api.plan_quantization(ckpt, config=tmp_path / "mine.yaml", **given)
+    assert planned.to_json()["calibration"]["inputs"] == 192
+    show_plan(planned, False, None)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(line in shown for line in told)
+
+    class Began(Exception):
+        pass
+
+    def begin(*_):
+        raise Began
+
+    messages = []
+    monkeypatch.setattr(calibrate.LayerwiseCalibration, "run", begin)
+    with pytest.raises(Began):
+        api.quantize(
+            ckpt, tmp_path / "out", config=tmp_path / "mine.yaml", **given,
+            progress=lambda at: messages.append(at.message) if at.message else None,
+        )  # fmt: skip
+    assert messages == told
+    monkeypatch.setattr(LayerwiseProbe, "each", begin)
+    for wanted in ({}, {"target_bits": 6.0, "recipe": tmp_path / "recipe.yaml"}):
+        messages.clear()
+        with pytest.raises(Began):
+            api.sensitivity(
+                ckpt, **given, **wanted, progress=lambda at: messages.append(at.message) if at.message else None
+            )
+        assert messages == [told[0], told[1].replace("192", "480")]  # all groups may be rounded
+    (tmp_path / "plain.yaml").write_text("qwix: {rules: [{module_path: 'layers/.*', weight_qtype: int8}]}\n")
+    assert "calibration" not in api.plan_quantization(ckpt, config=tmp_path / "plain.yaml").to_json()
 
 
 def test_each_sample_begins_with_what_the_tokenizer_puts_before_a_text(tmp_path):

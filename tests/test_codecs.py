@@ -65,6 +65,7 @@ from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.schemes import schemes
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.models.logits import whole_texts
 from tpuconv.sources.hub import fetch_config
 from tpuconv.sources.source import open_source
 from tpuconv.verify.reference import reference
@@ -232,7 +233,7 @@ def test_a_release_of_modelopt_is_described_beside_its_config(algorithm, tmp_pat
 def test_transformers_is_not_shown_codes_for_weights(tmp_path):
     modelopt("FP8", tmp_path)
     with pytest.raises(UsageError, match=r"described in hf_quant_config\.json"):
-        reference(tmp_path, [[1, 2]], "float32")
+        reference(tmp_path, whole_texts([[1, 2]]), "float32")
 
 
 FAULTS = {

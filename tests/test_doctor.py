@@ -12,6 +12,7 @@ from helpers.hub_server import HubServer
 from helpers.times import HANG
 from tpuconv import doctor
 from tpuconv.doctor import Item
+from tpuconv.extras import install_command
 
 TOKEN = "hf_secret"
 
@@ -97,7 +98,7 @@ def test_a_package_that_may_be_absent(monkeypatch):
     replace_version(monkeypatch, "transformers", None)
     item = doctor._package("transformers")
     assert (item.status, item.found) == ("warn", "not installed")
-    assert "tpuconv[hf]" in item.advice
+    assert item.advice == f"needed for text and for comparisons with the source: {install_command('hf')}"
 
 
 def replace_version(monkeypatch, package: str, version: str | None) -> None:

@@ -21,9 +21,21 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "sizes", "memory", "text", "names", "location", "credentials", "object_requests", "buckets", "paths"),
-    *("progress", "jsonfile", "hosts", "patterns", "private", "libtpu", "letters", "layout", "sharding", "compiled"),
-    *("bfloat16", "casts", "storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets"),
+    *(
+        "errors",
+        "extras",
+        "sizes",
+        "memory",
+        "text",
+        "names",
+        "location",
+        "credentials",
+        "object_requests",
+        "buckets",
+        "paths",
+    ),
+    *("paths", "progress", "jsonfile", "hosts", "patterns", "private", "libtpu", "letters", "layout", "sharding"),
+    *("compiled", "bfloat16", "casts", "storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets"),
     *("convert", "quantize"),
     *("restore", "persist", "verify", "doctor"),
     *("api", "commands", "cli", "__main__"),

@@ -16,6 +16,7 @@ from helpers.schemes import encode
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UnsupportedConfig, UsageError
+from tpuconv.models.logits import whole_texts
 from tpuconv.verify import reference
 from tpuconv.verify.layerwise import LayerError, compare_layers
 from tpuconv.verify.logits import model_logits
@@ -30,7 +31,7 @@ WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a
 def compared(
     out: Path, source: Path, dtype: str = "float32"
 ) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
-    return compare_layers(read_manifest(out), source, PROMPTS, dtype)
+    return compare_layers(read_manifest(out), source, whole_texts(PROMPTS), dtype)
 
 
 NOT_READ = {"longcat_flash", "bailing_moe", "exaone", "internlm2"}
@@ -62,7 +63,7 @@ def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any, 
     assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
     assert not [part for part in parts if part.diverges]
     scale = max(np.abs(x).max() for x in theirs)
-    for mine, whole in zip(theirs, reference.reference(hf(case), PROMPTS, "float32").logits, strict=True):
+    for mine, whole in zip(theirs, reference.reference(hf(case), whole_texts(PROMPTS), "float32").logits, strict=True):
         np.testing.assert_array_equal(mine, whole)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 2e-5 * scale
     if case in WHOLE:
@@ -79,13 +80,15 @@ def test_encoded_matrices_are_decoded_for_transformers(source: str, tmp_path: Pa
     """In the order of axes that its modules have; for the whole model it wants packages that decode them."""
     convert(ENCODED / source, tmp_path / "out")
     prompts = [[3, 9, 5, 20, 7], [4, 4, 8]]
-    parts, theirs, ours = compare_layers(read_manifest(tmp_path / "out"), ENCODED / source, prompts, "bfloat16")
+    parts, theirs, ours = compare_layers(
+        read_manifest(tmp_path / "out"), ENCODED / source, whole_texts(prompts), "bfloat16"
+    )
     assert not [part for part in parts if part.diverges]
     scale = max(np.abs(x).max() for x in theirs)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 0.03 * scale
     if not source.startswith("modelopt"):  # described beside config.json, or not known at all
         with pytest.raises(UsageError, match=r"transformers cannot load .*(gptqmodel|optimum|bitsandbytes)"):
-            reference.reference(ENCODED / source, prompts, "bfloat16")
+            reference.reference(ENCODED / source, whole_texts(prompts), "bfloat16")
 
 
 @pytest.mark.slow
@@ -95,7 +98,7 @@ def test_what_transformers_does_not_load_is_an_error(hf: Any, orbax: Any) -> Non
     with pytest.raises(SourceError, match=r"has no tensors for mlp.experts.gate_up_proj of transformers' layers\.0"):
         compared(orbax(case), hf(case))
     with pytest.raises(UnsupportedConfig, match=r"did not load .* nothing is said about the conversion"):
-        reference.reference(hf(case), PROMPTS, "float32")
+        reference.reference(hf(case), whole_texts(PROMPTS), "float32")
 
 
 def test_stacked_layers_are_read_one_at_a_time(hf: Any, orbax: Any, tmp_path: Path) -> None:
@@ -169,9 +172,10 @@ import sys
 from pathlib import Path
 from tpuconv.memory import peak_memory
 from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.models.logits import Window
 from tpuconv.verify.layerwise import compare_layers
 peaks = []
-compare_layers(read_manifest(Path(sys.argv[1])), Path(sys.argv[2]), [[1, 2, 3]], "float32",
+compare_layers(read_manifest(Path(sys.argv[1])), Path(sys.argv[2]), [Window([1, 2, 3])], "float32",
                lambda part: peaks.append(peak_memory()))
 print(*peaks)
 """

@@ -20,6 +20,7 @@ from tpuconv import api
 from tpuconv.api import ray_tasks
 from tpuconv.convert.plan import sizes
 from tpuconv.errors import ConfigError, UsageError
+from tpuconv.extras import install_command
 from tpuconv.hosts import ProcessPart
 from tpuconv.storage.shared_journal import SharedJournal
 
@@ -145,7 +146,7 @@ def test_without_ray(tmp_path, monkeypatch):
     monkeypatch.setattr("tpuconv.api.ray_tasks.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs the package ray") as error:
         api.on_ray(api.convert, tmp_path, tmp_path / "out")
-    assert "tpuconv[ray]" in str(error.value.hint)
+    assert install_command("ray") in str(error.value.hint)
 
 
 def test_a_task_waits_for_the_one_it_follows(small_units, source, tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_a_state_after_10000_tokens_is_that_of_transformers(family: str, orbax: 
     theirs, ours = cache_of(reference), model.init_cache(1, tokens)
     # Without attention transformers' cache does not know its length.
     masks = {"attention_mask": {"full_attention": None, "linear_attention": None}} if LONG[family].keys() & NONE else {}
-    run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, last_only=True))
+    run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, first=-1))
     for at in range(0, tokens, piece):
         _, ours = run(model, jnp.asarray(ids[:, at : at + piece]), ours)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.families import FIRST, save
 from tpuconv import api
 from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models.logits import whole_texts
 from tpuconv.verify.reference import reference
 
 IDS = [[3, 9, 5, 20, 7]]
@@ -29,7 +30,7 @@ def test_weights_that_transformers_does_not_find_are_named(source: Path, tmp_pat
     renamed = {name.replace("model.layers.", "model.decoder.layers."): x for name, x in tensors.items()}
     write_checkpoint(tmp_path / "renamed", config, renamed)
     with pytest.raises(UnsupportedConfig, match=r"did not load \d+ weights of .*: nothing is said") as error:
-        reference(tmp_path / "renamed", IDS, "float32")
+        reference(tmp_path / "renamed", whole_texts(IDS), "float32")
     text = "\n".join(error.value.details)
     assert "model.decoder.layers.{0,1}.mlp.down_proj.weight: in the source" in text
     assert "model.layers.{0,1}.mlp.down_proj.weight: not found" in text
@@ -46,9 +47,9 @@ def test_an_adapter_in_the_folder_is_applied_only_where_one_was_merged(source: P
         if parameter.requires_grad:
             parameter.data.fill_(0.1)
     model.save_pretrained(both)
-    plain = reference(source, IDS, "float32").logits[0]
-    np.testing.assert_array_equal(reference(both, IDS, "float32").logits[0], plain)
-    assert np.abs(reference(both, IDS, "float32", adapted=True).logits[0] - plain).max() > 1e-3
+    plain = reference(source, whole_texts(IDS), "float32").logits[0]
+    np.testing.assert_array_equal(reference(both, whole_texts(IDS), "float32").logits[0], plain)
+    assert np.abs(reference(both, whole_texts(IDS), "float32", adapted=True).logits[0] - plain).max() > 1e-3
 
 
 def test_a_source_of_other_sizes_is_refused_before_anything_is_computed(source: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""The gates of a quantized model: what another rounding changes. Right models hold them, wrong ones do not."""
+"""The gates of a quantized model, and of one in 16 bits: what another rounding changes. Right models hold them, wrong
+ones do not."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.quantizing import ONE_OF_EACH, quantize
+from tpuconv import api, restore
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.models.logits import forward
+from tpuconv.quantize.calibrate.data import from_text
 from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.rerounding import MOVED, _moved, rerounded
 from tpuconv.verify import logits
@@ -42,8 +47,10 @@ def judged(plain: Path, out: Path, ids: list[list[int]], change: Callable[[Any],
     again = logits.rounding_divergence(
         ids, lambda: ours, lambda seed: forward(rerounded(model, seed), ids, "float32")(), "float32"
     )
+    quantization = read_manifest(out).quantization
+    assert quantization is not None
     return logits.compare_logits(
-        ids, theirs, ours, "float32", logits.quantized_gates("float32", again, {"rules": []}), again
+        ids, theirs, ours, "float32", logits.quantized_gates("float32", again, quantization), again
     )
 
 
@@ -151,10 +158,86 @@ def test_each_value_moves_to_a_neighbor(dtype: str) -> None:
         assert (steps[inside] == step).mean() == pytest.approx(MOVED / 256, rel=0.1)
 
 
+FAULTS_IN_16_BITS = {
+    "two heads exchanged": edited("layers.1.attn.o.kernel", lambda x: x[jnp.array([3, 1, 2, 0, *range(4, len(x))])]),
+    "rows in another order": edited("layers.0.mlp.down.kernel", lambda x: x[::-1]),
+    "the scales of a norm lost": edited("layers.2.attn.q_norm.scale", jnp.ones_like),
+    "another rope base": with_rope(10),
+}
+
+
+@pytest.mark.slow
+def test_in_16_bits_a_right_model_holds_its_gates_and_wrong_ones_do_not(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers, whose own roundings are the measure; the most likely token has no gate."""
+    right = api.compare(example, source=EXAMPLE, dtype="bfloat16")
+    assert (set(right.statistics.gates), right.passed) == ({"mean_kl"}, True)
+    load = restore.load
+    for fault, change in FAULTS_IN_16_BITS.items():
+        monkeypatch.setattr(restore, "load", lambda *args, change=change: change(load(*args)))
+        assert api.compare(example, source=EXAMPLE, dtype="bfloat16").passed is False, fault
+
+
+STATIC = "act_static_scale: true, act_batch_axes: [0, 1], act_calibration_method: 'absmax,2'"
+
+
+@pytest.fixture(scope="module")
+def static(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The example with static scales of activations, in a type."""
+    folder, data = tmp_path_factory.mktemp("static"), from_text(EXAMPLE, None, 32, 512)
+
+    @cache
+    def of_type(qtype: str) -> Path:
+        rule = f"{{module_path: 'layers/\\d+/(attn|mlp)/.*', weight_qtype: {qtype}, act_qtype: {qtype}, {STATIC}}}"
+        text = f"qwix: {{rules: [{rule}]}}\ncalibration: {{method: nearest}}\n"
+        quantize(example, folder / qtype, parse_config(text.encode(), "c", "c.yaml"), data)
+        return folder / qtype
+
+    return of_type
+
+
+BROKEN_SCALES = BROKEN | {
+    "all static scales too small": edited("layers", lambda x: x / 4 if x.shape == (1, 1, 1) else x),
+    "a static scale too small": edited("layers.1.mlp.down.einsum0_lhs_scale", lambda x: x / 10),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+def test_a_right_model_with_static_scales_holds_its_gates(
+    qtype: str, static: Callable[[str], Path], example: Path, text: list[list[int]]
+) -> None:
+    found = judged(example, static(qtype), text)
+    assert found.passed, (found.mean_kl, found.rounding_kl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("fault", BROKEN_SCALES)
+def test_a_wrong_model_with_static_scales_does_not(
+    fault: str, qtype: str, static: Callable[[str], Path], example: Path, text: list[list[int]]
+) -> None:
+    found = judged(example, static(qtype), text, BROKEN_SCALES[fault])
+    assert found.passed is False, (found.mean_kl, found.rounding_kl)
+
+
 @pytest.mark.parametrize(
     ("rule", "factor"),
-    [({}, 2), ({"weight_calibration_method": "minmax"}, 2), ({"weight_calibration_method": "absmax,0.8"}, 5),
-     ({"act_static_scale": True}, 5)],
-)  # fmt: skip
-def test_what_may_be_clipped_has_a_wider_gate(rule: dict[str, Any], factor: int) -> None:
-    assert logits.quantized_gates("float32", 0.01, {"rules": [rule]}) == {"mean_kl": factor * 0.01}
+    [
+        ({}, 2),
+        ({"weight_calibration_method": "minmax"}, 2),
+        ({"weight_calibration_method": "absmax,0.8"}, 5),
+        ({"weight_calibration_method": "rms,7"}, 5),
+        ({"weight_calibration_method": "absmax,0.5"}, None),
+        ({"act_qtype": "int8"}, 2),
+        ({"act_qtype": "int8", "act_calibration_method": "absmax,0.8"}, None),
+        ({"act_qtype": "int8", "act_calibration_method": "rms,7"}, None),
+        ({"act_qtype": "int8", "act_calibration_method": "absmax,2", "act_static_scale": True}, 5),
+        ({"act_qtype": "int8", "act_static_scale": True}, None),
+        ({"act_qtype": "int8", "act_calibration_method": "fixed,-4,4", "act_static_scale": True}, None),
+    ],
+)
+def test_what_may_be_clipped_has_a_wider_gate_or_none(rule: dict[str, Any], factor: int | None) -> None:
+    gates = logits.quantized_gates("float32", 0.01, {"rules": [{}, rule]})
+    assert gates == ({"mean_kl": factor * 0.01} if factor else {})

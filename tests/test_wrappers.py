@@ -17,6 +17,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.wrapper import PREFIXES
+from tpuconv.models.logits import whole_texts
 from tpuconv.models.registry import all_families, find_family, get_family
 from tpuconv.verify.layerwise import compare_layers
 from tpuconv.verify.logits import model_logits
@@ -88,7 +89,7 @@ def test_names_of_every_release_convert_and_come_back(prefix: str, hf: Any, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRAPPED, ids=str)
 def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, orbax: Any) -> None:
-    theirs, ours = reference(hf(case), IDS, "float32").logits, model_logits(orbax(case), IDS, "float32")
+    theirs, ours = reference(hf(case), whole_texts(IDS), "float32").logits, model_logits(orbax(case), IDS, "float32")
     for want, have in zip(theirs, ours, strict=True):
         assert np.abs(want - have).max() <= 2e-5 * np.abs(want).max()
     if is_inseparable(case):
@@ -96,9 +97,9 @@ def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, o
             UsageError,
             match=r"cannot be compared layer by layer: (its layers have|layers hand|some of its layers read)",
         ):
-            compare_layers(read_manifest(orbax(case)), hf(case), IDS, "float32")
+            compare_layers(read_manifest(orbax(case)), hf(case), whole_texts(IDS), "float32")
         return
-    errors, _, _ = compare_layers(read_manifest(orbax(case)), hf(case), IDS, "float32")
+    errors, _, _ = compare_layers(read_manifest(orbax(case)), hf(case), whole_texts(IDS), "float32")
     assert max(error.own_error for error in errors) < 1e-4
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tpuconv.credentials import CREDENTIAL_HINTS, LIST_RIGHTS, credentials, endpoint, google_token
 from tpuconv.errors import AccessRefused, BucketError, UsageError
+from tpuconv.extras import install_command
 from tpuconv.location import SCHEMES, BucketPath
 from tpuconv.object_requests import UploadedBytes, delete_if
 
@@ -143,7 +144,7 @@ def _connect(path: BucketPath) -> Any:
     if find_spec("obstore") is None:
         raise UsageError(
             f"{path} is in {SCHEMES[path.scheme]}, and obstore is not installed",
-            hint="pip install 'tpuconv[cloud]'",
+            hint=install_command("cloud"),
         )
     from obstore.store import from_url
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tpuconv import buckets
 from tpuconv.credentials import credentials
 from tpuconv.errors import TpuconvError
+from tpuconv.extras import EXTRAS, install_command
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.memory import available_memory
 from tpuconv.sizes import format_size
@@ -34,12 +35,12 @@ STATUSES: tuple[Status, ...] = ("ok", "warn", "fail")
 PACKAGES: Mapping[str, str] = {
     "jax": "",
     "jaxlib": "",
-    "libtpu": "needed on a TPU, and to compile for one: pip install 'tpuconv[tpu]'",
+    "libtpu": "needed on a TPU, and to compile for one",
     "flax": "",
     "orbax-checkpoint": "",
     "qwix": "",
-    "transformers": "needed for text and for comparisons with the source: pip install 'tpuconv[hf]'",
-    "torch": "needed for comparisons with the source: pip install 'tpuconv[hf]'",
+    "transformers": "needed for text and for comparisons with the source",
+    "torch": "needed for comparisons with the source",
     "huggingface_hub": "",
 }
 """The packages whose versions are checked. Those with a text are optional; it says what they are for."""
@@ -145,7 +146,9 @@ def _package(name: str) -> Item:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        advice = PACKAGES[name] or f"install it: pip install '{name}{tested}'"
+        advice = f"install it: pip install '{name}{tested}'"
+        if PACKAGES[name]:
+            advice = f"{PACKAGES[name]}: {install_command(EXTRAS[name])}"
         facts = {"version": None, "tested": tested}
         return Item(name, "warn" if PACKAGES[name] else "fail", "not installed", advice, facts)
     facts = {"version": version, "tested": tested}

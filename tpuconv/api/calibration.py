@@ -2,10 +2,11 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location, local_path
+from tpuconv.progress import Listener, Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +28,7 @@ class CalibrationText:
         text: where it is from.
         samples, length: how many samples, and of how many tokens.
         asked: how many samples were asked for.
-        inputs: the most inputs that a product of the model has.
+        inputs: the most inputs of a product whose weights are rounded.
     """
 
     text: str
@@ -36,6 +37,11 @@ class CalibrationText:
     asked: int
     inputs: int
 
+    @classmethod
+    def of(cls, data: "CalibrationData", inputs: int) -> Self:
+        """How much text there is in the data of a calibration."""
+        return cls(data.text, data.samples, data.length, data.asked or data.samples, inputs)
+
     @property
     def tokens(self) -> int:
         """How many tokens there are."""
@@ -43,34 +49,29 @@ class CalibrationText:
 
     @property
     def warning(self) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """Why it is too little, and what to do; empty if it is enough."""
         if self.tokens >= self.inputs:
             return ""
-        return (
-            f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: give --calibration a "
-            "longer text, or --calibration self"
+        more = (
+            "give a longer text by --calibration FILE, or --calibration self"
+            if self.samples < self.asked
+            else "give a larger --samples"
         )
+        return f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: {more}"
 
     def __str__(self) -> str:
         few = f" of the {self.asked} asked for" if self.samples < self.asked else ""
-        return f"calibrated on {self.samples} samples{few}, {self.tokens:,} tokens: {self.text}"
+        return f"calibration: {self.samples} samples{few}, {self.tokens:,} tokens, of {self.text}"
+
+    def announce(self, progress: Listener) -> None:
+        """Tells a listener, before the work begins."""
+        progress(Progress("", message=str(self)))
+        if self.warning:
+            progress(Progress("", message=f"warning: {self.warning}"))
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         return {**asdict(self), "tokens": self.tokens, "warning": self.warning or None}
-
-
-def calibration_text(ckpt: Location, data: "CalibrationData | None") -> CalibrationText | None:
-    """How much text the data of a calibration are; None for none."""
-    if data is None:
-        return None
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.models.stored import model_config
-
-    config = model_config(read_manifest(ckpt))
-    widths = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
-    inputs = max((width for width in widths if isinstance(width, int)), default=0)
-    return CalibrationText(data.text, data.samples, data.length, data.asked or data.samples, inputs)
 
 
 def calibration_data(

@@ -11,10 +11,10 @@ from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.models.logits import Window
     from tpuconv.verify.logits import LogitStatistics
     from tpuconv.verify.pairs import TensorDifference
     from tpuconv.verify.tasks import TaskDifference
-    from tpuconv.verify.windows import Window
 
 WINDOW_LENGTH = 512
 """Tokens of a window of a text by default. The stride is half of it by default."""
@@ -205,8 +205,9 @@ def _windows(
     """
     from tpuconv.api.evaluation import model_context, tokenized
     from tpuconv.checkpoint.companions import tokenizer_folder
+    from tpuconv.models.logits import Window
     from tpuconv.models.tokenizer import load_tokenizer, text_ids
-    from tpuconv.verify.windows import Window, windows
+    from tpuconv.verify.windows import windows
 
     with tokenizer_folder(manifest) as folder:
         if text is None:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data, calibration_text
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, calibration_data
 from tpuconv.api.converted import Conversion, ConversionPlan
-from tpuconv.api.planning import Origin, planned_conversion, planned_quantization, workspace_folder
+from tpuconv.api.planning import Origin, planned_conversion, planned_quantization, text_of, workspace_folder
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
@@ -205,7 +205,7 @@ def plan_quantization(
     data = calibration_data(to_location(ckpt), rules, calibration, samples, length)
     planned = planned_quantization(to_location(ckpt), rules, data, compress, runs=False)
     planned.check()
-    return ConversionPlan.sized(planned, rules, max_memory, jobs)
+    return replace(ConversionPlan.sized(planned, rules, max_memory, jobs), calibration=text_of(planned))
 
 
 def quantize(
@@ -265,8 +265,10 @@ def quantize(
     planned = planned_quantization(folder, rules, data, compress, runs=True)
     planned.check()
     limits = Limits.of_this_machine(jobs, max_memory)
+    if (text := text_of(planned)) is not None:
+        text.announce(progress)
     done = _run(planned, to, limits, overwrite, check, "quantizing", progress, part, place)
-    return replace(done, calibration=calibration_text(folder, data))
+    return replace(done, calibration=text)
 
 
 def is_checkpoint(path: str | Location) -> bool:

@@ -115,6 +115,7 @@ class ConversionPlan:
         workspace_bytes: of a streamed source, the most that is on the disk at a time; 0 if nothing is streamed.
         disk_bytes: what the output takes on its disk, with the files beside the weights.
         rules: the quantization config; None without one.
+        calibration: how much text a calibration would have; None without one.
         files: of a target with safetensors the tensors of each file that would be written; empty for others.
     """
 
@@ -125,6 +126,7 @@ class ConversionPlan:
     disk_bytes: int
     rules: "QuantConfig | None"
     files: "Sequence[Sequence[ExportTensor]]" = ()
+    calibration: "CalibrationText | None" = None
 
     @classmethod
     def sized(
@@ -183,6 +185,7 @@ class ConversionPlan:
         skipped, carried = self.split_skipped
         facts |= {"skipped": [vars(skip) for skip in skipped], "carried": carried}
         facts |= {"notes": list(self.notes)} if self.notes else {}
+        facts |= {"calibration": self.calibration.to_json()} if self.calibration else {}
         if not self.files:
             return facts
         from tpuconv.convert.export.tensor import tensors_to_json

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ from tpuconv.sizes import format_size
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.verify.checksums import Checked
+    from tpuconv.verify.horizons import Horizon
     from tpuconv.verify.layerwise import LayerError
     from tpuconv.verify.logits import LogitStatistics
     from tpuconv.verify.vectors import VectorStatistics
@@ -123,6 +123,8 @@ class Comparison:
         rounded: whether the checkpoint is quantized to fewer bits than its source has.
         mesh: the mesh that the model ran on, None for one device.
         layers: errors of each layer; empty without `layerwise`.
+        horizons: the lengths up to which a text does not show the whole computation, such as sliding windows, and
+            whether a longer one was compared.
     """
 
     checkpoint: Location
@@ -133,6 +135,7 @@ class Comparison:
     rounded: bool
     mesh: Mapping[str, int] | None
     layers: Sequence["LayerError"]
+    horizons: Sequence["Horizon"] = ()
 
     @property
     def first_diverging(self) -> str | None:
@@ -175,6 +178,7 @@ class Comparison:
         if self.layers:
             facts["layers"] = [layer.to_json() for layer in self.layers]
             facts["first_departing"] = self.first_diverging
+        facts["horizons"] = [horizon.to_json() for horizon in self.horizons]
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
@@ -196,7 +200,8 @@ def compare(
         ckpt: a checkpoint of ours.
         source: the source checkpoint; by default the repository that the manifest names, or the folder that this
             machine remembers or finds beside the checkpoint.
-        prompts: texts; a built-in set by default.
+        prompts: texts; by default a built-in set, and a longer one for each horizon of the model (see
+            `Comparison.horizons`).
         dtype: to compute in: "bfloat16", "float32" or "auto", which is float32 too: it holds the weights as they are,
             and what differs is no rounding of activations.
         mesh: sizes of mesh axes, such as {"tensor": 4}, to run on several devices.
@@ -211,10 +216,13 @@ def compare(
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.models.logits import whole_texts
+    from tpuconv.models.stored import model_config
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.origins import known_stamps
     from tpuconv.sources.shard import changed_shards
     from tpuconv.verify import logits
+    from tpuconv.verify.horizons import long_prompts, seen_horizons
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.reference import Reference, check_sizes, reference
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
@@ -247,39 +255,46 @@ def compare(
         on_source(changed)
         ids = tokenized(manifest, own, prompts)
         compute = "float32" if dtype == "auto" else dtype
+        room = _room(manifest, compute, layerwise=layerwise)
+        windows, config = whole_texts(ids), model_config(manifest)
+        if prompts:
+            horizons = seen_horizons(config, ids)
+        else:
+            further, horizons = long_prompts(config, ids, own, room)
+            windows += further
         if layerwise:
             progress(Progress("comparing layers"))
             layers, expected, ours = compare_layers(
-                replace(manifest, folder=folder), source_folder, ids, compute, on_layer
+                replace(manifest, folder=folder), source_folder, windows, compute, on_layer
             )
             theirs = Reference(expected, None)
         else:
-            _check_memory(manifest, compute)
             progress(Progress("running transformers"))
             adapted = bool(manifest.raw["options"].get("adapters"))
-            theirs = reference(source_folder, ids, compute, manifest.returns, adapted=adapted)
+            theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted)
+    scored = [window.scored for window in windows]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
-            ours = logits.model_logits(folder, ids, compute, devices)
+            ours = list(logits.each_logits(folder, windows, compute, devices))
             if manifest.is_rounded and manifest.quantization and not manifest.returns:
                 gates = manifest.quantization["gates"]
                 if gates is None:
                     progress(Progress("running another rounding of the model"))
                     rounding_kl = logits.rounding_divergence(
-                        ids,
+                        scored,
                         lambda: ours,
-                        lambda seed: logits.each_logits(folder, ids, compute, devices, rounding=seed),
+                        lambda seed: logits.each_logits(folder, windows, compute, devices, rounding=seed),
                         compute,
                     )
                     gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
     if manifest.returns:
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
-            manifest.returns, ids, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]
+            manifest.returns, scored, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]
         )
     else:
-        statistics = logits.compare_logits(ids, theirs.logits, ours, compute, gates, rounding_kl)
+        statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(source or origin["repo"] or own),
@@ -289,6 +304,7 @@ def compare(
         rounded=manifest.is_rounded,
         mesh=mesh,
         layers=layers,
+        horizons=horizons,
     )
 
 
@@ -342,24 +358,35 @@ def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] |
     return True
 
 
-def _check_memory(manifest: "Manifest", dtype: str) -> None:
-    """Raises ResourceError if transformers' model does not fit in memory: the system would end this process."""
-    need = sum(prod(array.shape) for array in manifest.arrays.values()) * (4 if dtype == "float32" else 2)
-    ways = []
-    if manifest.quantization is None and not manifest.returns:
-        ways.append("use --layerwise, which holds one layer")
-    if dtype == "float32":
-        ways.append("give --dtype bfloat16")
-    if manifest.is_rounded:
-        ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
-    with suppress(OSError):  # systems without /proc do not say
+def _room(manifest: "Manifest", dtype: str, *, layerwise: bool) -> int | None:
+    """Returns the memory in bytes that is left beside transformers' model. None if nobody knows, or if there are
+    several processes, which all have to run the same prompts.
+
+    Raises:
+        ResourceError: the model does not fit: the system would end this process.
+    """
+    import jax
+
+    try:
         available, _ = available_memory()
-        if need > available:
-            raise ResourceError(
-                f"transformers' model takes {format_size(need)} in {dtype}, and {format_size(available)} of memory are "
-                "available",
-                hint=", or ".join(ways) or "compare on a machine with more memory",
-            )
+    except OSError:  # systems without /proc do not say
+        return None
+    sizes = [] if layerwise else [prod(array.shape) for array in manifest.arrays.values()]
+    need = sum(sizes) * (4 if dtype == "float32" else 2)
+    if need > available:
+        ways = []
+        if manifest.quantization is None and not manifest.returns:
+            ways.append("use --layerwise, which holds one layer")
+        if dtype == "float32":
+            ways.append("give --dtype bfloat16")
+        if manifest.is_rounded:
+            ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
+        raise ResourceError(
+            f"transformers' model takes {format_size(need)} in {dtype}, and {format_size(available)} of memory are "
+            "available",
+            hint=", or ".join(ways) or "compare on a machine with more memory",
+        )
+    return available - need if jax.process_count() == 1 else None
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:

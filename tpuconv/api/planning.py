@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.calibration import CalibrationText
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, local_path, to_location
 from tpuconv.progress import Listener, Progress
@@ -86,6 +87,16 @@ def planned_quantization(
     source = open_checkpoint(ckpt)
     options = Options.of_checkpoint(source.manifest, compress=compress)
     return _make_plan(source, get_family(source.manifest.family), source.table(), options, rules, data, runs=runs)
+
+
+def text_of(plan: "Plan") -> "CalibrationText | None":
+    """How much text a planned quantization is calibrated on; None without a calibration."""
+    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
+
+    calibration = plan.quantization.calibration if plan.quantization else None
+    if not isinstance(calibration, LayerwiseCalibration):
+        return None
+    return CalibrationText.of(calibration.data, calibration.widest)
 
 
 def _make_plan(

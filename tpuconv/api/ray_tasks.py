@@ -18,6 +18,7 @@ from tpuconv import libtpu
 from tpuconv.api.converted import Conversion
 from tpuconv.api.exporting import Export
 from tpuconv.errors import ResourceError, TpuconvError, UsageError
+from tpuconv.extras import install_command
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.progress import Listener, Progress, ignore
@@ -126,7 +127,7 @@ def _do_part(
 def _cluster(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster."""
     if find_spec("ray") is None:
-        raise UsageError("--ray needs the package ray", hint="install it: pip install 'tpuconv[ray]'")
+        raise UsageError("--ray needs the package ray", hint=f"install it: {install_command('ray')}")
     import ray
 
     if ray.is_initialized():

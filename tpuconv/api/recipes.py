@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES
+from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, CalibrationText
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, local_path, to_location
 from tpuconv.progress import Listener, Progress, ignore
@@ -67,6 +67,7 @@ class Sensitivity:
         groups: the groups with what each option costs, in the order of the model.
         recipe: the config for a budget of bits; None if none was asked for.
         reused: whether the costs are those that an earlier call measured and kept.
+        calibration: how much text weights were rounded by; None where they were rounded to nearest.
     """
 
     checkpoint: Location
@@ -77,6 +78,7 @@ class Sensitivity:
     groups: Sequence["ParamGroup"]
     recipe: Recipe | None
     reused: bool = False
+    calibration: "CalibrationText | None" = None
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
@@ -87,6 +89,7 @@ class Sensitivity:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "reused": self.reused,
+            **({"calibration": self.calibration.to_json()} if self.calibration else {}),
             "groups": [group.to_json() for group in sorted(self.groups, key=lambda group: -group.worst)],
         }
         if self.recipe:
@@ -145,6 +148,7 @@ def sensitivity(
     from tpuconv.api.evaluation import tokenized
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.quantize.calibrate.memory import widest_input
     from tpuconv.quantize.config import Calibration, QuantConfig
     from tpuconv.quantize.recipe import search
     from tpuconv.quantize.recipe.costs import KeptCosts
@@ -169,13 +173,16 @@ def sensitivity(
     if settings or calibration is not None:
         named = QuantConfig(f"--method {method}", "", (), calibration=settings)
         data = calibration_data(folder, named, calibration, samples, length)
-    tokens = sum(map(len, ids))
+    tokens, text = sum(map(len, ids)), None
     rounding = (settings, data) if settings and data else None
+    if rounding:
+        text = CalibrationText.of(rounding[1], widest_input(manifest, choices.all_encoders()))
+        text.announce(progress)
     kept = KeptCosts(manifest, choices.space, ids, rounding)
     groups, found = kept.read(), None
     reused = groups is not None
     if groups is not None and not is_written:
-        return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, None, reused)
+        return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, None, reused, text)
     with TemporaryDirectory(dir=out.absolute().parent if is_written else None) as work:
         probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding)
         if groups is None:
@@ -204,7 +211,7 @@ def sensitivity(
                 chosen=chosen,
             )
             _write(manifest, space, sums, found, (ids, prompts_from), (method, data), overwrite)
-    return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, found, reused)
+    return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, found, reused, text)
 
 
 PICTURE = ".html"

@@ -147,10 +147,6 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
-    if done.calibration:
-        show(f"  {done.calibration}")
-        if done.calibration.warning:
-            show("  ", ("warning", "yellow"), f": {done.calibration.warning}")
     if done.quantization:
         show_report(done.quantization, done.out)
 
@@ -180,6 +176,10 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     show_skipped("not converted", skipped, " tensors,")
     for note in plan.notes:
         show(f"  {note}")
+    if plan.calibration:
+        show(f"  {plan.calibration}")
+        if plan.calibration.warning:
+            show("  ", ("warning", "yellow"), f": {plan.calibration.warning}")
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:

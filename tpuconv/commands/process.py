@@ -21,6 +21,7 @@ from tpuconv import libtpu
 from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
+from tpuconv.extras import EXTRAS, install_command
 from tpuconv.memory import address_space_limit
 from tpuconv.sizes import format_size
 from tpuconv.text import plain
@@ -243,6 +244,11 @@ def _known(error: BaseException) -> TpuconvError:
         return ResourceError(
             f"there is too little memory: {first or 'an allocation failed'}",
             hint="give --max-memory where the command has it, close other programs, or raise the limit (ulimit -v)",
+        )
+    if isinstance(error, ModuleNotFoundError) and (name := str(error.name).partition(".")[0]) in EXTRAS:
+        return UsageError(
+            f"this needs the package {name}, which is not installed",
+            hint=f"install it: {install_command(EXTRAS[name])}",
         )
     not_loaded = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
     if not_loaded and (limit := address_space_limit()):

@@ -69,6 +69,9 @@ def verify(
 ) -> None:
     """Check every array and file of CKPT against its checksum; with --compare-hf, its model against the original.
 
+    --compare-hf runs both models on eight short prompts, or on those of --prompts. A model with sliding windows,
+    chunks or an indexer also runs on one prompt beyond each, up to 8,256 tokens, whose last 128 logits are compared.
+
     CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
     checkpoint is damaged.
     """
@@ -155,12 +158,18 @@ def _show_verdict(found: api.Comparison) -> None:
         no_gates = "no gates set: those of quantization configs are for logits, so nothing passed or failed; "
     else:
         worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
-        no_gates = "no gates set: the quantization config has `gates: none`, so nothing passed or failed; "
+        no_gates = (
+            "no gates set: the quantization config has `gates: none`, or clips so much that no bound tells right "
+            "models from wrong ones, so nothing passed or failed; "
+        )
     if found.passed is None:
         show(no_gates, worst)
     else:
         what = "is close enough to the original" if found.rounded else "computes what the original does"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
+    for horizon in found.horizons:
+        where = f"  beyond {horizon.tokens:,} tokens, where a window or the like ends: "
+        show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))
 
 
 def _show_source(changed: Sequence[str] | None) -> None:

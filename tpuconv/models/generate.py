@@ -223,7 +223,7 @@ class Generator:
         """What `prefill` compiles: the next token [B] of each sequence after `ids_BT`, and the cache with these
         tokens."""
         model = self._merged(weights)
-        logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, last_only=True)
+        logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, first=-1)
         return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
 
     def _merged(self, weights: list[jax.Array]) -> Any:

@@ -1,33 +1,61 @@
 """Logits of a model on prompts, and the divergence of two models' logits."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+
+from tpuconv.models.common.heads import SCORES
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that a model runs on at once.
+
+    Attributes:
+        ids: the token ids [T].
+        first: the number of the first token whose prediction of the next one counts.
+    """
+
+    ids: Sequence[int]
+    first: int = 0
+
+    @property
+    def scored(self) -> Sequence[int]:
+        """The tokens whose predictions count, and the last token, which is only predicted."""
+        return self.ids[self.first :]
+
+
+def whole_texts(prompts: Iterable[Sequence[int]]) -> list[Window]:
+    """Returns a window for each of these prompts, all of whose tokens count."""
+    return [Window(ids) for ids in prompts]
 
 
 def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callable[[], list[np.ndarray]]:
     """Returns a function that computes the model's logits [T, V] in float32 for each prompt (hidden states [T, D], or
     scores [1, O], of a model that returns these), with the weights that the model has when the function is called.
-    Prompts are padded on the right to one length, so that it compiles once.
 
     Args:
         model: a Flax NNX model.
         prompts: token ids of each prompt.
         dtype: of the model's parameters.
     """
-    run = forward_each(model, prompts, dtype)
+    run = forward_each(model, whole_texts(prompts), dtype)
     return lambda: list(run())
 
 
 def forward_each(
-    model: Any, prompts: Sequence[Sequence[int]], dtype: str, cache_dtype: str | None = None
+    model: Any, windows: Sequence[Window], dtype: str, cache_dtype: str | None = None
 ) -> Callable[[], Iterator[np.ndarray]]:
-    """As `forward`, for a function that yields the logits of one prompt after the other.
+    """As `forward`, for a function that yields the logits of one window after the other, from its first one that counts
+    on. Windows are padded on the right to few lengths, so that few shapes are compiled.
 
     Args:
-        model, prompts, dtype: as of `forward`.
+        model, dtype: as of `forward`.
+        windows: what the model runs on.
         cache_dtype: that of keys and values, which are written to a cache and read from it, as in decoding; None to
             compute without a cache.
     """
@@ -35,27 +63,45 @@ def forward_each(
     import jax.numpy as jnp
     from flax import nnx
 
-    length = max(map(len, prompts))
-    graph = nnx.graphdef(model)
+    widths = padded_widths([len(window.ids) for window in windows])
+    graph, returned = nnx.graphdef(model), model.config.head.kind
 
-    @jax.jit  # nnx.jit would return the weights too, which doubles their memory
-    def logits(state: Any, ids_BT: Any, mask_BT: Any) -> Any:
+    @partial(jax.jit, static_argnames="first")  # nnx.jit would return the weights too, which doubles their memory
+    def logits(state: Any, ids_BT: Any, mask_BT: Any, first: int) -> Any:
         merged = nnx.merge(graph, state)
         if cache_dtype is None:
-            return merged(ids_BT, mask_BT)
-        return merged(ids_BT, mask_BT, cache=merged.init_cache(*ids_BT.shape, cache_dtype))[0]
+            return merged(ids_BT, mask_BT, first=first)
+        return merged(ids_BT, mask_BT, cache=merged.init_cache(*ids_BT.shape, cache_dtype), first=first)[0]
 
     def run() -> Iterator[np.ndarray]:
         state = nnx.state(model)
-        for ids in prompts:
-            ids_BT = jnp.array([[*ids, *[0] * (length - len(ids))]])
-            mask_BT = jnp.arange(length)[None] < len(ids)
+        for window, width in zip(windows, widths, strict=True):
+            length = len(window.ids)
+            ids_BT = jnp.array([[*window.ids, *[0] * (width - length)]])
+            mask_BT = jnp.arange(width)[None] < length
             # By default a TPU multiplies float32 as bfloat16.
             with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
-                outputs = on_host(logits(state, ids_BT, mask_BT)).astype(np.float32)
-            yield outputs if outputs.ndim == 2 else outputs[0, : len(ids)]
+                outputs = on_host(logits(state, ids_BT, mask_BT, window.first)).astype(np.float32)
+            if returned == SCORES:
+                yield outputs
+            else:
+                yield outputs[0, window.first if returned else 0 :][: length - window.first]
 
     return run
+
+
+PADDED_FURTHER = 4
+"""How many times its own length a text is padded to at most."""
+
+
+def padded_widths(lengths: Sequence[int]) -> list[int]:
+    """Returns the length that each of these texts is padded to: that of the longest text, or of a text's own group
+    where it would be more than `PADDED_FURTHER` times as long."""
+    widths: dict[int, int] = {}
+    for length in sorted(set(lengths), reverse=True):
+        widest = min(widths.values(), default=length)
+        widths[length] = widest if widest <= PADDED_FURTHER * length else length
+    return [widths[length] for length in lengths]
 
 
 LEAST_WIDTH = 64

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
+from tpuconv.extras import install_command
 from tpuconv.jsonfile import Optional, Size, check
 from tpuconv.sources.config import parts_of, read_json
 
@@ -57,7 +58,7 @@ def load_tokenizer(folder: Path) -> Any:
             raise UsageError(
                 f"the tokenizer in {folder} has no {TOKENIZER_FILE}, and transformers, which reads others, is not "
                 "installed",
-                hint="pip install 'tpuconv[hf]'",
+                hint=install_command("hf"),
             ) from None
         load: Callable[[Path], Any] = PlainTokenizer
     else:
@@ -107,7 +108,7 @@ class PlainTokenizer:
 
     def apply_chat_template(self, *_: Any, **__: Any) -> str:
         """Raises ImportError: templates are programs, which transformers runs."""
-        raise ImportError("chat templates need transformers: pip install 'tpuconv[hf]'")
+        raise ImportError(f"chat templates need transformers: {install_command('hf')}")
 
 
 def end_tokens(folder: Path, tokenizer: Any = None) -> frozenset[int]:

@@ -24,10 +24,11 @@ from tpuconv.encodings.scheme import MXFP4
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import SourceError, UsageError
 from tpuconv.mapping.table import MappingTable
+from tpuconv.models.logits import Window, padded_widths
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.sources.source import open_source
-from tpuconv.verify.reference import attention_of, empty_weights, reference_class, reference_config
+from tpuconv.verify.reference import attention_of, empty_weights, head_from, reference_class, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """The largest error of a layer on the reference's input, by dtype. Rounding gives about 1e-6 in float32 and 1e-2 in the
@@ -67,7 +68,7 @@ class LayerError:
 def compare_layers(
     manifest: Manifest,
     source: Path,
-    prompts: Sequence[Sequence[int]],
+    windows: Sequence[Window],
     dtype: str,
     show: Callable[[LayerError], None] = lambda layer: None,
 ) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
@@ -76,13 +77,13 @@ def compare_layers(
     Args:
         manifest: the checkpoint.
         source: the folder of its source.
-        prompts: token ids.
+        windows: what the models run on.
         dtype: of parameters and activations.
         show: called with each layer's error as soon as it is known.
 
     Returns:
-        The errors; then transformers' logits and ours, [T, V] in float32 for each prompt. They equal those of the
-        complete models.
+        The errors; then transformers' logits and ours, [T, V] in float32 for each window, from its first token that
+        counts on. They equal those of the complete models.
 
     Raises:
         UsageError: the checkpoint is quantized, or has only a part of the layers; or its layers cannot run one by one.
@@ -97,11 +98,15 @@ def compare_layers(
             f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave --layerwise out"
         )
     _return_freed_memory()
-    theirs, ours = _Reference(source, manifest, prompts, dtype), _Ours(manifest, prompts, dtype)
+    theirs, ours = _Reference(source, manifest, windows, dtype), _Ours(manifest, windows, dtype)
     errors: list[LayerError] = []
 
     def add(name: str, reference: Sequence[np.ndarray], on_reference: Any, accumulated: Any) -> None:
-        own_error, error = (_relative_error(reference, states) for states in (on_reference, accumulated))
+        theirs, *sides = (
+            [x_TD[window.first :] for x_TD, window in zip(states, windows, strict=True)]
+            for states in (reference, on_reference, accumulated)
+        )
+        own_error, error = (_relative_error(theirs, states) for states in sides)
         errors.append(LayerError(name, own_error, error, LAYER_GATES[dtype]))
         show(errors[-1])
 
@@ -160,7 +165,7 @@ def _first_of(module: Any, names: Sequence[str]) -> Any:
 class _Reference:
     """Transformers' model. `hidden` are the hidden states [1, T, D] of each prompt after the last layer that ran."""
 
-    def __init__(self, source: Path, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
+    def __init__(self, source: Path, manifest: Manifest, windows: Sequence[Window], dtype: str):
         import torch
         from transformers.utils import logging
 
@@ -204,7 +209,8 @@ class _Reference:
                 computing.append(module)
         for module in (*computing, self.decoder) if computing else ():
             self.model._init_weights(module)
-        self.prompts = [torch.tensor([list(ids)]) for ids in prompts]
+        self.prompts = [torch.tensor([list(window.ids)]) for window in windows]
+        self.firsts = [window.first for window in windows]
         self.hidden: list[Any] = []
         self.given: list[list[tuple[Any, Any]]] = []
 
@@ -253,17 +259,18 @@ class _Reference:
         return self._states()
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each prompt: transformers' forward pass, in which every layer returns `hidden`."""
+        """The logits [T, V] of each window: transformers' forward pass, in which every layer returns `hidden`."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
         out = []
-        for ids, hidden in zip(self.prompts, self.hidden, strict=True):
+        for ids, hidden, first in zip(self.prompts, self.hidden, self.firsts, strict=True):
             with ExitStack() as stack:
+                stack.enter_context(head_from(self.model, first))
                 stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
                 for layer in self.layers:
                     stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: self._returned(x)))
                 with self.torch.no_grad():
-                    out.append(self.model(ids, use_cache=False).logits[0].float().numpy())
+                    out.append(self.model(ids, use_cache=False).logits[0, -(ids.shape[1] - first) :].float().numpy())
         self._empty(head)
         return out
 
@@ -341,11 +348,18 @@ def _replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]
         del module.forward  # so that the one of the class is used again
 
 
-class _Ours:
-    """Our model, without arrays. `hidden` are its hidden states [1, T, D] after the last layer that ran. All prompts
-    are padded on the right to one length, so that each kind of block is compiled once."""
+def _padded(x_TD: np.ndarray, like: Any) -> Any:
+    """Our hidden states [1, T, D], as many as `like` has, with these first."""
+    import jax.numpy as jnp
 
-    def __init__(self, manifest: Manifest, prompts: Sequence[Sequence[int]], dtype: str):
+    return jnp.zeros_like(like).at[0, : len(x_TD)].set(x_TD)
+
+
+class _Ours:
+    """Our model, without arrays. `hidden` are its hidden states [1, T, D] after the last layer that ran. Texts are
+    padded on the right to few lengths, so that each kind of block is compiled for few."""
+
+    def __init__(self, manifest: Manifest, windows: Sequence[Window], dtype: str):
         import jax
         import jax.numpy as jnp
         from flax import nnx
@@ -357,11 +371,14 @@ class _Ours:
         self.model = abstract_model(manifest, dtype)
         config = self.model.config
         self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
-        self.lengths = list(map(len, prompts))
-        width = max(self.lengths)
-        self.ids = [jnp.array([[*ids, *[0] * (width - len(ids))]]) for ids in prompts]
+        self.lengths, self.firsts = [len(window.ids) for window in windows], [window.first for window in windows]
+        widths = padded_widths(self.lengths)
+        self.ids = [
+            jnp.array([[*window.ids, *[0] * (width - len(window.ids))]])
+            for window, width in zip(windows, widths, strict=True)
+        ]
         self.steps = []
-        for length in self.lengths:
+        for length, width in zip(self.lengths, widths, strict=True):
             pos_BT = jnp.where(jnp.arange(width) < length, jnp.arange(width), -1)[None]
             self.steps.append(Steps.of(config, pos_BT, pos_BT, 0))
         self.hidden: list[Any] = []
@@ -393,7 +410,7 @@ class _Ours:
         """Runs the next layer on the reference's hidden states and on our own. Returns both outputs, [T, D] for each
         prompt."""
         block = self._filled(*self.model.block_of(number))
-        padded = [self._padded(x_TD) for x_TD in reference]
+        padded = [_padded(x_TD, like) for x_TD, like in zip(reference, self.hidden, strict=True)]
         both = []
         for inputs in (padded, self.hidden):
             with self.jax.default_matmul_precision(self.precision):
@@ -406,20 +423,17 @@ class _Ours:
         return self._states(both[0]), self._states(both[1])
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each prompt."""
+        """The logits [T, V] of each window."""
         norm = self._filled(self.model.norm, "norm")
         if self.model.lm_head is None:
             head = self._filled(self.model.embed, "embed")
         else:
             head = self._filled(self.model.lm_head, "lm_head")
         with self.jax.default_matmul_precision(self.precision):
-            return self._states([self.run_head(norm, head, x_BTD) for x_BTD in self.hidden])
-
-    def _padded(self, x_TD: np.ndarray) -> Any:
-        like = self.hidden[0]
-        out = np.zeros(like.shape, like.dtype)
-        out[0, : len(x_TD)] = x_TD
-        return self.jax.numpy.asarray(out)
+            return [
+                np.asarray(self.run_head(norm, head, x_BTD[:, first:length])[0], np.float32)
+                for x_BTD, first, length in zip(self.hidden, self.firsts, self.lengths, strict=True)
+            ]
 
     def _states(self, padded: Sequence[Any]) -> list[np.ndarray]:
         return [np.asarray(x[0, :n], np.float32) for x, n in zip(padded, self.lengths, strict=True)]

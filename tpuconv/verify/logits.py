@@ -16,7 +16,7 @@ import numpy as np
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
-from tpuconv.models.logits import divergences, forward_each, log_softmax
+from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
 from tpuconv.sharding import format_mesh
 
@@ -40,6 +40,9 @@ fail the gate by chance."""
 TIE = 2
 """Two logits are tied if they differ by at most this number of spacings of their dtype: both are rounded, and are
 computed from rounded values."""
+TIED_NATS = 0.05
+"""Two logits are tied too if they differ by at most this: neither token is 6% more likely than the other, and which is
+first says nothing. A model may hesitate so between the same two tokens through a whole prompt."""
 
 Gates = Mapping[str, float]
 DTYPE_GATES: Mapping[str, Gates] = {
@@ -48,7 +51,8 @@ DTYPE_GATES: Mapping[str, Gates] = {
     "float16": {"mean_kl": 1e-3, "top1": 0.99},
 }
 """Gates by dtype: the largest `relative_difference`, the largest `mean_kl`, the least `top1_decided`. Float32 compares
-the mathematics. In the 16-bit types both models round, and not alike: see `rounding_gates`."""
+the mathematics. In the 16-bit types both models round, and not alike: these gates are for where nobody measured by how
+much. See `rounding_gates`."""
 
 ROUNDINGS = 2
 """How many times what another rounding changes two models may differ: in a 16-bit type, a rounding in the reference; of
@@ -59,42 +63,73 @@ parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two imp
 
 def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:
     """Returns the gates of two models that compute in a dtype. How far roundings move the logits depends on the model;
-    the reference itself shows it.
+    the reference itself shows it. Where it did, the most likely token has no gate, since that of a right model changes
+    too.
 
     Args:
         dtype: of parameters and activations.
         rounding_kl: see `tpuconv.verify.reference.Reference`. If it is None, `mean_kl` has a gate in float32 only.
     """
-    gates = dict(DTYPE_GATES[dtype])
-    if dtype != "float32":
-        bound = gates.pop("mean_kl")
-        if rounding_kl is not None:
-            gates["mean_kl"] = max(bound, ROUNDINGS * rounding_kl)
-    return gates
+    gates = DTYPE_GATES[dtype]
+    if dtype == "float32":
+        return gates
+    if rounding_kl is None:
+        return {"top1": gates["top1"]}
+    return {"mean_kl": max(gates["mean_kl"], ROUNDINGS * rounding_kl)}
 
 
 CLIPPED = 5
 """The same of models some of whose values may be clipped, which another rounding does not change: 3.1 times with int4
-weights and scales for 0.8 of the largest weight, in the trained example."""
+weights and scales for 0.8 of the largest weight, 2.6 times with static scales for twice the mean of the largest
+activations, in the trained example."""
+
+UNCLIPPED: Mapping[str, Mapping[str, float]] = {
+    "weights": {"absmax": 1, "minmax": 1},
+    "activations": {"absmax": 1},
+    "static": {},
+}
+HARDLY_CLIPPED: Mapping[str, Mapping[str, float]] = {
+    "weights": {"absmax": 0.8, "minmax": 0.8, "rms": 4},
+    "activations": {"absmax": 1},
+    "static": {"absmax": 2},
+}
+"""The calibration methods, with their least factors, by which nothing is clipped, and by which so little is that
+`CLIPPED` bounds it. What other methods clip of activations changes a right model 5 to 600 times as much as a rounding,
+which is as much as faults do."""
 
 
 def quantized_gates(dtype: str, rounding_kl: float, quantization: Mapping[str, Any]) -> Gates:
     """Returns the gates of a quantized model whose config has none of its own. Models differ by orders of magnitude in
-    what roundings change; the most likely token says little where a model hesitates between two.
+    what roundings change; the most likely token says little where a model hesitates between two. There are no gates
+    where no bound tells right models from wrong ones.
 
     Args:
         dtype: that it computes in.
         rounding_kl: the mean divergence of another rounding: see `tpuconv.quantize.rerounding`.
         quantization: of the manifest; its rules say whether values are clipped.
     """
-    methods = [
-        str(rule.get(name, "absmax"))
-        for rule in quantization.get("rules", ())
-        for name in ("weight_calibration_method", "act_calibration_method")
-    ]
-    clips = not {"absmax", "minmax"}.issuperset(methods)
-    clips |= any(rule.get("act_static_scale") for rule in quantization.get("rules", ()))
-    return {"mean_kl": max(DTYPE_GATES[dtype]["mean_kl"], (CLIPPED if clips else ROUNDINGS) * rounding_kl)}
+    methods = list(_methods(quantization.get("rules", ())))
+    if not _all_within(methods, HARDLY_CLIPPED):
+        return {}
+    factor = ROUNDINGS if _all_within(methods, UNCLIPPED) else CLIPPED
+    return {"mean_kl": max(DTYPE_GATES[dtype]["mean_kl"], factor * rounding_kl)}
+
+
+def _methods(rules: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What rules round, as a key of `UNCLIPPED`, and by which calibration method."""
+    for rule in rules:
+        yield "weights", rule.get("weight_calibration_method") or "absmax"
+        if rule.get("act_qtype"):
+            rounded = "static" if rule.get("act_static_scale") else "activations"
+            yield rounded, rule.get("act_calibration_method") or "absmax"
+
+
+def _all_within(methods: Iterable[tuple[str, str]], least: Mapping[str, Mapping[str, float]]) -> bool:
+    for rounded, method in methods:
+        name, *numbers = method.split(",")
+        if float(numbers[0] if numbers else 1) < least[rounded].get(name, np.inf):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -109,7 +144,7 @@ class LogitStatistics:
         max_abs_logit: largest absolute logit of the reference.
         mean_kl, p999_kl: mean and 99.9th percentile of the divergence, in nats.
         top1: share of tokens with the same most likely next token.
-        decided: number of tokens for which the reference has no tie (see `TIE`).
+        decided: number of tokens for which the reference has no tie (see `are_tied`).
         top1_decided: the share `top1` of those tokens, of all if there are none; the gate "top1" applies to it.
         perplexity_reference, perplexity: of the prompts, by the reference and by the model compared with it.
         worst_prompt: number of the prompt with the largest mean divergence, from 1.
@@ -206,20 +241,20 @@ def model_logits(
     """Returns our model's logits [T, V] in float32 for each prompt (or what else it returns: see `forward`), computed
     on one device or on a mesh; with several processes all of them call this, and the mesh is of all devices if None.
     Raises as `tpuconv.load`."""
-    return list(each_logits(ckpt, prompts, dtype, mesh, cache_dtype))
+    return list(each_logits(ckpt, whole_texts(prompts), dtype, mesh, cache_dtype))
 
 
 def each_logits(
     ckpt: Location,
-    prompts: Sequence[Sequence[int]],
+    windows: Sequence[Window],
     dtype: str,
     mesh: Any = None,
     cache_dtype: str | None = None,
     *,
     rounding: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yields what `model_logits` returns, one prompt at a time; with `rounding`, a seed, those of another rounding of
-    the model (`tpuconv.quantize.rerounding`)."""
+    """Yields what `model_logits` returns, one window at a time, from its first token that counts on; with `rounding`, a
+    seed, those of another rounding of the model (`tpuconv.quantize.rerounding`)."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -236,8 +271,8 @@ def each_logits(
             from tpuconv.quantize.rerounding import rerounded
 
             model = rerounded(model, rounding)
-        run = forward_each(model, prompts, dtype, cache_dtype)()
-    for _ in prompts:
+        run = forward_each(model, windows, dtype, cache_dtype)()
+    for _ in windows:
         with on_mesh():  # not while this generator is suspended
             logits = next(run)
         yield logits
@@ -339,9 +374,9 @@ def _compared(ids: Sequence[int], hf_TV: np.ndarray, ours_TV: np.ndarray, dtype:
 
 
 def are_tied(logits: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns [T] bool: whether the two largest of the logits [T, V] are tied (see `TIE`). `dtype` is the dtype that
-    they were computed in."""
+    """Returns [T] bool: whether the two largest of the logits [T, V] are tied (see `TIE` and `TIED_NATS`). `dtype` is
+    the dtype that they were computed in."""
     second, first = np.partition(logits, -2, axis=-1)[:, -2:].T
     exponent = np.frexp(np.abs(first))[1] - 1
     spacing = float(ml_dtypes.finfo(dtype).eps) * np.exp2(exponent)  # type: ignore[no-untyped-call]
-    return np.asarray(first - second <= TIE * spacing)
+    return np.asarray(first - second <= np.maximum(TIE * spacing, TIED_NATS))

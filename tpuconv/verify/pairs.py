@@ -15,6 +15,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_box
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.models.common.periods import LayerStacks
+from tpuconv.models.logits import Window, whole_texts
 from tpuconv.models.stored import model_config
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.paths import plain_path
@@ -28,7 +29,7 @@ from tpuconv.verify.logits import (
     quantized_gates,
     rounding_divergence,
 )
-from tpuconv.verify.windows import Window, scored_logits
+from tpuconv.verify.windows import scored_logits
 
 BOX_VALUES = 1 << 24
 """Values of a parameter that are compared at once."""
@@ -47,7 +48,7 @@ class Side:
         """Yields its logits [T, V] of each prompt; with `rounding`, a seed, those of another rounding. The model is in
         memory until the last one."""
         with plain_path(self.manifest.folder) as folder:
-            yield from each_logits(folder, prompts, self.dtype, None, self.cache_dtype, rounding=rounding)
+            yield from each_logits(folder, whole_texts(prompts), self.dtype, None, self.cache_dtype, rounding=rounding)
 
 
 def compare_windows(

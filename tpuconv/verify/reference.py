@@ -14,6 +14,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.letters import LETTERS
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
+from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
@@ -115,7 +116,8 @@ class Reference(NamedTuple):
     """What transformers' model returns.
 
     Attributes:
-        logits: [T, V] in float32 for each prompt; of a model that returns them, hidden states [T, D] or scores [1, O].
+        logits: [T, V] in float32 for each window, from its first token that counts on; of a model that returns them,
+            hidden states [T, D] or scores [1, O].
         rounding_kl: how much one rounding changes: the mean divergence in nats from the logits with each number of the
             tokens' embeddings moved by half a spacing, up or down, and rounded again. None of other models than those
             of logits, and in float32.
@@ -126,13 +128,13 @@ class Reference(NamedTuple):
 
 
 def reference(
-    source: Path, prompts: Sequence[Sequence[int]], dtype: str, returns: str = LOGITS, *, adapted: bool = False
+    source: Path, windows: Sequence[Window], dtype: str, returns: str = LOGITS, *, adapted: bool = False
 ) -> Reference:
     """Runs transformers' model of a source checkpoint.
 
     Args:
         source: its folder.
-        prompts: token ids.
+        windows: what it runs on.
         dtype: of parameters and activations.
         returns: what the model returns.
         adapted: whether transformers is to apply an adapter that lies in the folder.
@@ -176,10 +178,11 @@ def reference(
     if read_json(path, ConfigError).get("model_type") not in READ_WITHIN:  # what sees has no weights there
         _check_loaded(source, model, loaded)
     model.eval()
-    logits, rounding_kl = list(_outputs(model, prompts, returns)), None
+    logits, rounding_kl = list(_outputs(model, windows, returns)), None
     if returns == LOGITS and dtype != "float32":
         hook = model.get_input_embeddings().register_forward_hook(_rounded_otherwise)
-        rounding_kl = compare_logits(prompts, logits, _outputs(model, prompts, returns), dtype, {}).mean_kl
+        scored = [window.scored for window in windows]
+        rounding_kl = compare_logits(scored, logits, _outputs(model, windows, returns), dtype, {}).mean_kl
         hook.remove()
     del model
     gc.collect()
@@ -253,14 +256,30 @@ def _check_loaded(source: Path, model: Any, loaded: Mapping[str, Any]) -> None:
     )
 
 
-def _outputs(model: Any, prompts: Sequence[Sequence[int]], returns: str) -> Iterator[np.ndarray]:
+def _outputs(model: Any, windows: Sequence[Window], returns: str) -> Iterator[np.ndarray]:
     import torch
 
-    for ids in prompts:
-        with torch.no_grad():
-            out = model(torch.tensor([list(ids)]))
+    for window in windows:
+        with torch.no_grad(), head_from(model, window.first):
+            out = model(torch.tensor([list(window.ids)]))
         found = out.last_hidden_state[0] if returns == HIDDEN else out.logits
-        yield (found[0] if found.ndim == 3 else found).float().numpy()
+        found = found[0] if found.ndim == 3 else found
+        yield (found if returns == SCORES else found[-len(window.scored) :]).float().numpy()
+
+
+@contextlib.contextmanager
+def head_from(model: Any, first: int) -> Iterator[None]:
+    """Within the context transformers' model makes logits of the tokens from this one on alone. Not all models have an
+    argument for that."""
+    head = model.get_output_embeddings()
+    if not first or head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, first:], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _rounded_otherwise(module: Any, inputs: Any, embedded: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from tpuconv.checkpoint.companions import tokenizer_folder
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError, root_cause
+from tpuconv.extras import install_command
 
 BOOTSTRAPS = 1000
 """Samples of the standard error of metrics without a formula for it."""
@@ -101,7 +102,7 @@ class TaskList:
             from lm_eval.tasks import TaskManager
         except ImportError as e:
             raise UsageError(
-                f"tasks need lm-evaluation-harness, which cannot be imported: {e}", hint="pip install 'tpuconv[eval]'"
+                f"tasks need lm-evaluation-harness, which cannot be imported: {e}", hint=install_command("eval")
             ) from None
         manager = TaskManager(include_path=None if self.folder is None else str(self.folder))
         if unknown := [name for name in self.names if name not in manager.all_tasks]:

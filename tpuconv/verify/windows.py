@@ -2,29 +2,11 @@
 `length - stride` tokens before it if the text has them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tpuconv.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Window:
-    """Tokens that a model runs on at once.
-
-    Attributes:
-        ids: the token ids [T].
-        first: the number of the first token whose prediction of the next one counts.
-    """
-
-    ids: Sequence[int]
-    first: int
-
-    @property
-    def scored(self) -> Sequence[int]:
-        """The tokens whose predictions count, and the last token, which is only predicted."""
-        return self.ids[self.first :]
+from tpuconv.models.logits import Window
 
 
 def check_stride(length: int, stride: int) -> None:

@@ -344,6 +344,15 @@ class DecoderConfig:
         """The sliding window of each layer: the number of tokens that a token sees, itself included; None for all."""
         return (None,) * self.num_hidden_layers
 
+    @property
+    def horizons(self) -> frozenset[int]:
+        """The numbers of tokens up to which a text does not show a part of the computation, such as a sliding window.
+        Families with chunks, with tokens that an indexer selects, or with other factors at later positions add
+        theirs."""
+        windows = {window for window in self.windows if window is not None}
+        ropes = {rope for rope in self.ropes if rope is not None and rope.depends_on_length}
+        return frozenset(windows | {rope.original_max_position_embeddings for rope in ropes})
+
 
 @dataclass(frozen=True)
 class IgnoredKey:

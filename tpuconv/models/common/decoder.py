@@ -229,10 +229,10 @@ class Decoder(nnx.Module):
         return Cache.empty(layers, batch, length, mtp)
 
     @overload
-    def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, first: int = 0) -> jax.Array: ...
     @overload
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache, last_only: bool = False
+        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache, first: int = 0
     ) -> tuple[jax.Array, Cache]: ...
     def __call__(
         self,
@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
         mask_BT: jax.Array | None = None,
         *,
         cache: Cache | None = None,
-        last_only: bool = False,
+        first: int = 0,
     ) -> jax.Array | tuple[jax.Array, Cache]:
         """Runs the model.
 
@@ -249,12 +249,12 @@ class Decoder(nnx.Module):
             mask_BT: True for tokens, False for padding, on the left or on the right. Padding does not count in
                 positions.
             cache: the cache of earlier tokens.
-            last_only: with a cache, return the logits of the last column only. For a long prompt all logits would be
-                the largest array.
+            first: the first column whose logits are returned; -1 for the last column. For a long prompt all logits
+                would be the largest array.
 
         Returns:
-            Logits [B, T, V] in float32; with a cache (logits, cache), and with `last_only` logits [B, 1, V]. If `used`
-            is traced and there are too few slots, the logits are NaN.
+            Logits [B, T, V] in float32, of the columns from `first` on; with a cache (logits, cache). If `used` is
+            traced and there are too few slots, the logits are NaN.
             Of a classifier the scores [B, O] in float32, of the last token of each text that is not padding, by the
             mask and by `pad_token_id` of config.json; of a model without a head the hidden states [B, T, D] after the
             last norm.
@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
         """
         if is_explicit(weights := jax.tree.leaves(self.embed.embedding[...])[0]):
             out: jax.Array | tuple[jax.Array, Cache] = call_on_explicit_mesh(
-                self, weights, ids_BT, mask_BT, cache, last_only=last_only
+                self, weights, ids_BT, mask_BT, cache, first
             )
             return out
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
@@ -275,16 +275,15 @@ class Decoder(nnx.Module):
             )
         if cache is None:
             x_BTD, _ = self.run_layers(ids_BT, mask_BT, None)
-            return self._headless(x_BTD, ids_BT, mask_BT) if self.config.head.kind else self._logits(x_BTD)
+            return self._headless(x_BTD, ids_BT, mask_BT) if self.config.head.kind else self._logits(x_BTD[:, first:])
         if self.config.head.kind:
             raise UsageError(
                 f"this model returns {self.config.head.kind}, not logits: there is no next token to keep a cache for",
                 hint="call it without a cache",
             )
         x_BTD, new_cache = self.run_layers(ids_BT, mask_BT, cache)
-        x_BTD = x_BTD[:, -1:] if last_only else x_BTD
         overrun = new_cache.used > new_cache.positions_BS.shape[1]
-        return self._logits(jnp.where(overrun, jnp.nan, x_BTD)), new_cache
+        return self._logits(jnp.where(overrun, jnp.nan, x_BTD[:, first:])), new_cache
 
     @overload
     def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: None) -> tuple[jax.Array, None]: ...

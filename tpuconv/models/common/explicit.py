@@ -18,7 +18,7 @@ def is_explicit(x: jax.Array) -> bool:
 
 
 def call_on_explicit_mesh(
-    model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, **more: Any
+    model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, first: int
 ) -> Any:
     """Calls a model on a mesh with explicit axes, that of `weights`, one of its arrays. The results are sharded over
     the batch, caches as `cache_shardings` has them."""
@@ -26,7 +26,7 @@ def call_on_explicit_mesh(
 
     def run(state: Any, ids_BT: Any, mask_BT: Any, cache: Cache | None) -> Any:
         merged: Any = nnx.merge(graph, state)
-        return merged(ids_BT, mask_BT) if cache is None else merged(ids_BT, mask_BT, cache=cache, **more)
+        return merged(ids_BT, mask_BT, first=first, **({} if cache is None else {"cache": cache}))
 
     mesh: Any = jax.typeof(weights).sharding.mesh
     out: Any = PartitionSpec(*partition("B", ids_BT.shape[:1], dict(mesh.shape), ACTIVATIONS))  # type: ignore[no-untyped-call]

@@ -51,6 +51,10 @@ class Config(deepseek_v3.Config):
         return tuple(range(self.num_hidden_layers))
 
     @property
+    def horizons(self) -> frozenset[int]:
+        return super().horizons | {self.index_topk}
+
+    @property
     def axes(self) -> dict[str, Any]:
         return {
             **super().axes,

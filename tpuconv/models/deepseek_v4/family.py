@@ -182,6 +182,11 @@ class Config(OneWindow, DecoderConfig):
         return tuple(self.rope if kind == SLIDING else self.compress_rope for kind in self.kinds)
 
     @property
+    def horizons(self) -> frozenset[int]:
+        selected = {self.index_topk * self.compress_rate_csa} if SPARSE in self.kinds else set()
+        return super().horizons | selected
+
+    @property
     def unscannable(self) -> str:
         return "its layers compress keys and choose experts in different ways"
 

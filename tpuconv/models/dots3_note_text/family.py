@@ -158,6 +158,10 @@ class Config(deepseek_v3.Config):
         return self.layers_of(DOTS3_INDEXED)
 
     @property
+    def horizons(self) -> frozenset[int]:
+        return super().horizons | ({self.index_topk} if self.indexers else set())
+
+    @property
     def swa_sizes(self) -> dict[str, int]:
         """The sizes of layers with a window, by the keys of `SWA_SIZES`."""
         sizes = {key: getattr(self, f"swa_{key}") for key in SWA_SIZES}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
@@ -122,6 +123,15 @@ class Config(DecoderConfig):
     def is_chunked(self, layer: int) -> bool:
         """Returns whether the tokens of a layer see only their own chunk."""
         return self.layer_types[layer] == "chunked_attention" if self.layer_types else self.has_rope(layer)
+
+    @property
+    def horizons(self) -> frozenset[int]:
+        layers, found = range(self.num_hidden_layers), set(super().horizons)
+        if self.attention_chunk_size is not None and any(map(self.is_chunked, layers)):
+            found.add(self.attention_chunk_size)
+        if self.attn_temperature_tuning and not all(map(self.has_rope, layers)):
+            found.add(ceil(self.floor_scale))
+        return frozenset(found)
 
 
 TABLE = decoder_table(

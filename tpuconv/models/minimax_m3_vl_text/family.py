@@ -119,6 +119,11 @@ class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
         if local > chosen:
             yield f"index_local_blocks={local} is more than index_topk_blocks={chosen}"
 
+    @property
+    def horizons(self) -> frozenset[int]:
+        selected = {self.index_block_size * self.index_topk_blocks} if M3_SPARSE in self.kinds else set()
+        return super().horizons | selected
+
     def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
         """As `DecoderConfig.disagreements`: what the release says of indexers, which have no values of their own here,
         and of rotary positions."""

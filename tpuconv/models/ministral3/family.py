@@ -25,6 +25,7 @@ class GrowingQueries:
     """Reads `llama_4_scaling_beta`, which is one of `rope_parameters`: how much queries grow with their position. A
     Config derives from this class and from `DecoderConfig`, in this order."""
 
+    rope: Rope
     llama_4_scaling_beta: float
 
     @classmethod
@@ -43,6 +44,13 @@ class GrowingQueries:
         if ropes["rope"].type != "yarn":
             raise ConfigError(f"config.json: {BETA} needs an original context, which only rotary positions 'yarn' have")
         return {**ropes, BETA: float(beta)}
+
+    @property
+    def horizons(self) -> frozenset[int]:
+        """As `DecoderConfig.horizons`: queries grow after the original context."""
+        original = {self.rope.original_max_position_embeddings} if self.llama_4_scaling_beta else set()
+        found: frozenset[int] = super().horizons | original  # type: ignore[misc]
+        return found
 
 
 @dataclass(frozen=True)

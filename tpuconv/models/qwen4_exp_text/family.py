@@ -172,6 +172,11 @@ class Config(qwen3_5_moe_text.Config):
         }
 
     @property
+    def horizons(self) -> frozenset[int]:
+        selected = {self.indexer_budget} if self.layers_of("full_attention") else set()
+        return super().horizons | selected
+
+    @property
     def unscannable(self) -> str:
         return "some of its layers number n-grams in ways of their own" if self.ngram_layers else super().unscannable
 

@@ -17,6 +17,11 @@ DEFAULT_TEXT = "calibration.txt"
 """The text of this package."""
 
 
+def default_text() -> str:
+    """Returns the text of this package."""
+    return (files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class CalibrationData:
     """Samples of equal length.
@@ -67,7 +72,7 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
             hint=f"copy tokenizer.json into its folder, or give --calibration {SELF}, which draws text from the model",
         )
     try:
-        text = (file or files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8") if file else default_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file} is no text file: {e}") from None
     begin, ids = text_ids(load_tokenizer(folder), text)

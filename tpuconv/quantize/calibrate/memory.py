@@ -19,6 +19,23 @@ def hessian_bytes(width: int) -> int:
     return 4 * width * width
 
 
+def widest_input(manifest: Manifest, encoders: Mapping[str, QwixEncoder]) -> int:
+    """The most inputs that a product with one of these parameters of a checkpoint sums over, of one layer; 0 without
+    any."""
+    return max((_width(manifest, name, encoder) for name, encoder in encoders.items()), default=0)
+
+
+def _width(manifest: Manifest, name: str, encoder: QwixEncoder) -> int:
+    shape = _shape_of_layer(manifest, name)
+    return prod(shape[axis] for axis in encoder.quant.summed)
+
+
+def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
+    """The shape of a parameter, of one layer where layers are stacked."""
+    shape = manifest.arrays[name].shape
+    return shape[1:] if manifest.scan_layers and name.startswith("layers.") else shape
+
+
 def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
     """The private memory in bytes that a calibration needs at most. Of the stage with most: its weights in float32 and
     their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter while it is
@@ -36,8 +53,7 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
     largest = widest = 0
     for name, array in manifest.arrays.items():
         top, *rest = name.split(".")
-        is_stacked = manifest.scan_layers and top == "layers"
-        shape = array.shape[1:] if is_stacked else array.shape
+        shape = _shape_of_layer(manifest, name)
         is_apart = top in ("layers", LAYERS_APART) and rest[0].isdigit()
         stage = f"{top}.{rest[0]}" if is_apart else top
         if (
@@ -46,7 +62,7 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
             continue
         weights[stage] = weights.get(stage, 0) + prod(shape)
         if (encoder := encoders.get(name)) is not None:
-            width = prod(shape[axis] for axis in encoder.quant.summed)
+            width = _width(manifest, name, encoder)
             axes = array.axes.split()
             matrices = array.shape[axes.index("E")] if "E" in axes else 1
             hessians[stage] = hessians.get(stage, 0) + matrices * hessian_bytes(width)

@@ -25,7 +25,7 @@ from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
-from tpuconv.quantize.calibrate.memory import calibration_memory
+from tpuconv.quantize.calibrate.memory import calibration_memory, widest_input
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
@@ -98,6 +98,11 @@ class LayerwiseCalibration:
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
         return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length)
+
+    @property
+    def widest(self) -> int:
+        """The most inputs of a product that it rounds the weights of."""
+        return widest_input(self.manifest, self.encoders)
 
     def run(self, journal: Journal) -> Iterator[str]:
         """Does what is left to do. Yields the name of each layer before it is calibrated.

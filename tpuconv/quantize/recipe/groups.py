@@ -45,6 +45,10 @@ class Choices:
     space: SearchSpace
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
 
+    def all_encoders(self) -> dict[str, QwixEncoder]:
+        """An encoder of each parameter that some option quantizes."""
+        return {name: encoder for encoders in self.encoders.values() for name, encoder in encoders.items()}
+
     def chosen(self, options: Sequence[Option]) -> dict[str, QwixEncoder]:
         """How each parameter is quantized with these options of the groups."""
         return {

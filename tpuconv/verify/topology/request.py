@@ -20,6 +20,7 @@ from typing import Any
 from tpuconv import libtpu
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.extras import install_command
 from tpuconv.jsonfile import short
 from tpuconv.sizes import format_rate, format_size
 from tpuconv.verify.topology.chips import CHIPS, Chip
@@ -354,7 +355,7 @@ def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[
     """
     if not libtpu.is_installed():
         raise UsageError(
-            "--topology needs the TPU compiler, which is not installed", hint="install it: pip install 'tpuconv[tpu]'"
+            "--topology needs the TPU compiler, which is not installed", hint=f"install it: {install_command('tpu')}"
         )
     _check_rules(request)
     for slices in groups:
