@@ -9,10 +9,12 @@ import pytest
 
 from helpers.attacks import made
 from helpers.attacks.simulated import contents
+from helpers.buckets import ROOT, in_memory
 from helpers.trainers import save_standard, trained_tree
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import OutputError, UsageError
+from tpuconv.location import Location, to_location
 from tpuconv.sources import damaged
 from tpuconv.storage.sealed import read_sealed, seal
 
@@ -23,12 +25,16 @@ def trained(base: Path) -> Path:
     return save_standard(base / "run", trained_tree(base / "nnx"))
 
 
-OUTPUTS: dict[str, Callable[[Path, Path, int], object]] = {
+def adapter(base: Path, name: str) -> str:
+    return str(made.adapter(base / name, base / "model"))
+
+
+OUTPUTS: dict[str, Callable[[Location, Path, int], object]] = {
     "orbax": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs),
     "compressed": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, compress=True),
     "a part": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, layers=range(0, 1)),
     "with an adapter": lambda base, out, jobs: api.convert(
-        base / "model", out, jobs=jobs, adapter=[str(made.adapter(base / f"adapter-{jobs}", base / "model"))]
+        base / "model", out, jobs=jobs, adapter=[adapter(out.parent, f"adapter-{jobs}")]
     ),
     "quantized": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, quantize="int8_weight_only"),
     "safetensors": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, target="huggingface"),
@@ -62,6 +68,19 @@ def test_copies_of_a_source_give_the_same_bytes(kind, copies):
     for name, data in written.items():
         for word in (b"a-model", b"copied", str(first.parent).encode()):
             assert word not in (data or b""), name
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "orbax" else pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OUTPUTS)]
+)
+def test_a_copy_in_a_bucket_gives_the_same_bytes(kind, copies, monkeypatch):
+    first, second = copies
+    bucket, there = in_memory(monkeypatch), to_location(f"{ROOT}/far/away")
+    for name, data in contents(second / "copied").items():
+        bucket.put(f"far/away/model/{name}", data)
+    OUTPUTS[kind](first, first / "x", 1)
+    OUTPUTS[kind](there, first / "y", 3)
+    assert contents(first / "x") == contents(first / "y")
 
 
 def test_copies_of_what_a_trainer_saved(copies):
