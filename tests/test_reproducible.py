@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +83,39 @@ def test_a_copy_in_a_bucket_gives_the_same_bytes(kind, copies, monkeypatch):
     OUTPUTS[kind](first, first / "x", 1)
     OUTPUTS[kind](there, first / "y", 3)
     assert contents(first / "x") == contents(first / "y")
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-qwen3"
+INNER = r"layers/\d+/(attn|mlp)/.*"
+CALIBRATIONS = {
+    "gptq": ("weight_qtype: int4, tile_size: 32", "gptq"),
+    "awq": ("weight_qtype: int4, tile_size: 32", "awq"),
+    "smooth_quant": ("weight_qtype: int8, act_qtype: int8", "smooth_quant"),
+    "static": ("weight_qtype: int8, act_qtype: int8, act_static_scale: true, act_batch_axes: [0, 1]", "gptq"),
+}
+CALIBRATE = """
+import sys
+from pathlib import Path
+from tpuconv import api
+api.quantize(*sys.argv[1:3], config=Path(sys.argv[3]), samples=16, length=256)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+@pytest.mark.parametrize("method", CALIBRATIONS)
+def test_a_calibration_does_not_depend_on_the_number_of_processors(method, tmp_path):
+    """A model that was trained: of random weights rounded values seldom change."""
+    api.convert(EXAMPLE, tmp_path / "ckpt")
+    rule, name = CALIBRATIONS[method]
+    rules = f"qwix: {{rules: [{{module_path: '{INNER}', {rule}}}]}}\ncalibration: {{method: {name}}}\n"
+    (tmp_path / "config.yaml").write_text(rules)
+    given = list(map(str, sorted(os.sched_getaffinity(0))))
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # tests set it to one
+    for out, processors in (("one", given[:1]), ("all", given)):
+        child = [sys.executable, "-c", CALIBRATE, tmp_path / "ckpt", tmp_path / out, tmp_path / "config.yaml"]
+        subprocess.run(["taskset", "-c", ",".join(processors), *child], env=own, check=True)
+    assert contents(tmp_path / "one") == contents(tmp_path / "all")
 
 
 def test_copies_of_what_a_trainer_saved(copies):
