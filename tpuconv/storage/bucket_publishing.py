@@ -228,9 +228,9 @@ class Publication:
         buckets.remove_objects(self.out, [TRIAL])
 
     def _in_order(self, names: "set[str]") -> list[str]:
-        """The marks among these names, in the order in which they are copied."""
+        """The marks among these names, in the order in which they are copied: that of a step after that of its item."""
         marks = [name for name in names if PurePosixPath(name).name in MARKS]
-        return sorted(marks, key=lambda name: (MARKS.index(PurePosixPath(name).name), name != MANIFEST, name))
+        return sorted(marks, key=lambda name: (MARKS.index(PurePosixPath(name).name), -name.count("/"), name))
 
     def _copy_all(self, names: list[str], there: Mapping[str, ObjectFacts]) -> None:
         def copy(name: str) -> None:
@@ -265,7 +265,8 @@ class Publication:
             found = buckets.facts(self.out / name)
             if found is None:
                 return
-            if not (self._is_note(name, found) if needs_note else is_same(found.version, names[name].version)):
+            is_as_seen = not needs_note and is_same(found.version, names[name].version)
+            if not (is_as_seen or self._is_note(name, found)):  # a mark of the old output holds a note already
                 raise self._changed([name])
             if self.can.deletes_by_version:
                 self.claim.check()
