@@ -18,6 +18,7 @@ import pytest
 
 import tpuconv
 from helpers.attacks import made
+from helpers.attacks.counts import count
 from helpers.attacks.processes import started
 from helpers.attacks.processes import tpuconv as attacked
 from helpers.attacks.simulated import contents
@@ -396,6 +397,7 @@ def test_a_suspended_writer_changes_nothing(moment, fenced, root, source, tmp_pa
     assert api.verify(f"{root}/out").passed
     api.convert(other, f"{root}/out")
     assert {name.split("/")[0] for name in objects(root)} <= {"out", "out.tpuconv"}
+    count("suspended writers", f"a process, {root.partition(':')[0]}")
 
 
 def same_command_twice(root: str, source: Path, out: str, *options: str, delay: float) -> None:
@@ -408,6 +410,7 @@ def same_command_twice(root: str, source: Path, out: str, *options: str, delay: 
     assert codes in ([0, 9], [0, 0]), codes  # both end well if the second one finds what the first one published
     assert api.verify(f"{root}/{out}").passed
     assert {name.split("/")[0] for name in objects(root)} == {out}
+    count("duplicates of a command", f"two processes, {root.partition(':')[0]}")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -446,6 +449,7 @@ def test_markers_of_folders_are_neither_ours_nor_anybodys(root, source, request)
     assert api.verify(f"{root}/out").passed
     api.convert(source, f"{root}/out", overwrite=True, dtype="float32")
     assert api.verify(f"{root}/out").passed
+    count("folder markers", f"convert, {root.partition(':')[0]}", 3)
 
 
 def test_an_upload_that_fails_leaves_no_parts(s3, monkeypatch):
