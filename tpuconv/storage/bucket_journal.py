@@ -214,7 +214,7 @@ class BucketJournal(JournalEntries):
 
     def _probe(self) -> Abilities:
         if self._can is None:
-            self._can = probe(self._folder / self.claim.process)
+            self._can = probe(self._folder / self.claim.process, self.claim)
         return self._can
 
     def _busy(self, held: Held, found: ObjectFacts) -> OutputError:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from tpuconv import buckets
 from tpuconv.buckets import ABSENT_OBJECT, COPIES, ConditionLost, ObjectFacts, SourceGone, is_same
-from tpuconv.errors import BucketError, OutputError, UsageError, shorten
+from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
 from tpuconv.storage.claim import CLOCK, Claim
@@ -61,13 +61,22 @@ class Abilities:
     creates_by_copy: bool
 
 
-def probe(folder: BucketPath) -> Abilities:
+def probe(folder: BucketPath, claim: Claim) -> Abilities:
     """Finds out, by a few small requests in a folder that nobody else uses, what a store can do.
 
     Raises:
         UsageError: it ignores conditions of writes.
         BucketError: it refuses to write, to copy or to delete.
+        ClaimLost: another process has taken the claim, and deletes what is tried.
     """
+    try:
+        return _tried(folder)
+    except (TpuconvError, ConditionLost, SourceGone):
+        claim.check_held()
+        raise
+
+
+def _tried(folder: BucketPath) -> Abilities:
     one, other, name = folder / PROBES[0], folder / PROBES[1], folder.root
     with suppress(ConditionLost):
         buckets.put_object(one, b"1", only_if=ABSENT_OBJECT)
