@@ -251,12 +251,12 @@ def _bucket(folder: BucketPath) -> Item:
     except TpuconvError as e:
         return Item("bucket", "fail", e.message, e.hint or "", facts)
     found = f"{folder.root} can be written, credentials: {whose}"
-    advice = [
+    works = [
         *(f"run the command for {folder / out} again: it stopped" for out in facts["stopped"]),
         *(f"delete {folder / name}/: it was left over, and nobody reads it" for name in facts["left_over"]),
     ]
-    if advice:
-        return Item("bucket", "warn", f"{found}; {len(advice)} folders of unfinished work", "; ".join(advice), facts)
+    if works:
+        return Item("bucket", "warn", f"{found}; {len(works)} folders of unfinished work", "; ".join(works), facts)
     return Item("bucket", "ok", found, facts=facts)
 
 
