@@ -42,7 +42,7 @@ test-slow: campaign  ## Before a release, after changes to convert/ or models/, 
 	$(PYTEST) -m "slow and not consumers" --ignore tests/adversarial
 
 campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, about an hour, counted.
-	$(PYTEST) -m "slow or not slow" tests/adversarial
+	$(PYTEST) -m "slow or not slow" tests/adversarial tests/test_bucket_servers.py tests/test_memory.py
 
 consumers: $(INSTALLED)  ## After changes to exports for servers: they load each form, in environments of 15 GB; about an hour.
 	$(BIN)/python -m pytest -q -rs -m consumers tests/test_consumers.py

@@ -18,20 +18,19 @@ import pytest
 
 import tpuconv
 from helpers.attacks import made
+from helpers.attacks.counts import count
 from helpers.attacks.processes import started
 from helpers.attacks.processes import tpuconv as attacked
 from helpers.attacks.simulated import contents
 from helpers.azurite import PROGRAM, azurite
 from helpers.buckets import objects
-from helpers.checkpoints import read_tensors
 from helpers.commands import tpuconv as command
-from helpers.conversions import assert_same
 from helpers.fake_gcs import Objects, environment, fake_gcs
 from helpers.quantizing import leaves
 from helpers.times import wait_for
 from helpers.trainers import save_pytree, save_step, trained_tree
 from tpuconv import api, buckets
-from tpuconv.errors import BucketError, SourceError, TpuconvError, UsageError
+from tpuconv.errors import BucketError, OutputError, SourceError, TpuconvError, UsageError
 from tpuconv.location import BucketPath, to_location
 
 pytestmark = [
@@ -199,8 +198,7 @@ def test_what_a_trainer_saved_is_read_from_a_bucket(root, source, tmp_path):
         near = api.export(tmp_path / name, tmp_path / f"{name}-near", config=source)
         far = api.export(f"{root}/{name}", tmp_path / f"{name}-far", config=source)
         assert str(far.arrays) == str(near.arrays).replace(str(tmp_path), root)
-        tensors = read_tensors(tmp_path / f"{name}-near")
-        assert_same(read_tensors(tmp_path / f"{name}-far"), tensors)
+        assert contents(tmp_path / f"{name}-far") == contents(tmp_path / f"{name}-near")
     with pytest.raises(UsageError, match="is a checkpoint of Orbax without"):
         api.export(f"{root}/run", tmp_path / "out")
 
@@ -399,6 +397,7 @@ def test_a_suspended_writer_changes_nothing(moment, fenced, root, source, tmp_pa
     assert api.verify(f"{root}/out").passed
     api.convert(other, f"{root}/out")
     assert {name.split("/")[0] for name in objects(root)} <= {"out", "out.tpuconv"}
+    count("suspended writers", f"a process, {root.partition(':')[0]}")
 
 
 def same_command_twice(root: str, source: Path, out: str, *options: str, delay: float) -> None:
@@ -411,6 +410,7 @@ def same_command_twice(root: str, source: Path, out: str, *options: str, delay: 
     assert codes in ([0, 9], [0, 0]), codes  # both end well if the second one finds what the first one published
     assert api.verify(f"{root}/{out}").passed
     assert {name.split("/")[0] for name in objects(root)} == {out}
+    count("duplicates of a command", f"two processes, {root.partition(':')[0]}")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -449,6 +449,7 @@ def test_markers_of_folders_are_neither_ours_nor_anybodys(root, source, request)
     assert api.verify(f"{root}/out").passed
     api.convert(source, f"{root}/out", overwrite=True, dtype="float32")
     assert api.verify(f"{root}/out").passed
+    count("folder markers", f"convert, {root.partition(':')[0]}", 3)
 
 
 def test_an_upload_that_fails_leaves_no_parts(s3, monkeypatch):
@@ -466,3 +467,11 @@ def test_an_upload_that_fails_leaves_no_parts(s3, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not client.list_multipart_uploads(Bucket="bkt").get("Uploads")
+
+
+def test_an_empty_object_of_the_name_of_a_file_is_somebodys(root, source):
+    with buckets.upload(to_location(f"{root}/out/config.json")):
+        pass
+    with pytest.raises(OutputError, match=r"it holds config\.json"):
+        api.convert(source, f"{root}/out", overwrite=True)
+    assert objects(f"{root}/out") == {"config.json": b""}

@@ -11,7 +11,7 @@ import pytest
 import tpuconv
 from helpers.attacks import made
 from helpers.attacks.simulated import contents
-from helpers.buckets import ROOT, MemoryBucket, in_memory, objects
+from helpers.buckets import ROOT, Killed, MemoryBucket, in_memory, objects
 from helpers.quantizing import leaves
 from tpuconv import api, buckets, doctor
 from tpuconv.cli import tpuconv as cli
@@ -103,8 +103,8 @@ def test_a_source_in_a_bucket(bucket, source, tmp_path):
     place = upload(bucket, source, "src")
     api.convert(place, tmp_path / "far")
     api.convert(source, tmp_path / "near")
-    far, near = contents(tmp_path / "far"), contents(tmp_path / "near")
-    assert {name for name in near if far[name] != near[name]} == {"tpuconv.json"}
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
+    assert api.convert(place, tmp_path / "near").already_there
     with pytest.raises(UsageError, match="lies in the source"):
         api.convert(place, f"{place}/out")
     shard = next(name for name in objects(place) if name.endswith(".safetensors"))
@@ -184,6 +184,26 @@ def test_doctor(bucket, monkeypatch):
     bucket.at, bucket.error = len(bucket.log), BucketError("refused", hint="ask")
     item = doctor._bucket(to_location(f"{ROOT}/models"))
     assert (item.status, item.found, item.advice) == ("fail", "refused", "ask")
+
+
+def test_doctor_names_unfinished_work(bucket, source, monkeypatch):
+    """What a killed process and a late one left, and not what is being written."""
+    out = to_location(f"{ROOT}/models/out")
+    bucket.at = 9
+    with pytest.raises(Killed):
+        made.convert(source, out)
+    bucket.at = None
+    bucket.put(f"models/deep/other.tpuconv/{'a' * 32}/{'b' * 32}/config.json", b"late")
+    bucket.put("models/thesis.tpuconv/claims.tex", b"theirs")
+    with BucketJournal(to_location(f"{ROOT}/models/written"), "f"):
+        item = doctor._bucket(to_location(f"{ROOT}/models"))
+    assert item.status == "warn"
+    assert item.facts["stopped"] == ["out"]
+    assert item.facts["left_over"] == [f"deep/other.tpuconv/{'a' * 32}"]
+    assert f"run the command for {out} again" in item.advice
+    made.convert(source, out)
+    bucket.delete([f"models/deep/other.tpuconv/{'a' * 32}/{'b' * 32}/config.json"])
+    assert doctor._bucket(to_location(f"{ROOT}/models")).status == "ok"
 
 
 def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypatch):

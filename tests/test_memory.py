@@ -149,4 +149,4 @@ def test_no_command_takes_more_than_its_container_has(limit, larger_than_its_bud
             assert not words[2].exists()
         else:
             assert facts["peak_memory_bytes"] < limit
-        count("places", f"memory of a container: {'fits' if not done.returncode else 'refused'}")
+        count("memory of a container", f"{words[0]}: {'fits' if not done.returncode else 'refused'}")

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import pytest
 
 from helpers.attacks import made
 from helpers.attacks.simulated import contents
+from helpers.buckets import ROOT, in_memory
 from helpers.trainers import save_standard, trained_tree
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import OutputError, UsageError
+from tpuconv.location import Location, to_location
 from tpuconv.sources import damaged
 from tpuconv.storage.sealed import read_sealed, seal
 
@@ -23,12 +27,16 @@ def trained(base: Path) -> Path:
     return save_standard(base / "run", trained_tree(base / "nnx"))
 
 
-OUTPUTS: dict[str, Callable[[Path, Path, int], object]] = {
+def adapter(base: Path, name: str) -> str:
+    return str(made.adapter(base / name, base / "model"))
+
+
+OUTPUTS: dict[str, Callable[[Location, Path, int], object]] = {
     "orbax": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs),
     "compressed": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, compress=True),
     "a part": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, layers=range(0, 1)),
     "with an adapter": lambda base, out, jobs: api.convert(
-        base / "model", out, jobs=jobs, adapter=[str(made.adapter(base / f"adapter-{jobs}", base / "model"))]
+        base / "model", out, jobs=jobs, adapter=[adapter(out.parent, f"adapter-{jobs}")]
     ),
     "quantized": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, quantize="int8_weight_only"),
     "safetensors": lambda base, out, jobs: api.convert(base / "model", out, jobs=jobs, target="huggingface"),
@@ -62,6 +70,52 @@ def test_copies_of_a_source_give_the_same_bytes(kind, copies):
     for name, data in written.items():
         for word in (b"a-model", b"copied", str(first.parent).encode()):
             assert word not in (data or b""), name
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "orbax" else pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OUTPUTS)]
+)
+def test_a_copy_in_a_bucket_gives_the_same_bytes(kind, copies, monkeypatch):
+    first, second = copies
+    bucket, there = in_memory(monkeypatch), to_location(f"{ROOT}/far/away")
+    for name, data in contents(second / "copied").items():
+        bucket.put(f"far/away/model/{name}", data)
+    OUTPUTS[kind](first, first / "x", 1)
+    OUTPUTS[kind](there, first / "y", 3)
+    assert contents(first / "x") == contents(first / "y")
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-qwen3"
+INNER = r"layers/\d+/(attn|mlp)/.*"
+CALIBRATIONS = {
+    "gptq": ("weight_qtype: int4, tile_size: 32", "gptq"),
+    "awq": ("weight_qtype: int4, tile_size: 32", "awq"),
+    "smooth_quant": ("weight_qtype: int8, act_qtype: int8", "smooth_quant"),
+    "static": ("weight_qtype: int8, act_qtype: int8, act_static_scale: true, act_batch_axes: [0, 1]", "gptq"),
+}
+CALIBRATE = """
+import sys
+from pathlib import Path
+from tpuconv import api
+api.quantize(*sys.argv[1:3], config=Path(sys.argv[3]), samples=16, length=256)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+@pytest.mark.parametrize("method", CALIBRATIONS)
+def test_a_calibration_does_not_depend_on_the_number_of_processors(method, tmp_path):
+    """A model that was trained: of random weights rounded values seldom change."""
+    api.convert(EXAMPLE, tmp_path / "ckpt")
+    rule, name = CALIBRATIONS[method]
+    rules = f"qwix: {{rules: [{{module_path: '{INNER}', {rule}}}]}}\ncalibration: {{method: {name}}}\n"
+    (tmp_path / "config.yaml").write_text(rules)
+    given = list(map(str, sorted(os.sched_getaffinity(0))))
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # tests set it to one
+    for out, processors in (("one", given[:1]), ("all", given)):
+        child = [sys.executable, "-c", CALIBRATE, tmp_path / "ckpt", tmp_path / out, tmp_path / "config.yaml"]
+        subprocess.run(["taskset", "-c", ",".join(processors), *child], env=own, check=True)
+    assert contents(tmp_path / "one") == contents(tmp_path / "all")
 
 
 def test_copies_of_what_a_trainer_saved(copies):

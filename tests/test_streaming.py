@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,7 @@ from tpuconv.sources.stream import StreamReader
 from tpuconv.sources.workspace import PART
 from tpuconv.storage.journal import Journal
 
+SLOW = pytest.mark.slow
 REPO = "org/tiny"
 SHARDS = 4
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
@@ -183,10 +185,7 @@ def test_a_bucket_is_streamed_into_a_bucket(
     fetched = Fetched(monkeypatch)
     (tmp_path / "ws").mkdir()
     api.convert("gs://bkt/src", "gs://bkt/out", workspace=tmp_path / "ws", **FORMS[form])
-    out = {name: data for name, data in objects("gs://bkt/out").items() if name not in ("tpuconv.json", "README.md")}
-    assert {name: data for name, data in out.items() if "commit_success" not in name} == {
-        name: data for name, data in outputs(tmp_path / "local").items() if "commit_success" not in name
-    }
+    assert objects("gs://bkt/out") == contents(tmp_path / "local")
     assert not list((tmp_path / "ws").iterdir())
     assert len(fetched.spans) == len(set(fetched.spans))
     for name in {name for name, _, _ in fetched.spans}:
@@ -194,13 +193,13 @@ def test_a_bucket_is_streamed_into_a_bucket(
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
 
 
+@pytest.mark.parametrize("place", [REPO, "gs://bkt/src"], ids=["", "bucket"])
 @pytest.mark.parametrize("form", ["plain", "scanned", "safetensors"])
 def test_the_workspace_holds_no_more_than_was_planned(
-    form: str, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, place: str, hub: HubServer, bucket: MemoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked at whenever a segment has come; those that are being fetched count as complete."""
-    planned = api.plan(REPO, **FORMS[form]).workspace_bytes
-    source = 0
+    planned = api.plan(place, **FORMS[form]).workspace_bytes
     seen: list[int] = []
     real = StreamReader._arrived
 
@@ -212,7 +211,7 @@ def test_the_workspace_holds_no_more_than_was_planned(
         real(self, segment)
 
     monkeypatch.setattr(StreamReader, "_arrived", arrived)
-    api.convert(REPO, tmp_path / "out", **FORMS[form])
+    api.convert(place, tmp_path / "out", **FORMS[form])
     source = sum(path.stat().st_size for path in hub.repos[REPO].commits[hub.commit(REPO)].glob("*.safetensors"))
     assert seen
     assert max(seen) <= planned
@@ -464,6 +463,37 @@ def test_a_run_that_ends_anywhere_goes_on(
     segments = [each for each in whole if each[1][1] - each[1][0] < 3000]
     assert len(segments) <= len(set(segments)) + ended * schedule.CONNECTIONS  # those on the way at an end
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf-home", "local", "out"]
+
+
+@pytest.mark.parametrize("form", ["plain", *(pytest.param(form, marks=SLOW) for form in ("scanned", "safetensors"))])
+def test_a_source_in_a_bucket_is_hashed_wherever_the_run_ends(
+    form: str, bucket: MemoryBucket, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody promises a hash. What is done stays done; all bytes come again of a file alone that was not hashed yet."""
+    api.convert(checkpoint, tmp_path / "local", **FORMS[form])
+    fetched, record = Fetched(monkeypatch), Journal.record
+    recorded: list[tuple[str, int]] = []
+    stop = 0
+
+    class Ended(BaseException):
+        pass
+
+    def recording(self: Journal, *entry: Any) -> None:
+        if len(recorded) == stop:
+            raise Ended
+        record(self, *entry)
+        recorded.append((entry[0], len(fetched.spans)))
+
+    monkeypatch.setattr(Journal, "record", recording)
+    for stop in (2, 5, 8, 13, 21, -1):  # noqa: B007
+        with suppress(Ended):
+            api.convert("gs://bkt/src", tmp_path / "out", **FORMS[form])
+    assert contents(tmp_path / "out") == contents(tmp_path / "local")
+    done = dict(each for each in recorded if each[0].startswith(("unit", "file", "hash")))
+    assert len(done) == sum(name in done for name, _ in recorded)
+    for number, name in enumerate(sorted(path.name for path in checkpoint.glob("*.safetensors"))):
+        assert name not in {each for each, *_ in fetched.spans[done[f"hash-{number:05d}"] :]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["local", "out"]
 
 
 def test_a_file_counts_once_its_shards_are_proved(

@@ -323,7 +323,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     from tpuconv.verify.topology import request as tpu
 
     monkeypatch.setattr(tpu.libtpu, "is_installed", lambda: False)
-    with pytest.raises(UsageError, match=r"tpuconv\[tpu\]"):
+    with pytest.raises(UsageError, match=r"\[tpu\]"):
         next(tpu.ask(tpu.CompileRequest({}), [[Slice("v5e:2x2")]]))
 
 

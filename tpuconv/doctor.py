@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +26,7 @@ from tpuconv.extras import EXTRAS, install_command
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.memory import available_memory
 from tpuconv.sizes import format_size
+from tpuconv.storage.claim import LAPSED_SECONDS, Claim, ClaimState, is_running
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -244,12 +247,42 @@ def _bucket(folder: BucketPath) -> Item:
                 advice = "write to a disk, and copy the output: this store ignores conditions of writes"
                 return Item("bucket", "fail", f"{folder.root}, credentials: {whose}", advice, facts)
             buckets.read(probe)
-            buckets.listing(folder)
+            there = buckets.listing_facts(folder)
+            facts |= _work_left(folder, there, there[probe.name].modified)
         finally:
             buckets.remove_objects(folder, [probe.name])
     except TpuconvError as e:
         return Item("bucket", "fail", e.message, e.hint or "", facts)
-    return Item("bucket", "ok", f"{folder.root} can be written, credentials: {whose}", facts=facts)
+    found = f"{folder.root} can be written, credentials: {whose}"
+    works = [
+        *(f"run the command for {folder / out} again: it stopped" for out in facts["stopped"]),
+        *(f"delete {folder / name}/: it was left over, and nobody reads it" for name in facts["left_over"]),
+    ]
+    if works:
+        return Item("bucket", "warn", f"{found}; {len(works)} folders of unfinished work", "; ".join(works), facts)
+    return Item("bucket", "ok", found, facts=facts)
+
+
+_WORK = re.compile(r"((?:.*/)?[^/]+)\.tpuconv/(?:claim|([0-9a-f]{32})/.+)")
+"""An object in the work folder of an output."""
+
+
+def _work_left(folder: BucketPath, there: Mapping[str, buckets.ObjectFacts], now: datetime) -> dict[str, list[str]]:
+    """Work in a folder of a bucket that no process does: the outputs whose command stopped, and the folders that no
+    claim names, of late requests of a process that had lost its claim."""
+    works: dict[str, set[str]] = {}
+    for match in filter(None, map(_WORK.fullmatch, there)):
+        works.setdefault(match[1], set()).update([match[2]] if match[2] else [])
+    stopped, left_over = [], []
+    for out, folders in sorted(works.items()):
+        work = f"{out}.tpuconv"
+        if (found := Claim(folder / out, folder / work).read()) is not None and found[0].state != ClaimState.FREE:
+            age = (now - found[1].modified).total_seconds()
+            if age > LAPSED_SECONDS or is_running(found[0].machine, found[0].holder) is False:
+                stopped.append(out)
+            folders.discard(found[0].work)
+        left_over += [f"{work}/{name}" for name in sorted(folders)]
+    return {"stopped": stopped, "left_over": left_over}
 
 
 def _disk(folder: Path) -> Item:

@@ -7,8 +7,6 @@ command again ends in the last, to the byte, with nothing left over.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +14,15 @@ import pytest
 import tpuconv
 from helpers.attacks import made
 from helpers.attacks.counts import count
+from helpers.attacks.publishers import PUBLISHERS, Publishers, publishers, small
 from helpers.buckets import ROOT, Killed, MemoryBucket, in_memory, objects
 from tpuconv import buckets
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.export import export as exporter
-from tpuconv.convert.export.array_source import released_config
-from tpuconv.convert.plan import sizes
+from tpuconv.convert.export import files as export_files
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.planned import planned_names
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError
 from tpuconv.location import BucketPath, to_location
-from tpuconv.models.registry import get_family
 from tpuconv.storage import claim as claims
 from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.bucket_publishing import TRIAL
@@ -35,58 +31,31 @@ from tpuconv.verify.checksums import check_checkpoint, check_export
 
 OUT = to_location(f"{ROOT}/out")
 Command = Callable[[bool], None]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What commands read: local, so that only the output is in the bucket."""
-
-    new: Path
-    other: Path
-    ckpt: Path
-    other_ckpt: Path
+ONE_FILE = "export of one file"
+"""Then the file itself is what readers open first, else an index."""
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: Any) -> Sources:
+def sources(tmp_path_factory: Any) -> Publishers:
+    """They read what is local, so that only the output is in the bucket."""
     base = tmp_path_factory.mktemp("sources")
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        found = Sources(*(base / name for name in ("new", "other", "ckpt", "other-ckpt")))
-        made.source(found.new)
-        made.source(found.other, 1, rms_norm_eps=1e-5, num_hidden_layers=2)
-        made.convert(found.new, found.ckpt)
-        made.convert(found.other, found.other_ckpt)
-    return found
+        new = made.source(base / "new")
+        return publishers(base, new, made.source(base / "other", 1, rms_norm_eps=1e-5, num_hidden_layers=2))
 
 
-def small(patch: pytest.MonkeyPatch) -> None:
-    """Units enough of a small model; one request at a time, so that numbers mean the same in each run."""
-    patch.setattr(sizes, "CHUNK_BYTES", 1500)
-    patch.setattr(sizes, "SLAB_BYTES", 6000)
-    patch.setattr(sizes, "UNIT_BYTES", 12_000)
-    patch.setattr("tpuconv.buckets.REQUESTS", 1)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time, so that numbers mean the same in each run."""
+    small(monkeypatch)
+    monkeypatch.setattr("tpuconv.buckets.REQUESTS", 1)
 
 
-def export(ckpt: Path, overwrite: bool) -> None:
-    manifest = read_manifest(ckpt)
-    family = get_family(manifest.family)
-    config = family.config.from_hf(released_config(manifest))
-    made.drain(exporter.export_checkpoint(manifest, family.table, config, OUT, overwrite=overwrite))
-
-
-def commands(name: str, sources: Sources) -> tuple[Command, Command]:
-    """A command, and the one that made its old output."""
-
-    def convert(folder: Path) -> Command:
-        return lambda overwrite: made.drain(run(made.plan_of(folder), OUT, made.LIMITS, overwrite=overwrite))
-
-    if name == "export":
-        return lambda o: export(sources.ckpt, o), lambda o: export(sources.other_ckpt, o)
-    if name == "convert":
-        return convert(sources.new), convert(sources.other)
-    plan = made.quantization_plan(sources.ckpt)
-    return lambda o: made.drain(run(plan, OUT, made.LIMITS, overwrite=o)), convert(sources.other)
+def commands(name: str, sources: Publishers) -> tuple[Command, Command]:
+    """A command, and the one that makes its old output."""
+    key = "export" if name == ONE_FILE else name
+    return lambda overwrite: sources.run[key](OUT, overwrite), lambda overwrite: sources.old[key](OUT, overwrite)
 
 
 def state(bucket: MemoryBucket) -> dict[str, bytes] | None:
@@ -115,8 +84,10 @@ def can_be_finished() -> bool:
 class Trial:
     """One command in a bucket of its own, with an old output there or none."""
 
-    def __init__(self, name: str, overwrite: bool, sources: Sources, patch: pytest.MonkeyPatch):
+    def __init__(self, name: str, overwrite: bool, sources: Publishers, patch: pytest.MonkeyPatch):
         self.name, self.overwrite, self.patch = name, overwrite, patch
+        if name == ONE_FILE:
+            patch.setattr(export_files, "SHARD_BYTES", 1 << 20)
         self.command, self.make_old = commands(name, sources)
         bucket = self.reset()
         self.old = state(bucket)
@@ -139,13 +110,12 @@ class Trial:
         if left is None and self.overwrite:
             assert can_be_finished(), f"{at}: the old output is gone, the new one not there"
         raw = objects(f"{ROOT}/out")
-        is_marked = raw.get("params/commit_success.txt") == b"ok" and raw["params/_METADATA"][:1] == b"{"
-        if left is None and is_marked:
-            complete = (self.old or {}) if self.overwrite else {}
-            kept = {k: v for k, v in raw.items() if k.startswith("params/")}
-            assert any(
-                kept == {k: v for k, v in whole.items() if k.startswith("params/")} for whole in (complete, self.new)
-            ), f"{at}: Orbax takes a part for a checkpoint"
+        for mark in (name for name in raw if name.endswith("commit_success.txt") and raw[name] == b"ok"):
+            inside = mark.rpartition("/")[0] + "/"
+            if left is None and raw.get(f"{inside}_METADATA", b"{")[:1] == b"{":  # the folder of a step has none
+                complete = (self.old or {}, self.new) if self.overwrite else (self.new,)
+                kept, *whole = ({k: v for k, v in each.items() if k.startswith(inside)} for each in (raw, *complete))
+                assert kept in whole, f"{at}: Orbax takes a part for a checkpoint"
         self.command(self.overwrite)
         assert objects(f"{ROOT}/out") == self.new, at
         assert set(objects(ROOT)) == {f"out/{name}" for name in self.new}, at
@@ -155,16 +125,17 @@ class Trial:
 FORMS = [
     pytest.param(name, overwrite, step, id=f"{name}{' --overwrite' * overwrite}{' at every request' * (step == 1)}",
                  marks=[pytest.mark.slow] * (step == 1))
-    for step in (7, 1)
-    for name in ("convert", "export", "quantize")
+    for step in (31, 1)
+    for name in (*PUBLISHERS, ONE_FILE)
     for overwrite in (False, True)
-    if step == 1 or (name, overwrite) == ("convert", True)
+    if step == 1 or (name, overwrite) in (("convert", True), ("convert --quantize", False), ("export", True))
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+@pytest.mark.parametrize("name", ["convert --target huggingface", "convert --target maxtext"])
+def test_an_output_of_another_layout_is_replaced(name, sources, monkeypatch):
+    """It has no marks under the names of those of the old one."""
+    Trial(name, True, sources, monkeypatch)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -232,7 +203,7 @@ def test_a_plan_finishes_what_another_one_was_replacing(sources, monkeypatch):
 def test_the_second_process_of_a_plan_leaves(sources, monkeypatch):
     """It writes and deletes nothing."""
     trial = Trial("convert", False, sources, monkeypatch)
-    plan, bucket = made.plan_of(sources.new), trial.reset()
+    plan, bucket = made.plan_of(sources.new_source), trial.reset()
     with BucketJournal(OUT, plan.fingerprint, plan.facts, planned_names(plan)) as journal:
         journal.begin()
         was = {k: v for k, v in objects(ROOT).items() if "/claim" not in k}
@@ -261,7 +232,7 @@ def test_a_folder_with_the_name_of_our_work_is_not_ours(name, overwrite, sources
         convert(overwrite)
     assert f"{ROOT}/out.tpuconv" in str(info.value)
     assert objects(ROOT) == before
-    count("a neighbour's files", "in a bucket")
+    count("neighbours of OUT", "convert, bucket")
 
 
 PLACES = [
@@ -294,7 +265,7 @@ def test_files_of_others_in_an_output_stop_its_replacement(name, sources, monkey
     bucket.delete([f"out/{name}"])
     convert(True)
     assert state(bucket) is not None
-    count("files of others in an output", "in a bucket")
+    count("files of others in OUT", "convert, bucket")
 
 
 def test_a_file_that_its_owner_rewrote_is_not_replaced(sources, monkeypatch):
@@ -316,13 +287,13 @@ def test_a_file_that_its_owner_rewrote_is_not_replaced(sources, monkeypatch):
 def test_outputs_in_outputs_are_refused(sources, monkeypatch):
     bucket = in_memory(monkeypatch)
     convert, make_old = commands("convert", sources)
-    plan = made.plan_of(sources.other)
+    plan = made.plan_of(sources.other_source)
     inner = to_location(f"{ROOT}/out/llama")
     make_old(False)
     with pytest.raises(OutputError, match="lies in another output of tpuconv, gs://bkt/out"):
         made.drain(run(plan, inner, made.LIMITS))
     bucket = in_memory(monkeypatch)
-    new = made.plan_of(sources.new)
+    new = made.plan_of(sources.new_source)
     with BucketJournal(OUT, new.fingerprint, new.facts, planned_names(new)) as journal:
         journal.begin()
         with pytest.raises(OutputError, match="lies in gs://bkt/out, which another process writes"):
@@ -369,7 +340,7 @@ def test_what_is_not_ours_is_not_touched(sources, monkeypatch):
         convert(True)
     assert set(objects(ROOT)) == {"out.tpuconv/claim"}
     with pytest.raises(UsageError, match="is a bucket"):
-        made.drain(run(made.plan_of(sources.new), to_location(ROOT), made.LIMITS))
+        made.drain(run(made.plan_of(sources.new_source), to_location(ROOT), made.LIMITS))
 
 
 def test_a_store_without_conditions_is_refused(sources, monkeypatch):

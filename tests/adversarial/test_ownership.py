@@ -39,14 +39,14 @@ def put(path: Path, data: bytes = b"mine") -> None:
     path.write_bytes(data)
 
 
-def refused(act: Callable[[], object], base: Path, *names: str, code: int = 9) -> None:
+def refused(kind: str, act: Callable[[], object], base: Path, *names: str, code: int = 9) -> None:
     before = contents(base)
     with pytest.raises((OutputError, UsageError)) as info:
         act()
     assert info.value.exit_code == code
     assert all(name in str(info.value) for name in names), info.value
     assert contents(base) == before
-    count("what belongs to others", "refused by name")
+    count(kind, "convert, disk")
 
 
 INSIDE = [
@@ -58,7 +58,7 @@ INSIDE = [
 @pytest.mark.parametrize("name", INSIDE)
 def test_files_of_others_in_an_output(name, sources, out):
     put(out / name)
-    refused(lambda: made.convert(sources[0], out, overwrite=True), out.parent, name)
+    refused("files of others in OUT", lambda: made.convert(sources[0], out, overwrite=True), out.parent, name)
     os.remove(out / name)
     for folder in sorted({(out / name).parent, (out / name).parent.parent} - {out}, reverse=True):
         if folder.is_relative_to(out) and not os.listdir(folder):
@@ -68,10 +68,10 @@ def test_files_of_others_in_an_output(name, sources, out):
 
 def test_folders_and_links_of_others_in_an_output(sources, out, tmp_path):
     (out / "params" / "empty").mkdir()
-    refused(lambda: made.convert(sources[0], out, overwrite=True), tmp_path, "params/empty/")
+    refused("files of others in OUT", lambda: made.convert(sources[0], out, overwrite=True), tmp_path, "params/empty/")
     (out / "params" / "empty").rmdir()
     (out / "params" / "link").symlink_to(tmp_path)
-    refused(lambda: made.convert(sources[0], out, overwrite=True), tmp_path, "params/link")
+    refused("files of others in OUT", lambda: made.convert(sources[0], out, overwrite=True), tmp_path, "params/link")
 
 
 @pytest.mark.parametrize("which", ["README.md", "config.json", "a shard", "of another size"])
@@ -82,7 +82,13 @@ def test_a_file_that_its_owner_rewrote(which, sources, out):
     status = os.stat(out / name)
     put(out / name, data + b"1" if which == "of another size" else data[:-1] + bytes([data[-1] ^ 1]))
     os.utime(out / name, ns=(status.st_atime_ns, status.st_mtime_ns))  # the time of the change nobody can set
-    refused(lambda: made.convert(sources[0], out, overwrite=True), out.parent, name, "was changed since tpuconv wrote")
+    refused(
+        "rewritten files",
+        lambda: made.convert(sources[0], out, overwrite=True),
+        out.parent,
+        name,
+        "was changed since tpuconv wrote",
+    )
     put(out / name, data)
     made.convert(sources[0], out, overwrite=True)
 
@@ -97,7 +103,12 @@ def test_an_empty_mark_proves_nothing(sources, tmp_path):
     put(tmp_path / "out" / STAGED, b"")
     put(tmp_path / "out" / "thesis.tex")
     for overwrite in (False, True):
-        refused(lambda o=overwrite: made.convert(sources[0], tmp_path / "out", overwrite=o), tmp_path, "thesis.tex")
+        refused(
+            "files of others in OUT",
+            lambda o=overwrite: made.convert(sources[0], tmp_path / "out", overwrite=o),
+            tmp_path,
+            "thesis.tex",
+        )
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "out/thesis.tex", "old/thesis.tex", "out/params/mine/c.0", "source/x"])
@@ -114,7 +125,7 @@ def test_files_of_others_in_a_work_folder(name, same, sources, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             made.convert(sources[0], out)
     put(work / name)
-    refused(lambda: made.convert(sources[not same], out, overwrite=not same), tmp_path, name)
+    refused("neighbours of OUT", lambda: made.convert(sources[not same], out, overwrite=not same), tmp_path, name)
     os.remove(work / name)
     if not os.listdir((work / name).parent):
         (work / name).parent.rmdir()
@@ -140,21 +151,54 @@ def test_files_that_come_while_an_output_is_replaced_stay(sources, out, monkeypa
 
 
 def test_outputs_in_outputs(sources, out, tmp_path):
-    refused(lambda: made.convert(sources[0], out / "inner"), tmp_path, "lies in another output of tpuconv", str(out))
+    refused(
+        "nested outputs",
+        lambda: made.convert(sources[0], out / "inner"),
+        tmp_path,
+        "lies in another output of tpuconv",
+        str(out),
+    )
     plan = made.plan_of(sources[0])
     with Journal(tmp_path / "models", plan.fingerprint, plan.facts) as journal:
         journal.begin()
-        refused(lambda: made.convert(sources[0], tmp_path / "models/llama"), tmp_path, "which another process writes")
+        refused(
+            "nested outputs",
+            lambda: made.convert(sources[0], tmp_path / "models/llama"),
+            tmp_path,
+            "which another process writes",
+        )
     copy_tree(out, tmp_path / "models" / "llama")
     for overwrite in (False, True):
-        refused(lambda o=overwrite: made.convert(sources[0], tmp_path / "models", overwrite=o), tmp_path, "llama/")
+        refused(
+            "nested outputs",
+            lambda o=overwrite: made.convert(sources[0], tmp_path / "models", overwrite=o),
+            tmp_path,
+            "llama/",
+        )
 
 
 def test_a_source_in_an_output(sources, out):
     copy_tree(sources[0], out / "params" / "hf")
-    refused(lambda: made.convert(out / "params/hf", out, overwrite=True), out.parent, "holds the source", code=2)
-    refused(lambda: api.quantize(out, out.parent, config="int8_weight_only", overwrite=True), out.parent, code=2)
+    refused(
+        "nested outputs",
+        lambda: made.convert(out / "params/hf", out, overwrite=True),
+        out.parent,
+        "holds the source",
+        code=2,
+    )
+    refused(
+        "nested outputs",
+        lambda: api.quantize(out, out.parent, config="int8_weight_only", overwrite=True),
+        out.parent,
+        code=2,
+    )
 
 
 def test_a_name_of_a_work_folder(sources, tmp_path):
-    refused(lambda: made.convert(sources[0], tmp_path / ".x.tpuconv"), tmp_path, "the name of a folder", code=2)
+    refused(
+        "neighbours of OUT",
+        lambda: made.convert(sources[0], tmp_path / ".x.tpuconv"),
+        tmp_path,
+        "the name of a folder",
+        code=2,
+    )

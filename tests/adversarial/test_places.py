@@ -66,7 +66,7 @@ def test_an_output_that_is_a_mount_point(mounted, overwrite, source, tmp_path):
     assert "mount point" in error
     assert f"{tmp_path}/out/NAME" in error
     assert not list(tmp_path.glob(".*"))
-    count("places", f"mount point: {mounted}")
+    count("mount points", mounted)
 
 
 @needs_mounts
@@ -82,7 +82,7 @@ def test_an_output_in_a_mount_point(source, tmp_path):
     )
     made.convert(source, tmp_path / "right")
     assert contents(tmp_path / "kept") == contents(tmp_path / "right")
-    count("places", "in a mount point")
+    count("mount points", "OUT in one")
 
 
 LAYERS = """mount -t tmpfs none over; mkdir over/up over/work
@@ -110,7 +110,7 @@ def test_an_output_in_a_lower_layer(source, tmp_path):
     )
     assert contents(tmp_path / "right") == contents(tmp_path / "low" / "out")
     assert contents(tmp_path / "low") == before
-    count("places", "lower layer")
+    count("lower layers", "an output")
 
 
 @needs_mounts
@@ -135,7 +135,7 @@ def test_work_in_a_lower_layer(state, source, tmp_path, monkeypatch):
     )
     made.convert(source, tmp_path / "right")
     assert contents(tmp_path / "kept") == contents(tmp_path / "right")
-    count("places", f"lower layer: work that had {state}")
+    count("lower layers", f"work that had {state}")
 
 
 def _killed(*_: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_file_system_that_does_not_rename_folders(call, code, source, tmp_path
         made.convert(source, tmp_path / "out")
     assert info.value.hint
     assert not list(tmp_path.iterdir())
-    count("places", "no renames")
+    count("file systems", "without renames of folders")
 
 
 class _Renames:
@@ -222,7 +222,7 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     yield
-    count("places", "no locks")
+    count("file systems", "without locks")
 
 
 def test_a_file_system_without_locks(no_locks, source, tmp_path):
@@ -352,7 +352,7 @@ def test_open_files_that_are_renamed(system, prefix, later, overwrite, source, t
     root, lock = workspace.claim(work, "claimed")
     workspace.release(root, lock)
     assert [path.name for path in work.iterdir()] == ["out"]
-    count("places", f"{system}: open files are renamed")
+    count("file systems that rename open files", f"{system}: the lock is open")
 
 
 @pytest.mark.parametrize(("system", "prefix", "later"), FORMS)
@@ -375,4 +375,4 @@ def test_an_old_output_that_a_server_has_open(system, prefix, later, source, tmp
     time.sleep(later)
     made.convert(source, work / "out", overwrite=True)
     assert [path.name for path in work.iterdir()] == ["out"]
-    count("places", f"{system}: an old output is open")
+    count("file systems that rename open files", f"{system}: an old output is open")

@@ -10,39 +10,22 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.attacks.counts import count
 from helpers.attacks.made import folder_in_memory
+from helpers.attacks.publishers import PUBLISHERS, Command, publishers, small
 from helpers.attacks.simulated import Crash, Disk, contents, copy_tree, simulated
 from helpers.checkpoints import qwen3_config, random_checkpoint
-from tpuconv import api
-from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.export import export as exporter
-from tpuconv.convert.export import files as export_files
-from tpuconv.convert.export.array_source import released_config
-from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.coverage import make_plan
-from tpuconv.convert.plan.types import Options
-from tpuconv.convert.run.conversion import run
-from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import TpuconvError
-from tpuconv.models.registry import find_family, get_family
-from tpuconv.sources.source import open_source
 from tpuconv.storage import disk
 from tpuconv.storage.sealed import STAGED
 
-LIMITS = Limits(jobs=1, max_memory=2**30)
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
-
-Command = Callable[[Path, bool], None]
-"""Writes an output, with or without --overwrite."""
 
 
 @dataclass(frozen=True)
@@ -53,59 +36,7 @@ class Commands:
     old: dict[str, Path]
 
 
-def _run(plan, out: Path, overwrite: bool) -> None:
-    for _ in run(plan, out, LIMITS, overwrite=overwrite):
-        pass
-
-
-def _convert(folder: Path, options: Options) -> Command:
-    def command(out: Path, overwrite: bool) -> None:
-        source = open_source(folder)
-        family = find_family(source.config)
-        plan = make_plan(source, family.name, family.table, family.config.from_hf(source.config), options)
-        _run(plan, out, overwrite)
-
-    return command
-
-
-def _for_target(folder: Path, target: str, **options: Any) -> Command:
-    def command(out: Path, overwrite: bool) -> None:
-        api.convert(folder, out, target=target, overwrite=overwrite, jobs=1, **options)
-
-    return command
-
-
-def _quantized(source, family, table, rules) -> Command:
-    from tpuconv.quantize.apply import quantization
-
-    config = family.config.from_hf(source.config)
-    plain = make_plan(source, family.name, table, config, Options())
-    plan = make_plan(source, family.name, table, config, Options(), quantization(plain, family, config, rules))
-    return lambda out, overwrite: _run(plan, out, overwrite)
-
-
-def _export(ckpt: Path) -> Command:
-    def command(out: Path, overwrite: bool) -> None:
-        manifest = read_manifest(ckpt)
-        family = get_family(manifest.family)
-        config = family.config.from_hf(released_config(manifest))
-        for _ in exporter.export_checkpoint(manifest, family.table, config, out, overwrite=overwrite):
-            pass
-
-    return command
-
-
-def _saved(ckpt: Path) -> Command:
-    import tpuconv
-    from tpuconv import persist
-
-    model = tpuconv.load(ckpt)
-
-    def command(out: Path, overwrite: bool) -> None:
-        for _ in persist.save(model, out, ckpt, LIMITS, overwrite=overwrite):
-            pass
-
-    return command
+NEW_AND_OLD = (("new", 1e-6), ("other", 1e-5))
 
 
 @pytest.fixture
@@ -117,45 +48,18 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> Iterator[Commands]:
-    from tpuconv.quantize.config import find_config
-
     base = tmp_path_factory.mktemp("commands")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "CHUNK_BYTES", 1500)
-        patch.setattr(sizes, "SLAB_BYTES", 6000)
-        patch.setattr(sizes, "UNIT_BYTES", 12_000)
-        patch.setattr(export_files, "SHARD_BYTES", 6000)
+        small(patch)
         config = qwen3_config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
         new, other = (random_checkpoint(base / name, config | {"rms_norm_eps": eps}) for name, eps in NEW_AND_OLD)
         (new / "tokenizer.json").write_text("{}")
-        (base / "int4.yaml").write_text(INT4_RULES)
-        source, rules = open_source(new), find_config("int8_weight_only")
-        family = find_family(source.config)
-        convert, ckpt = _convert(new, Options()), base / "ckpt"
-        convert(ckpt, False)
-        checkpoint = open_checkpoint(ckpt)
-        commands = {
-            "convert": convert,
-            "quantize": _quantized(checkpoint, family, checkpoint.table(), rules),
-            "convert --quantize": _quantized(source, family, family.table, rules),
-            "export": _export(ckpt),
-            "save": _saved(ckpt),
-            "convert --target maxtext": _for_target(new, "maxtext"),
-            "convert --target huggingface": _for_target(new, "huggingface"),
-            "convert --scheme awq": _for_target(new, "huggingface", quantize=base / "int4.yaml", scheme="awq"),
-        }
-        old = base / "old"
-        _convert(other, Options())(old / "convert", False)
-        _export(old / "convert")(old / "export", False)
-        yield Commands(commands, {name: old / ("export" if name == "export" else "convert") for name in commands})
-
-
-INT4_RULES = "qwix: {rules: [{module_path: 'layers/.*', weight_qtype: int4, tile_size: 8}]}"
-NEW_AND_OLD = (("new", 1e-6), ("other", 1e-5))
-NAMES = (
-    *("convert", "quantize", "convert --quantize", "export", "save"),
-    *("convert --target maxtext", "convert --target huggingface", "convert --scheme awq"),
-)
+        found = publishers(base, new, other)
+        for name in ("convert", "export"):
+            found.old[name](base / "old" / name, False)
+        yield Commands(
+            found.run, {name: base / "old" / ("export" if name == "export" else "convert") for name in found.run}
+        )
 
 
 class Trial:
@@ -207,7 +111,7 @@ FORMS = [
     pytest.param(name, overwrite, every, id=f"{name}{' --overwrite' * overwrite}{' at every call' * every}",
                  marks=[pytest.mark.slow] * every)
     for every in (False, True)
-    for name in NAMES
+    for name in PUBLISHERS
     for overwrite in (False, True)
     if every or (name, overwrite) in (("convert", True), ("export", False), ("save", True))
 ]  # fmt: skip

@@ -178,8 +178,8 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_killed": ("convert --overwrite",),
     "test_killed_where_folders_cannot_be_swapped": (),
     "test_failed": ("export",),
-    "test_killed_at_a_request": (),
-    "test_a_request_that_fails": (),
+    "test_killed_at_a_request": ("convert --overwrite-before", "convert --quantize-after"),
+    "test_a_request_that_fails": ("export --overwrite",),
     "test_interrupted": (),
     "test_without_power": ("export",),
     # what a faster test beside it tells too

@@ -196,11 +196,11 @@ class Manifest:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What an output that is made of this checkpoint says about the source. Formats before 3 named the folder and
-        had stamps of its files, which are of the machine."""
+        """What an output that is made of this checkpoint says about the source. Older manifests named the folder, and
+        had stamps of its files or versions of objects, which are of the place."""
         source = {key: value for key, value in self.raw["source"].items() if key != "folder"}
         shards = {
-            name: {key: value for key, value in facts.items() if key != "stamp"}
+            name: {key: value for key, value in facts.items() if key not in ("stamp", "version")}
             for name, facts in source["shards"].items()
         }
         return source | {"shards": shards}

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,7 +23,7 @@ from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, s
 from tpuconv.layout import Shape
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.paths import near_folders
-from tpuconv.sources.shard import samples
+from tpuconv.sources.shard import object_samples, samples
 from tpuconv.storage.hashes import hash_bytes, stamp
 from tpuconv.storage.places import is_file, names_in
 
@@ -44,6 +45,8 @@ ITEMS = ("default", "items", "state", "model_params", "params", "pytree")
 RUN_FOLDER = "checkpoints"
 """The folder with the steps of a run of MaxText."""
 _STEP = re.compile(r"(?:[\w-]*_)?(\d+)")
+
+UNFINISHED = "wait until the trainer has saved it, then run again"
 
 STORE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """How TensorStore's errors begin that are a bucket's and not the checkpoint's."""
@@ -151,12 +154,11 @@ class TrainedTree:
 
     @cached_property
     def identity(self) -> str:
-        """Equal for copies: a hash of names, sizes and samples of the files; in a bucket, of their versions. Whether a
-        file is the same in all its bytes, `stamps` tell."""
-        found: dict[str, Any] = dict(self.stamps)
-        if isinstance(self.folder, Path):
-            found = {name: _sampled(self.folder / name) for name in found}
-        return str(hash_bytes(json.dumps(sorted(found.items())).encode())["xxh3_128"])
+        """Equal for copies: a hash of names, sizes and samples of the files. Whether a file is the same in all its
+        bytes, `stamps` tell."""
+        with ThreadPoolExecutor(buckets.REQUESTS if isinstance(self.folder, BucketPath) else 1) as pool:
+            found = [*pool.map(lambda name: [name, _sampled(self.folder / name)], sorted(self._stamps))]
+        return str(hash_bytes(json.dumps(found).encode())["xxh3_128"])
 
     @property
     def memory(self) -> int:
@@ -173,7 +175,7 @@ class TrainedTree:
         if self._file_stamps() != self._stamps:
             raise SourceError(
                 f"{self.folder} was changed while it was read",
-                hint="wait until the trainer has saved it, then run again",
+                hint=UNFINISHED,
             )
 
     def open(self, names: Collection[str]) -> Mapping[str, TreeArray]:
@@ -259,8 +261,12 @@ class TrainedTree:
         return out
 
 
-def _sampled(path: Path) -> list[Any]:
+def _sampled(path: Location) -> list[Any]:
     """The size of a file, and a hash of samples of its bytes."""
+    if isinstance(path, BucketPath):
+        if (facts := buckets.facts(path)) is None:
+            raise SourceError(f"{path} is missing now", hint=UNFINISHED)
+        return [facts.size, hash_bytes(b"".join(object_samples(path, 0, facts.size)))["xxh3_128"]]
     with opened(path, SourceError) as (fd, status):
         return [status.st_size, hash_bytes(b"".join(samples(fd, 0, status.st_size)))["xxh3_128"]]
 

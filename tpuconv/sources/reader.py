@@ -18,6 +18,7 @@ from tpuconv import buckets
 from tpuconv.errors import SourceError, no_descriptors
 from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
+from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import ReadStep
 from tpuconv.sources.shard import SourceShard, hash_stamp, object_stamp
@@ -204,10 +205,9 @@ class SafetensorsReader(Reader):
             self.read(info, start, part)
 
     def hash_of(self, shard: str) -> str | None:
-        """The hash of a shard, in hex. Reads the bytes that were not read yet. None in a bucket, where the version of
-        an object tells whether it was replaced."""
-        if isinstance(self.folder, BucketPath):
-            return None
+        """The hash of a shard, in hex. Reads the bytes that were not read yet; all of an object in a bucket."""
+        if isinstance(path := self.folder / shard, BucketPath):
+            return hash_of(path, self._shards[shard].hash_name)
         opened = self._open(shard)
         with opened.lock:
             self._hash_to(opened, shard, opened.size)

@@ -27,14 +27,16 @@ class ReadStep:
         name: of the step.
         reads: what it reads.
         is_wide: whether copies of what it reads are kept beside, until it is done at the end.
-        proves: the file whose hash is compared in this step, which needs all of it. Steps that read a file are
-            finished only when it is proved.
+        proves: the file whose hash is made in this step, which needs all of it.
+        is_promised: whether the hash is compared with a promised one. Then steps that read the file are finished only
+            when it is proved; else a segment that was hashed is not needed for it any more.
     """
 
     name: str
     reads: tuple[Extent, ...] = ()
     is_wide: bool = False
     proves: str | None = None
+    is_promised: bool = True
 
 
 @dataclass(eq=False)
@@ -97,13 +99,14 @@ class FetchSchedule:
         self.segments: dict[str, dict[int, Segment]] = {name: {} for name in sizes}
         self._sizes, self._wide = sizes, wide
         self.proofs = {step.proves: i for i, step in enumerate(steps) if step.proves in sizes}
+        """By file that is hashed, the number of the step."""
         first = {name: len(steps) for name in sizes}
         for number, step in enumerate(steps):
             for name in [step.proves, *(extent[0] for extent in step.reads)]:
                 if name in first and name is not None:
                     first[name] = min(first[name], number)
             if step.proves in sizes and step.proves is not None:
-                self._use((step.proves, 0, sizes[step.proves]), step)
+                self._use((step.proves, 0, sizes[step.proves]), step if step.is_promised else None)
             for extent in step.reads:
                 if extent[0] in sizes:
                     self._use(extent, step)
@@ -126,14 +129,16 @@ class FetchSchedule:
         found = self.segments[name]
         return [found[number] for number in range(start // SEGMENT_BYTES, -(-stop // SEGMENT_BYTES))]
 
-    def _use(self, extent: Extent, step: ReadStep) -> None:
+    def _use(self, extent: Extent, step: ReadStep | None) -> None:
+        """Adds the segments of an extent. They stay until a step is finished; for no step they only come."""
         name, start, stop = extent
         found, size = self.segments[name], self._sizes[name]
         for number in range(start // SEGMENT_BYTES, -(-stop // SEGMENT_BYTES)):
             if number not in found:
                 first, end = number * SEGMENT_BYTES, min((number + 1) * SEGMENT_BYTES, size)
                 found[number] = Segment(name, number, first, end, self._wide_within(name, first, end))
-            (found[number].wide_users if step.is_wide else found[number].users).add(step.name)
+            if step is not None:
+                (found[number].wide_users if step.is_wide else found[number].users).add(step.name)
 
     def _wide_within(self, name: str, first: int, end: int) -> tuple[tuple[int, int], ...]:
         ranges = self._wide.get(name, [])
@@ -150,15 +155,17 @@ class FetchSchedule:
         """The bytes of segments that are there at once, if every step is done as soon as all of it and of the steps
         before are there. Steps of a run with several threads begin in this order, so that at least those are done when
         the next segment must wait for room: with this much room no step waits for ever."""
-        place = {id(segment): i for i, segment in enumerate(self.order)}
         numbers = {step.name: i for i, step in enumerate(self.steps)}
         needs = [-1] * len(self.steps)
         files: list[set[str]] = [set() for _ in self.steps]
-        for segment in self.order:
+        for i, segment in enumerate(self.order):
             for name in segment.users | segment.wide_users:
-                needs[numbers[name]] = max(needs[numbers[name]], place[id(segment)])
+                needs[numbers[name]] = i
                 files[numbers[name]].add(segment.file)
-        ends = [max([i, *(self.proofs[file] for file in files[i] if file in self.proofs)]) for i in range(len(needs))]
+            if segment.file in self.proofs:
+                needs[self.proofs[segment.file]] = i
+        proofs = {file: i for file, i in self.proofs.items() if self.steps[i].is_promised}
+        ends = [max([i, *(proofs[file] for file in files[i] if file in proofs)]) for i in range(len(needs))]
         live = peak = done = 0
         waiting: dict[int, int] = {}
         for i, segment in enumerate(self.order):

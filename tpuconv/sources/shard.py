@@ -1,7 +1,7 @@
 """A shard of a source: how to tell whether it is still the same file with the same bytes."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,16 @@ def _object_digest(path: BucketPath) -> tuple[str, str]:
         raise SourceError(f"{path} is missing", hint="check the bucket")
     start = 8 + int.from_bytes(buckets.read(path, 0, 8), "little")
     digest = xxhash.xxh3_128(buckets.read(path, 0, min(start, 8 + MAX_HEADER_BYTES, found.size)))
-    span = max(0, found.size - start - SAMPLE_BYTES)
-    starts = [start + span * i // (SAMPLES - 1) for i in range(SAMPLES)]
-    for sample in (
-        buckets.read_ranges(path, starts, min(SAMPLE_BYTES, found.size - start)) if start < found.size else ()
-    ):
+    for sample in object_samples(path, start, found.size):
         digest.update(sample)
     return digest.hexdigest(), object_stamp(found)
+
+
+def object_samples(path: BucketPath, start: int, size: int) -> Sequence[memoryview]:
+    """The same bytes of an object as `samples` yields of a file."""
+    if start >= size:
+        return ()
+    return buckets.read_ranges(path, _sample_starts(start, size), min(SAMPLE_BYTES, size - start))
 
 
 def read_digest(path: Location) -> tuple[str, str]:
@@ -93,9 +96,13 @@ def read_digest(path: Location) -> tuple[str, str]:
 
 def samples(fd: int, start: int, size: int) -> Iterator[bytes]:
     """Yields samples of the bytes of an open file from `start` to its end."""
+    for place in _sample_starts(start, size):
+        yield os.pread(fd, SAMPLE_BYTES, place)
+
+
+def _sample_starts(start: int, size: int) -> list[int]:
     span = max(0, size - start - SAMPLE_BYTES)
-    for i in range(SAMPLES):
-        yield os.pread(fd, SAMPLE_BYTES, start + span * i // (SAMPLES - 1))
+    return [start + span * i // (SAMPLES - 1) for i in range(SAMPLES)]
 
 
 def changed_shards(

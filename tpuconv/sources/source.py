@@ -80,16 +80,12 @@ class Source:
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         """Returns what the manifest says about the source: nothing of the machine or the folder. `hashes` has the hash
-        of each shard, that of `hash_name`; None if it was not hashed. Objects in a bucket have versions."""
-        versions = {s.name: {"version": s.stamp} for s in self.shards if isinstance(self.folder, BucketPath)}
+        of each shard, that of `hash_name`; None if it was not hashed."""
         return {
             "name": plain(self.title),
             "repo": self.repo,
             "commit": self.commit,
-            "shards": {
-                s.name: {"bytes": s.size, "sha256": None, s.hash_name: hashes[s.name], **versions.get(s.name, {})}
-                for s in self.shards
-            },
+            "shards": {s.name: {"bytes": s.size, "sha256": None, s.hash_name: hashes[s.name]} for s in self.shards},
             "verified": self._verified(hashes),
             "tensors": len(self.tensors),
             "bytes": self.nbytes,

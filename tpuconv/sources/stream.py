@@ -100,13 +100,13 @@ class StreamReader(Reader):
         for segment in schedule.order:
             number = self._numbers[segment.file]
             main = self._workspace.has(number, segment)
-            if main or not self._is_needed(segment):
+            if main or not (segment.file in schedule.proofs or self._is_needed(segment)):
                 self._there.add(id(segment))
             elif self._is_unproved(segment.file, schedule):
                 lost.add(segment.file)
         if lost:
             return lost
-        kept = {self._workspace.path(self._numbers[s.file], s) for s in schedule.order if s.users or s.wide_users}
+        kept = {self._workspace.path(self._numbers[s.file], s) for s in schedule.order}
         self._workspace.keep_only(kept | {path.with_name(f"{path.name}{WIDE}") for path in kept})
         self._workspace.check_room(schedule.peak_bytes + self._also_here(work, reserved))
         self._schedule, self._next_number, self._live, self._bounded = schedule, 0, 0, True
@@ -120,7 +120,7 @@ class StreamReader(Reader):
             for name in schedule.proofs
             if name is not None
         }
-        self._unproved = set(self._proofs)
+        self._unproved = {name for name in self._proofs if self._shards[name].sha256 is not None}
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(CONNECTIONS)]
         for thread in self._threads:
             thread.start()
@@ -169,8 +169,9 @@ class StreamReader(Reader):
     def _release(self, segment: Segment) -> None:
         """Drops what no step needs any more. The lock is held."""
         assert self._workspace is not None
-        number = self._numbers[segment.file]
-        if not segment.users and id(segment) in self._kept and id(segment) in self._there:
+        number, proof = self._numbers[segment.file], self._proofs.get(segment.file)
+        is_hashed = proof is None or segment.number < proof.hashed
+        if not segment.users and is_hashed and id(segment) in self._kept and id(segment) in self._there:
             disk.remove(self._workspace.path(number, segment))
             self._kept.discard(id(segment))
             self._live -= segment.nbytes
@@ -239,8 +240,7 @@ class StreamReader(Reader):
         with self._changed:
             self._there.add(id(segment))
             self._kept.add(id(segment))
-            if segment.file not in self._proofs:
-                self._release(segment)
+            self._release(segment)
             self._changed.notify_all()
         self._hash(segment.file)
 
@@ -271,8 +271,12 @@ class StreamReader(Reader):
                 return
             try:
                 while proof.hashed < len(proof.segments) and id(proof.segments[proof.hashed]) in self._there:
-                    self._hash_segment(proof, proof.segments[proof.hashed])
-                    proof.hashed += 1
+                    segment = proof.segments[proof.hashed]
+                    self._hash_segment(proof, segment)
+                    with self._changed:
+                        proof.hashed += 1
+                        self._release(segment)
+                        self._changed.notify_all()
             finally:
                 proof.lock.release()
         with proof.lock:

@@ -47,7 +47,7 @@ from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, i
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
 from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in
 from tpuconv.storage.places import work_folder
-from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, unfinished
+from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, not_replaced, unfinished
 from tpuconv.storage.sinks import Staged, StagedSink
 
 POLL_SECONDS = 1.0
@@ -214,7 +214,7 @@ class BucketJournal(JournalEntries):
 
     def _probe(self) -> Abilities:
         if self._can is None:
-            self._can = probe(self._folder / self.claim.process)
+            self._can = probe(self._folder / self.claim.process, self.claim)
         return self._can
 
     def _busy(self, held: Held, found: ObjectFacts) -> OutputError:
@@ -353,9 +353,11 @@ class BucketJournal(JournalEntries):
 
     def _look(self) -> dict[str, ObjectFacts]:
         """What lies in OUT, and may be replaced. Raises OutputError if it may not."""
-        there = objects_in(self.out)
-        if there and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
+        there, known = objects_in(self.out, self.names), objects_in(self.out)
+        if known and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
             raise error
+        if clashing := sorted(there.keys() - known.keys()):
+            raise not_replaced(self.out, [f"it holds {name}" for name in clashing], overwrite=self.overwrite)
         return there
 
     def share(self) -> None:

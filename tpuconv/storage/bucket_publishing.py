@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from tpuconv import buckets
 from tpuconv.buckets import ABSENT_OBJECT, COPIES, ConditionLost, ObjectFacts, SourceGone, is_same
-from tpuconv.errors import BucketError, OutputError, UsageError, shorten
+from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
 from tpuconv.storage.claim import CLOCK, Claim
@@ -61,13 +61,22 @@ class Abilities:
     creates_by_copy: bool
 
 
-def probe(folder: BucketPath) -> Abilities:
+def probe(folder: BucketPath, claim: Claim) -> Abilities:
     """Finds out, by a few small requests in a folder that nobody else uses, what a store can do.
 
     Raises:
         UsageError: it ignores conditions of writes.
         BucketError: it refuses to write, to copy or to delete.
+        ClaimLost: another process has taken the claim, and deletes what is tried.
     """
+    try:
+        return _tried(folder)
+    except (TpuconvError, ConditionLost, SourceGone):
+        claim.check_held()
+        raise
+
+
+def _tried(folder: BucketPath) -> Abilities:
     one, other, name = folder / PROBES[0], folder / PROBES[1], folder.root
     with suppress(ConditionLost):
         buckets.put_object(one, b"1", only_if=ABSENT_OBJECT)
@@ -228,9 +237,9 @@ class Publication:
         buckets.remove_objects(self.out, [TRIAL])
 
     def _in_order(self, names: "set[str]") -> list[str]:
-        """The marks among these names, in the order in which they are copied."""
+        """The marks among these names, in the order in which they are copied: that of a step after that of its item."""
         marks = [name for name in names if PurePosixPath(name).name in MARKS]
-        return sorted(marks, key=lambda name: (MARKS.index(PurePosixPath(name).name), name != MANIFEST, name))
+        return sorted(marks, key=lambda name: (MARKS.index(PurePosixPath(name).name), -name.count("/"), name))
 
     def _copy_all(self, names: list[str], there: Mapping[str, ObjectFacts]) -> None:
         def copy(name: str) -> None:
@@ -265,7 +274,8 @@ class Publication:
             found = buckets.facts(self.out / name)
             if found is None:
                 return
-            if not (self._is_note(name, found) if needs_note else is_same(found.version, names[name].version)):
+            is_as_seen = not needs_note and is_same(found.version, names[name].version)
+            if not (is_as_seen or self._is_note(name, found)):  # a mark of the old output holds a note already
                 raise self._changed([name])
             if self.can.deletes_by_version:
                 self.claim.check()

@@ -97,11 +97,18 @@ def files_in(folder: Location) -> dict[str, Found]:
     return found
 
 
-def objects_in(folder: BucketPath) -> dict[str, buckets.ObjectFacts]:
-    """The facts of every object in a folder and its folders, by its name from there, without markers of folders."""
+def objects_in(folder: BucketPath, files: Collection[str] = ()) -> dict[str, buckets.ObjectFacts]:
+    """The facts of every object in a folder and its folders, by its name from there, without markers of folders.
+    Markers are objects without bytes that have the name of a folder of others, or beside which there is nothing. A
+    listing loses the slash at the end of their names. What has the name of one of `files` is none."""
     found = buckets.listing_facts(folder)
     folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
-    return {name: facts for name, facts in found.items() if facts.size or (name not in folders and name[-1:] != "/")}
+    is_empty = not any(facts.size for facts in found.values())
+    return {
+        name: facts
+        for name, facts in found.items()
+        if facts.size or name in files or not (is_empty or name in folders or name.endswith("/"))
+    }
 
 
 def _walk(folder: Path, prefix: str, found: dict[str, Found]) -> None:

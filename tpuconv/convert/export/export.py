@@ -150,7 +150,13 @@ def export(
             yield RunProgress(total, total, 0, PUBLISHING)
             others = {name: journal.done(entry, HASH_ENTRY) for name, entry in entry_of.items() if name not in hashes}
             hashes |= {name: found["hash"] for name, found in others.items() if found}
-            entries = [journal.done(file_entry(i), FILE_ENTRY) or {} for i in range(len(shards))]
+            done = (journal.done(file_entry(i), FILE_ENTRY) for i in range(len(shards)))
+            entries = [entry for entry in done if entry is not None]
+            if len(entries) < len(shards):
+                raise OutputError(
+                    f"entries in {journal.work} are gone: another process took this export over",
+                    hint="run the same command again, once that has ended",
+                )
             files = {name: entry["facts"] for name, entry in zip(file_names(len(shards)), entries, strict=True)}
             write_index_and_companions(arrays, shards, journal.sink, total, files, layout.encoding)
             figures: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from tpuconv.convert.export.layout import FileLayout
 from tpuconv.convert.export.planned_arrays import PlannedArrays
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.slabs import check_promise
-from tpuconv.convert.run.steps import COMPARE_STEP, compare_steps, copied_ranges, proof_step, whole
+from tpuconv.convert.run.steps import COMPARE_STEP, compare_steps, copied_ranges, proof_of, proof_step, whole
 from tpuconv.errors import SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep
@@ -65,7 +65,7 @@ def file_steps(
     proofs: dict[int | None, list[ReadStep]] = {}
     for i, shard in enumerate(plan.source.shards):
         if shard.name in proved and proof_step(i) not in known:
-            proofs.setdefault(last.get(shard.name), []).append(ReadStep(proof_step(i), proves=shard.name))
+            proofs.setdefault(last.get(shard.name), []).append(proof_of(i, shard))
     steps = []
     for number in left:
         steps += [ReadStep(file_entry(number), tuple(reads[number])), *proofs.pop(number, ())]

@@ -1,7 +1,6 @@
 """The arrays of an Orbax checkpoint that a trainer saved, without a manifest of ours."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,7 +111,7 @@ class OrbaxArrays(IdentifiedArrays):
 
     def check_made(self, out: Location, made: Sealed) -> None:
         """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
-        if known_stamps(made, self.tree.folder) != self.stamps and isinstance(self.tree.folder, Path):
+        if known_stamps(made, self.tree.folder) != self.stamps:
             raise OutputError(
                 f"{out} exists already, and may not be made from {self.tree.folder} as it is now",
                 hint="choose another OUT, or give --overwrite to replace it",

@@ -21,7 +21,7 @@ from tpuconv.convert.run.steps import slab_reads
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.layout import Ranges
-from tpuconv.location import BucketPath, Location
+from tpuconv.location import Location
 from tpuconv.sources.config import read_json, with_dtype
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader
@@ -141,9 +141,8 @@ class PlannedArrays:
 
     @property
     def hashed(self) -> Sequence[str]:
-        """See `ArraySource`. In a bucket the versions of objects are compared instead."""
-        is_hashed = self.plan.hashes_shards and not isinstance(self.plan.source.folder, BucketPath)
-        return [shard.name for shard in self.plan.source.shards] if is_hashed else []
+        """See `ArraySource`."""
+        return [shard.name for shard in self.plan.source.shards] if self.plan.hashes_shards else []
 
     def finish_part(self) -> dict[str, str]:
         """See `ArraySource`.

@@ -189,7 +189,7 @@ def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgre
     unpromised = [shard for shard in source.shards if shard.sha256 is None]  # the others are in the fingerprint
     for shard in unpromised:
         facts, path = known.get(shard.name, {}), source.folder / shard.name
-        if shard.stamp in (then.get(shard.name), facts.get("version")):
+        if shard.stamp in (then.get(shard.name), facts.get("version")):  # which older manifests had
             continue
         yield RunProgress(0, plan.source_bytes, 0, "compare")
         promise = known_hash(facts)

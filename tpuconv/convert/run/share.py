@@ -1,12 +1,10 @@
 """What one process of several does of a plan."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpuconv.convert.plan.types import Plan, WorkUnit
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.hosts import ProcessPart, divided
-from tpuconv.location import BucketPath
 from tpuconv.sources.shard import SourceShard
 
 
@@ -60,20 +58,10 @@ def share_of(plan: Plan, part: ProcessPart | None) -> Share:
     )
 
 
-def hashed_shards(plan: Plan) -> Iterator[tuple[int, SourceShard]]:
-    """Yields the shards of the source whose hashes are recorded, with their numbers. Of objects in a bucket versions
-    are compared instead."""
-    source = plan.source
-    for number, shard in enumerate(source.shards if plan.hashes_shards else ()):
-        is_here = shard.name not in source.remote and not isinstance(source.folder, BucketPath)
-        if shard.sha256 is not None or is_here:
-            yield number, shard
-
-
 def entries_of(plan: Plan) -> list[str]:
     """The entries of a journal in which all parts of a plan are done."""
     return [
         *(unit.uid for unit in plan.units),
-        *(proof_step(number) for number, _ in hashed_shards(plan)),
+        *(proof_step(number) for number in range(len(plan.source.shards) if plan.hashes_shards else 0)),
         *([COMPARE_STEP] if plan.copies else []),
     ]

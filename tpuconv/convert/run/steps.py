@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from tpuconv.convert.plan.types import ZEROS, Plan, Slab, WorkUnit
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep, merged
+from tpuconv.sources.shard import SourceShard
 
 COMPARE_STEP = "compared"
 """In it, copies of tensors are compared with their originals."""
@@ -13,6 +14,11 @@ COMPARE_STEP = "compared"
 def proof_step(shard: int) -> str:
     """The name of the step, and of the journal's entry, for the hash of a shard, by its number."""
     return f"hash-{shard:05d}"
+
+
+def proof_of(number: int, shard: SourceShard) -> ReadStep:
+    """The step for the hash of a shard."""
+    return ReadStep(proof_step(number), proves=shard.name, is_promised=shard.sha256 is not None)
 
 
 def work_steps(plan: Plan, units: Sequence[WorkUnit], known: Collection[str] = ()) -> list[ReadStep]:
@@ -27,11 +33,9 @@ def work_steps(plan: Plan, units: Sequence[WorkUnit], known: Collection[str] = (
     narrow = [unit for unit in units if not unit.is_wide]
     last = {shard: unit.uid for unit in narrow for shard in plan.shards_of(unit)}
     proofs = {
-        shard.name: ReadStep(proof_step(i), proves=shard.name)
+        shard.name: proof_of(i, shard)
         for i, shard in enumerate(plan.source.shards)
-        if plan.hashes_shards
-        and proof_step(i) not in known
-        and (shard.sha256 is not None or shard.name not in plan.source.remote)
+        if plan.hashes_shards and proof_step(i) not in known
     }
     steps = []
     for unit in narrow:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpuconv.compiled import compiled
-from tpuconv.quantize.calibrate.triangular import factorize_in_place, invert_in_place
+from tpuconv.quantize.calibrate.triangular import factorize_in_place, invert_in_place, product
 from tpuconv.quantize.encode import values_of_bytes
 
 INPUTS_AT_ONCE = 128
@@ -157,5 +157,5 @@ def _round_block(
 def output_errors(hessian: np.ndarray, error: np.ndarray) -> np.ndarray:
     """The squared error of each output [O], summed over the tokens of the Hessian [I, I], of an error [I, O] of the
     weights: the diagonal of E^T H E."""
-    errors: np.ndarray = np.einsum("io,io->o", error, hessian @ error, dtype=np.float64)
+    errors: np.ndarray = np.einsum("io,io->o", error, product(hessian, error), dtype=np.float64)
     return errors

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.quantize.calibrate.layers import Weights
+from tpuconv.quantize.calibrate.triangular import product
 
 ROWS = 1024
 """Tokens of an input on which scales are compared, evenly spaced over all samples."""
@@ -206,12 +207,12 @@ def search(
     Returns:
         The scales [J], None to leave the weights alone; the errors of each kernel without scales, and with them.
     """
-    want = [statistics.rows @ kernel for kernel in kernels]
+    want = [product(statistics.rows, kernel) for kernel in kernels]
 
     def errors(scales: np.ndarray | None) -> list[float]:
         every = np.ones(len(statistics.mean_I), np.float32) if scales is None else fold.repeat(scales)
         x = round_inputs(statistics.rows / every)
-        found = (x @ round_weights(i, every) - y for i, y in enumerate(want))
+        found = (product(x, round_weights(i, every)) - y for i, y in enumerate(want))
         return [float(np.square(lost, dtype=np.float64).sum()) for lost in found]
 
     before = errors(None)
