@@ -11,9 +11,9 @@ import torch
 
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
 from helpers.commands import tpuconv
-from helpers.conversions import restore, same_bits
+from helpers.conversions import assert_same, restore, same_bits
 from helpers.encoded import encoded, int4_asymmetric
-from helpers.families import CASES, FIRST, Case
+from helpers.families import CASES, FIRST, Case, hf_model
 from helpers.schemes import encode
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -26,13 +26,14 @@ DENSE = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "deepseek_v3")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "kv_b_proj"]
 
 
-def adapted(base: Path, out: Path, seed: int = 0, **options):
-    """A model with a random adapter, which is saved; peft's merged weights by name."""
+def adapted(base: Path, out: Path, seed: int = 0, kind=None, dtype="auto", **options):
+    """A model, of a class of transformers, with a random adapter, which is saved; the model that peft merged."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    kind = kind or AutoModelForCausalLM
+    model = kind.from_pretrained(base, dtype=dtype)
     found = [name for name in PROJECTIONS if any(module.endswith(name) for module, _ in model.named_modules())]
     if any("experts" in name for name, _ in model.named_parameters()):  # in one tensor to peft
         found = [name for name in found if name != "down_proj"]
@@ -47,7 +48,7 @@ def adapted(base: Path, out: Path, seed: int = 0, **options):
                 if parameter.requires_grad:
                     parameter.normal_(0, 0.3)
         wrapped.save_pretrained(out)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model = kind.from_pretrained(base, dtype=dtype)
         return PeftModel.from_pretrained(model, out).merge_and_unload()
 
 
@@ -479,3 +480,43 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
 
 
 assert {case.family for case in CASES} >= set(DENSE)
+
+
+TEXT = r".*model\.layers.*\.(q_proj|k_proj|v_proj|o_proj|up_proj|down_proj|in_proj_qkv|out_proj)"
+WHOLE = TEXT.replace("model", "language_model")
+WRAPPED = [
+    *(pytest.param(name, WHOLE, False, id=f"{name} whole") for name in ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5")),
+    *(pytest.param(name, TEXT, True, id=f"{name} text") for name in ("gemma3", "qwen3_5", "qwen3_5_moe")),
+]
+
+
+@pytest.mark.parametrize("is_original", [True, False], ids=["released names", "names of modules"])
+@pytest.mark.parametrize(("family", "targets", "is_text"), WRAPPED)
+def test_modules_of_transformers_lead_to_the_tensors_of_releases(
+    family: str, targets: str, is_text: bool, is_original: bool, tmp_path: Path
+) -> None:
+    """peft names the modules of the class that was trained: the complete model, or its text model alone."""
+    whole = hf_model(FIRST[family]).to(torch.bfloat16)
+    whole.save_pretrained(tmp_path / "hf", save_original_format=is_original)
+    kind = None if is_text else type(whole)
+    merged = adapted(tmp_path / "hf", tmp_path / "lora", kind=kind, dtype=torch.bfloat16, target_modules=targets)
+    merged.save_pretrained(tmp_path / "merged")
+    api.convert(tmp_path / "hf", tmp_path / "ours", adapter=[str(tmp_path / "lora")])
+    api.convert(tmp_path / "merged", tmp_path / "theirs")
+    ours, theirs = restore(tmp_path / "ours"), restore(tmp_path / "theirs")
+    assert_same(ours, theirs)
+    api.convert(tmp_path / "hf", tmp_path / "plain")
+    assert any(not same_bits(x, ours[name]) for name, x in restore(tmp_path / "plain").items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_parameters_of_all_experts_in_each_form(family: str, tmp_path: Path) -> None:
+    model = hf_model(FIRST[family]).to(torch.bfloat16)
+    found = {}
+    for is_original in (True, False):
+        base = tmp_path / f"{is_original}"
+        model.save_pretrained(base, save_original_format=is_original)
+        adapted(base, tmp_path / f"lora-{is_original}", target_modules=["q_proj"], target_parameters=EXPERTS)
+        api.convert(base, base.with_name(f"{base.name}-out"), adapter=[str(tmp_path / "lora-True")])
+        found[is_original] = restore(base.with_name(f"{base.name}-out"))
+    assert_same(found[True], found[False])

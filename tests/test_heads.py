@@ -167,7 +167,7 @@ def test_names_of_releases(headless: Any, converted_headless: Any, tmp_path: Pat
     want = np.asarray(tpuconv.load(converted_headless(PLAIN, HIDDEN))(jnp.array(IDS[:1])))
     for source in (prefixed, misnamed):
         plan = convert(source, tmp_path / f"{source.name}-out")
-        assert plan.table.variant == ("" if source is prefixed else " without model.")
+        assert plan.table.release.spelling == ({} if source is prefixed else {"model": ""})
         assert np.array_equal(tpuconv.load(tmp_path / f"{source.name}-out")(jnp.array(IDS[:1])), want)
         api.export(tmp_path / f"{source.name}-out", tmp_path / f"{source.name}-back")
         assert read_tensors(tmp_path / f"{source.name}-back").keys() == read_tensors(source).keys()

@@ -53,7 +53,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES))
 def test_the_tensors_are_those_of_the_source(case, hf, tmp_path):
     """With what a checkpoint leaves out, such as towers, but for copies of the embedding."""
     source = hf(case, "bfloat16")

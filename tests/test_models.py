@@ -161,7 +161,7 @@ def test_every_tensor_is_one_source_of_the_table(case: Case, build: Any) -> None
         *(pytest.param(case, False, id=f"{case}-per-layer") for case in CASES),
         *(
             pytest.param(*param.values, True, id=f"{param.id}-scanned", marks=param.marks)
-            for param in one_fast_of_each(FAMILIES.keys(), [case for case in CASES if not case.no_scan])
+            for param in one_fast_of_each(FAMILIES, [case for case in CASES if not case.no_scan])
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_layers_of_different_kinds_are_not_scanned(case: Case, build: Any) -> No
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES))
 def test_logits_of_a_padded_batch(case: Case, side: str, build: Any) -> None:
     built = build(case)
     ids = tokens(2, 40)

@@ -20,6 +20,7 @@ from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
+from tpuconv.mapping.release import Release
 from tpuconv.models.registry import find_family, get_family
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import find_config
@@ -147,17 +148,24 @@ def test_layers_of_qwen_come_back(name, tmp_path):
     family, case = get_family(name), FIRST[name]
     raw, rng = json.loads(case.hf_config().to_json_string()), np.random.default_rng(0)
     config = family.read_config(raw)
-    for table in (family.table, *family.variants):
+    reader = family.release_reader()
+    one, stacked = {}, {place.name: "stacked" for place in reader.places}
+    fronts = {"model": "language_model.model"}
+    mixed = {name: form for name, form in stacked.items() if not name.startswith("mtp.")}  # as Qwen3.5 is released
+    for number, release in enumerate(
+        Release(forms=forms, spelling=spelling) for forms in (one, stacked, mixed) for spelling in ({}, fronts)
+    ):
+        table = reader.release_table(release, config)
         shapes = {n: s for b in table.bind(config, include_mtp=True) for n, s in b.src_shapes().items()}
         own = {n for n in shapes if n.startswith("mtp.")}
         assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} < own
         tensors = {n: random_tensor(rng, shape, "bfloat16") for n, shape in shapes.items()}
-        out = tmp_path / (table.variant.replace(".", "-") or "out")
+        out = tmp_path / f"out-{number}"
         source = write_checkpoint(out.with_name(f"{out.name}-hf"), raw, tensors)
         skipped = plan_for(source).skipped
         assert sum(skip.count for skip in skipped if "MTP" in skip.reason) == len(own)
         convert(source, out, Options(include_mtp=True))
-        assert read_manifest(out).variant == table.variant
+        assert read_manifest(out).release.forms == release.forms
         D, arrays = config.hidden_size, restore(out)
         assert same_bits(arrays["mtp.from_embed.kernel"], np.ascontiguousarray(tensors["mtp.fc.weight"][:, :D].T))
         assert arrays["mtp.0.attn.q.kernel"].shape == arrays["mtp.0.attn.gate.kernel"].shape

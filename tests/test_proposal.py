@@ -62,7 +62,7 @@ EXPERTS_LIKE = ("minimax", "minimax_m2", "qwen3_moe", "phimoe")
         ("granite", (), "llama", [], []),
         (
             "mixtral",
-            ("minimax", "minimax_m2", "qwen3_moe", "phimoe"),
+            ("minimax", "minimax_m2", "qwen3_moe", "phimoe", "granitemoe_swa"),
             "llama",
             ["experts.{}.w1.weight"],
             ["mlp.gate_proj.weight"],

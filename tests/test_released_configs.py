@@ -263,12 +263,11 @@ def test_other_names_of_keys_are_those_of_transformers() -> None:
 def test_a_text_model_may_keep_the_prefix_of_the_complete_one(name: str, prefix: str) -> None:
     family = get_family(name)
     config = family.config.from_hf(config_json(name))
-    tables = [table for table in family.variants if table.variant in (prefix, f"stacked {prefix}")]
-    assert len(tables) == (1 if name == "qwen3_5_text" else 2)
-    for table in tables:
-        names = [name for row in table.bind(config) for name in row.src_shapes()]
-        assert all(name.startswith((prefix, "lm_head.", "language_model.lm_head.")) for name in names)
-        assert family.table_for([*names, "model.visual.patch_embed.proj.weight"]) is table
+    names = {name.replace("model.", prefix, 1) for row in family.table.bind(config) for name in row.src_shapes()}
+    outside = "model.visual.patch_embed.proj.weight"
+    table = family.table_for([*names, outside], config)
+    assert {name for row in table.bind(config) for name in row.src_shapes()} == names
+    assert table.ignored(config)(outside)
 
 
 MINIMAX_M2 = {
@@ -366,9 +365,9 @@ def test_a_release_with_code_of_its_own() -> None:
     raw = {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm", "text_config": {}, "vision_config": {}}
     family = find_family(raw)
     assert family is get_family("hyperclovax_vision_v2.hyperclovax")
-    family.check_config(raw)
+    config = family.check_config(raw).config
     names = ["model.language_model.model.norm.weight", "model.language_model.lm_head.weight"]
-    assert family.table_for(names).variant == "model.language_model.model."
+    assert family.table_for(names, config).release.spelling == {"model.language_model.norm.weight": names[0]}
 
 
 def test_the_older_keys_of_dots3_note() -> None:
@@ -511,7 +510,8 @@ def test_ling_2_has_the_published_size() -> None:
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)
-    why = family.table.ignored(family.check_config(raw).config)
+    config = family.check_config(raw).config
+    why = family.table.ignored(config)
     assert why("model.language_model.layers.16.eh_proj.weight")
     assert not why("model.language_model.layers.15.mlp.down_proj.weight")
     with pytest.raises(UnsupportedConfig, match="attention_bias=True"):
@@ -542,9 +542,9 @@ def test_adapters_of_phi_4_multimodal_are_left_out() -> None:
     config = family.check_config(PHI_4_MULTIMODAL).config
     assert (config.rope.type, config.rope_dim, config.tie_word_embeddings) == ("longrope", 96, True)
     qkv = "model.layers.0.self_attn.qkv_proj"
-    table = family.table_for([f"{qkv}.base_layer.weight", f"{qkv}.lora_A.vision.weight"])
+    table = family.table_for([f"{qkv}.base_layer.weight", f"{qkv}.lora_A.vision.weight"], config)
     why = table.ignored(config)
-    assert table.variant == "base_layer"
+    assert f"{qkv}.base_layer.weight" in {name for row in table.bind(config) for name in row.src_shapes()}
     assert all(why(f"{qkv}.lora_{x}.{kind}.weight") for x in "AB" for kind in ("vision", "speech"))
     assert why("model.embed_tokens_extend.audio_embed.encoder.after_norm.weight")
     assert not why(f"{qkv}.base_layer.weight")
@@ -554,12 +554,14 @@ def test_adapters_of_phi_4_multimodal_are_left_out() -> None:
 def test_what_generates_is_left_out_of_cosmos(name: str) -> None:
     raw = {"model_type": name, "text_config": {}, "vision_config": {}}
     family = find_family(raw)
-    why = family.table.ignored(family.check_config(raw).config)
+    config = family.check_config(raw).config
+    why = family.table.ignored(config)
     for generator in ("layers.3.self_attn.add_q_proj.weight", "layers.3.mlp_moe_gen.up_proj.weight", "proj_in.weight"):
         assert why(generator)
     assert not why("layers.3.self_attn.to_q.weight")
     older = [f"layers.3.self_attn.{x}_proj.weight" for x in "qkvo"]
-    assert family.table_for([*older, "norm.weight"]).variant == "older."
+    table = family.table_for([*older, "norm.weight"], config)
+    assert {*older, "norm.weight"} <= {name for row in table.bind(config) for name in row.src_shapes()}
 
 
 def test_scaled_layers_and_older_keys_of_molmo2_are_read() -> None:

@@ -85,7 +85,7 @@ def has_table(target: str, case: Case) -> bool:
 
 FORMS = [
     pytest.param(case.values[0], target, scan, id=f"{case.id}-{target}{'-scanned' * scan}", marks=case.marks)
-    for case in one_fast_of_each(FAMILIES.keys())
+    for case in one_fast_of_each(FAMILIES)
     for target in OTHERS
     for scan in (False, True)
     if not get_target(target).is_safetensors  # which is no checkpoint to export: tests/test_huggingface.py
@@ -192,7 +192,7 @@ def test_fp8_that_maxtext_does_not_have_is_refused(tmp_path):
 # -- what programs restore --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES.keys()))
+@pytest.mark.parametrize("case", one_fast_of_each(FAMILIES))
 def test_flax_restores_into_the_state_of_a_model(case, hf, orbax, tmp_path):
     """The idiom of Flax's documentation."""
     import orbax.checkpoint as ocp

@@ -20,7 +20,7 @@ def plan_for(folder: Path, options: Options = PLAIN):
     family = find_family(source.config)
     returns = family.returns(source.config, source.tensors)
     config = family.read_config(source.config, tensors=source.tensors, returns=returns)
-    return make_plan(source, family.name, family.table_for(source.tensors, returns), config, options)
+    return make_plan(source, family.name, family.table_for(source.tensors, config, returns), config, options)
 
 
 def convert(folder: Path, out: Path, options: Options = PLAIN, **kwargs):

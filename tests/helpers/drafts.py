@@ -39,12 +39,9 @@ def save_with_drafts(case: Case, folder: Path, noise: float = NOISE[0]) -> Path:
         config["num_nextn_predict_layers"] = 1
     tensors, rng, family = read_tensors(folder), np.random.default_rng(0), get_family(case.family)
     read = family.read_config(config)
-    for table in (family.table, *family.variants):
-        shapes = {n: s for binding in table.bind(read, include_mtp=True) for n, s in binding.src_shapes().items()}
-        if tensors.keys() - {"lm_head.weight"} <= shapes.keys() | {n for n in tensors if table.ignored(read)(n)}:
-            break
-    else:
-        raise AssertionError(f"no table of {case.family} has the names that transformers writes")
+    table = family.table_for(tensors, read)
+    shapes = {n: s for binding in table.bind(read, include_mtp=True) for n, s in binding.src_shapes().items()}
+    assert tensors.keys() - {"lm_head.weight"} <= shapes.keys() | {n for n in tensors if table.ignored(read)(n)}
     for name in sorted(shapes.keys() - tensors.keys()):
         values = rng.normal(size=shapes[name]) * 0.25
         if "norm" in name and not name.endswith("bias"):  # of some families the stored scales are less 1

@@ -265,7 +265,7 @@ def exported(ckpt: Path, out: Path) -> dict[str, np.ndarray]:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
     config = family.read_config(released_config(manifest), tensors=manifest.arrays)
-    done = [at.done for at in export_checkpoint(manifest, family.table_of(manifest.variant), config, out)]
+    done = [at.done for at in export_checkpoint(manifest, family.table_of(manifest.release, config), config, out)]
     assert done == sorted(done)
     return read_tensors(out)
 

@@ -122,6 +122,7 @@ def plan_export(
     target: str | None = None,
     with_skipped: str | Location | None = None,
     scheme: str | None = None,
+    form: str | None = None,
     progress: Listener = ignore,
 ) -> ExportPlan:
     """What `export` would write with the same arguments; no values are read.
@@ -131,7 +132,7 @@ def plan_export(
     """
     from tpuconv.convert.export.layout import lay_out
 
-    with _opened(to_location(ckpt), config, target, with_skipped, scheme, progress) as (arrays, what, skipped):
+    with _opened(to_location(ckpt), config, target, with_skipped, scheme, form, progress) as (arrays, what, skipped):
         layout = lay_out(arrays, what)
         return ExportPlan(
             to_location(ckpt), what.family, arrays.manifest.target, skipped, layout.files, layout.encoding
@@ -146,6 +147,7 @@ def export(
     target: str | None = None,
     with_skipped: str | Location | None = None,
     scheme: str | None = None,
+    form: str | None = None,
     overwrite: bool = False,
     check: bool = False,
     max_memory: int | None = None,
@@ -168,6 +170,8 @@ def export(
             that the conversion skipped. It is proved to be the same.
         scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
             "mxfp4" (gpt-oss); by default that of their types.
+        form: the names and groups of tensors: "released" as the family's releases have them, "transformers" as the
+            modules of transformers' model have them; by default those of the source.
         overwrite, check, max_memory, jobs, part, progress: as of `convert`. A part is some of the files.
 
     Raises:
@@ -187,7 +191,7 @@ def export(
         )
     folder = to_location(out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
-    with _opened(to_location(ckpt), config, target, with_skipped, scheme, progress) as (arrays, what, skipped):
+    with _opened(to_location(ckpt), config, target, with_skipped, scheme, form, progress) as (arrays, what, skipped):
         for source in (arrays.manifest.folder, config, with_skipped):
             if source is not None:
                 check_outside(to_location(source), folder)
@@ -224,20 +228,31 @@ def _opened(
     target: str | None,
     with_skipped: str | Location | None,
     scheme: str | None,
+    form: str | None,
     progress: Listener,
 ) -> "Iterator[tuple[ArraySource, Exporting, tuple[Skip, ...]]]":
     """The arrays of a checkpoint, what is exported of them, and what is not."""
-    _check_options(config, target, with_skipped, scheme)
+    _check_options(config, target, with_skipped, scheme, form)
     with ExitStack() as stack:
         if config is not None:
             yield _trained(ckpt, str(config), target, stack, progress)
         else:
-            arrays, what = _converted(ckpt, with_skipped, scheme, stack, progress)
+            arrays, what = _converted(ckpt, with_skipped, scheme, form, stack, progress)
             yield arrays, what, what.beside.skipped if what.beside else ()
 
 
-def _check_options(config: object, target: str | None, with_skipped: object, scheme: str | None) -> None:
+def _check_options(
+    config: object, target: str | None, with_skipped: object, scheme: str | None, form: str | None
+) -> None:
     """Raises UsageError for options that do not go together."""
+    from tpuconv.convert.export.exporting import NAMINGS
+
+    if form is not None and form not in NAMINGS:
+        raise UsageError(f"there is no form '{form}'", hint=f"there are {', '.join(NAMINGS)}")
+    if form is not None and config is not None:
+        raise UsageError(
+            "--form is for checkpoints of tpuconv, and --config names tensors as SRC does", hint="leave one of them out"
+        )
     if config is None and target is not None:
         raise UsageError(
             "--target is of a trainer's checkpoint, which needs --config", hint="leave it out, or give --config SRC"
@@ -255,14 +270,19 @@ def _check_options(config: object, target: str | None, with_skipped: object, sch
 
 
 def _converted(
-    ckpt: Location, with_skipped: str | Location | None, scheme: str | None, stack: ExitStack, progress: Listener
+    ckpt: Location,
+    with_skipped: str | Location | None,
+    scheme: str | None,
+    form: str | None,
+    stack: ExitStack,
+    progress: Listener,
 ) -> "tuple[ArraySource, Exporting]":
     """The arrays of a checkpoint of ours, and what is exported of them."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.orbax_tree import holds_tree
     from tpuconv.convert.export.array_source import CheckpointArrays
     from tpuconv.convert.export.carried import carried
-    from tpuconv.convert.export.exporting import describe_exporting
+    from tpuconv.convert.export.exporting import describe_exporting, released_table
     from tpuconv.models.registry import get_family
     from tpuconv.sources.source import open_source
     from tpuconv.storage.places import is_there
@@ -283,8 +303,8 @@ def _converted(
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
         own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
-        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), own_config)
-    return arrays, describe_exporting(arrays, scheme, beside)
+        beside = carried(manifest, source, released_table(manifest, family, own_config), own_config)
+    return arrays, describe_exporting(arrays, scheme, beside, form)
 
 
 def _check_whole(manifest: "Manifest") -> None:
@@ -329,7 +349,7 @@ def _trained(
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
     own_config = family.read_config(raw, tensors=source.tensors, returns=returns)
-    own_table = family.table_for(source.tensors, returns)
+    own_table = family.table_for(source.tensors, own_config, returns)
     explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)

@@ -136,7 +136,7 @@ def _make_plan(
     report = family.check_config(source.config, options.allow_config, source.tensors, returns)
     own_config, ignored = report.config, report.ignored
 
-    released = family.table_for(source.tensors, returns)
+    released = family.table_for(source.tensors, own_config, returns)
     name, kind = family.in_targets(source.config["model_type"])
 
     def for_target(target: Any) -> Any:

@@ -28,6 +28,7 @@ from tpuconv.jsonfile import MAX_BYTES, check, read_bytes, short
 from tpuconv.layout import Shape, parse_axes
 from tpuconv.location import Location
 from tpuconv.mapping.passthrough import Passthrough
+from tpuconv.mapping.release import Release
 from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
@@ -228,9 +229,14 @@ class Manifest:
         return str(self.raw["family"])
 
     @property
-    def variant(self) -> str:
-        """Which of the family's tables has the source's names: see `MappingTable.variant`."""
-        return str(self.raw.get("variant", ""))
+    def release(self) -> Release:
+        """How the source named and grouped its tensors."""
+        return Release(**self.raw.get("release", {}))
+
+    @property
+    def has_variant(self) -> bool:
+        """Whether an older tpuconv wrote it, which kept a name in place of `release`. The names of the sources tell."""
+        return "variant" in self.raw
 
     @property
     def returns(self) -> str:

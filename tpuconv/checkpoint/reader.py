@@ -121,7 +121,7 @@ class Checkpoint(Source):
         rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
         periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
         axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
-        return MappingTable(rows, variant=self.manifest.variant, returns=self.manifest.returns, axes=axes)
+        return MappingTable(rows, release=self.manifest.release, returns=self.manifest.returns, axes=axes)
 
 
 def check_logits(manifest: Manifest) -> None:

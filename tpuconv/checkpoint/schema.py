@@ -52,6 +52,13 @@ CHECKPOINT_SCHEMA = {
     },
     "family": str,
     "variant": Optional(str),
+    "release": Optional(
+        {
+            "spelling": Optional(Each(str)),
+            "apart": Optional(Each(Each([Size]))),
+            "forms": Optional(Each((str, Each([Size])))),
+        }
+    ),
     "returns": Optional(OneOf("scores", "hidden states")),
     "options": {
         "dtype": str,

@@ -44,6 +44,12 @@ from tpuconv.sizes import format_size
     help="Add the tensors that the conversion skipped (towers, MTP layers), from its source: a path or Hub id.",
 )
 @options.scheme
+@click.option(
+    "--form",
+    type=click.Choice(["released", "transformers"]),
+    help="Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
+    "[default: as the source did]",
+)
 @options.writes_output
 @options.limits
 @options.processes
@@ -56,6 +62,7 @@ def export(
     target: str | None,
     with_skipped: str | None,
     scheme: str | None,
+    form: str | None,
     overwrite: bool,
     check: bool,
     max_memory: int | None,
@@ -75,7 +82,8 @@ def export(
     With --config, CKPT is a checkpoint, a step or a run of a trainer, without a manifest of tpuconv; the latest step is
     taken.
     """
-    what: Mapping[str, Any] = {"config": config, "target": target, "with_skipped": with_skipped, "scheme": scheme}
+    names: Mapping[str, Any] = {"scheme": scheme, "form": form}
+    what: Mapping[str, Any] = {"config": config, "target": target, "with_skipped": with_skipped, **names}
     export_model = options.on_processes(api.export, ray, distributed, process_index, process_count)
     with resumable(as_json) as progress:
         if not dry_run:

@@ -187,7 +187,8 @@ def _show_table(family: "Family") -> None:
         show(f"  not converted: {copy}, where it is a copy of {original}")
     for names in family.table.recut:
         show(f"  may be cut at other rows: {', '.join(names)}")
-    for other in family.variants:
-        show(f"  other releases have other names: {other.rows[0].hf_names[0]} ({other.variant.strip()})")
+    for place in family.release_reader().places:
+        others = "; ".join(name for name in place.forms if name != place.home)
+        show(f"  {place.hf}* has the form {place.home}; other releases have one of {others}")
     used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
     show("  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used))

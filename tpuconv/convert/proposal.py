@@ -230,7 +230,7 @@ class _Fit:
         shapes: Mapping[str, set[Shape]],
     ):
         self.family, self.config, self.raw = family, config, _text_of(family, raw)
-        self.table = family.table_for(tensors)
+        self.table = family.table_for(tensors, config)
         one = {letter: _first(config.axes[letter]) for letter in LAYER_INDICES if letter in config.axes}
         bound = self.table.bind(WithAxes(config, {**config.axes, **one}))
         wanted = {_pattern(name): shape for binding in bound for name, shape in binding.src_shapes().items()}

@@ -2,17 +2,14 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 
 import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
-from tpuconv.errors import UnsupportedConfig, shorten
+from tpuconv.errors import shorten
 from tpuconv.names import collapse
-from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
-from tpuconv.sources.adapter_experts import ExpertChange
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
@@ -128,26 +125,30 @@ def _float32(file: AdapterFile, part: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(file.values(part), np.float32)
 
 
+@dataclass(frozen=True)
+class Placed:
+    """The changes of an adapter by the names of the tensors on disk, and what it changes that is not there."""
+
+    adapter: str
+    changes: Mapping[str, Change]
+    missing: tuple[str, ...] = ()
+
+
 def adapt(
-    tensors: Mapping[str, Tensor], adapters: Sequence[Adapter], input_first: Collection[str] = ()
+    tensors: Mapping[str, Tensor], adapters: Sequence[Placed], input_first: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors with the changes of all adapters, in their order, and what does not fit. Those that are named in
     `input_first` are matrices [in, out]."""
     out, faults = dict(tensors), []
-    for adapter in adapters:
-        changes, unknown = dict(adapter.changes), []
-        for experts in adapter.experts:
-            found = dict(_of_experts(experts, tensors))
-            changes |= found
-            unknown += [] if found else [experts.name]
-        missing = [*unknown, *(name for name in changes if name not in out)]
-        faults += [f"{p}  is changed by the adapter {adapter.name}, and not in the model" for p in collapse(missing)]
-        for name, change in changes.items():
+    for placed in adapters:
+        missing = [*placed.missing, *(name for name in placed.changes if name not in out)]
+        faults += [f"{p}  is changed by the adapter {placed.adapter}, and not in the model" for p in collapse(missing)]
+        for name, change in placed.changes.items():
             if (tensor := out.get(name)) is None:
                 continue
             if name in input_first and isinstance(change, LowRank):
-                faults.append(f"{name}  is a matrix [in, out], which the adapter {adapter.name} cannot change")
-            elif fault := _fault(tensor, change, adapter.name):
+                faults.append(f"{name}  is a matrix [in, out], which the adapter {placed.adapter} cannot change")
+            elif fault := _fault(tensor, change, placed.adapter):
                 faults.append(f"{name}  {fault}")
             elif isinstance(tensor, Adapted):
                 out[name] = replace(tensor, changes=(*tensor.changes, change))
@@ -165,44 +166,3 @@ def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
     if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):
         return f"is changed by another adapter before the DoRA adapter {adapter}, which must be the first"
     return None
-
-
-FUSED_GATE_UP, FUSED_DOWN = "gate_up_proj", "down_proj"
-NUMBERED_EXPERTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    FUSED_GATE_UP: (("gate_proj", "up_proj"), ("w1", "w3")),
-    FUSED_DOWN: (("down_proj",), ("w2",)),
-}
-"""Names in releases of the matrices of one expert that transformers has in one parameter of all experts."""
-OTHER_NAMES = ((".mlp.experts", ".block_sparse_moe.experts"),)
-"""Modules of experts as transformers has them, and as releases do."""
-
-
-def _of_experts(change: ExpertChange, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, LowRank]]:
-    """The changes of the tensors that hold a parameter of all experts: one tensor, or some of each expert."""
-    modules = [change.module, *(change.module.replace(ours, theirs) for ours, theirs in OTHER_NAMES)]
-    for module in modules:
-        if stacked := tensors.get(f"{module}.{change.parameter}"):
-            if len(stacked.shape) == 3:
-                count = stacked.shape[0]
-                # Releases have [experts, in, out], those in MXFP4 [experts, out, in].
-                input_first = stacked.scheme is None and stacked.shape == change.shape_of(count, input_first=True)
-                if input_first and stacked.shape == change.shape_of(count, input_first=False):
-                    raise UnsupportedConfig(
-                        f"{stacked.name} has as many inputs as outputs, and nothing tells which axis an adapter means",
-                        hint="merge the adapter with peft first",
-                    )
-                yield stacked.name, change.stacked(count, input_first=input_first)
-            return
-        for names in NUMBERED_EXPERTS.get(change.parameter, ()):
-            count = next(i for i in range(len(tensors) + 1) if f"{module}.{i}.{names[0]}.weight" not in tensors)
-            if not count:
-                continue
-            for expert in range(count):
-                start = 0
-                for name in (f"{module}.{expert}.{part}.weight" for part in names):
-                    if name not in tensors:
-                        continue
-                    rows = prod(tensors[name].shape[:-1])
-                    yield name, change.of_expert(expert, count, slice(start, start + rows))
-                    start += rows
-            return

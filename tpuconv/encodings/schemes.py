@@ -153,7 +153,8 @@ def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     title, blocks = f"FP8, blocks of {block[0]}x{block[1]}", (block[0], block[1])
     by_inverse = fp8_scheme(title, ".weight_scale_inv", blocks)
     if quantization.get("expert_dtype") is None:
-        return (by_inverse,)
+        of_parameter = replace(by_inverse, title=f"{title}, of all experts", values="", scales="_scale_inv", name="")
+        return by_inverse, of_parameter
     return replace(fp8_scheme(f"{title}, scales in powers of two", ".scale", blocks), scale_dtype="F8_E8M0"), by_inverse
 
 

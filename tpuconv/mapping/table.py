@@ -7,7 +7,7 @@ slice of a parameter, what happens to block scales, the sharding of the paramete
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tpuconv.errors import ConfigError, LayoutError
+from tpuconv.errors import ConfigError, LayoutError, UnsupportedConfig
 from tpuconv.layout import Layout, Shape, format_axes
 from tpuconv.mapping.arithmetic import Arithmetic
+from tpuconv.mapping.release import AS_TABLED, Release
 
 INDEX = re.compile(r"\{(#?\w(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"
@@ -30,7 +31,9 @@ LAYERS_APART = "rest"
 """Where the layers after the last complete period are in our own tree, if the others are stacked."""
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 """How the names of a layer's parameters begin, where layers are not stacked."""
-LAYER_INDICES = f"LIJflsgaboij{PERIODS}{REST_LAYERS}"
+SUBSETS = "αβγδεζηθ"
+"""Letters of the layers that a release names or groups in another way than the rest."""
+LAYER_INDICES = f"LIJflsgaboij{PERIODS}{REST_LAYERS}{SUBSETS}"
 """Letters whose values are layer numbers."""
 MTP, MTP_PARAMETERS = "U", "mtp."
 """The letter of layers that predict further tokens (MTP), and how the names of their parameters begin. Their rows exist
@@ -191,8 +194,7 @@ class MappingTable:
             config, if it lists them) and `*` for anything.
         copies: source tensors that may be on disk as copies of another one. They are skipped once the two are found
             equal.
-        variant: tells the tables of a family apart if its tensors have other names in some releases; empty for the
-            first.
+        release: of the table of a release, how that differs from the family's.
         returns: what the model returns, if not logits (`tpuconv.models.common.heads`).
         axes: letters of the rows that no config has.
         recut: groups of source tensors whose rows follow each other, and that may be cut elsewhere: transformers loads
@@ -202,7 +204,7 @@ class MappingTable:
     rows: tuple[Map, ...]
     ignore: Mapping[str, str]
     copies: Mapping[str, str]
-    variant: str
+    release: Release
     returns: str
     axes: Mapping[str, int | Sequence[int]]
     recut: tuple[tuple[str, ...], ...]
@@ -213,7 +215,7 @@ class MappingTable:
         *,
         ignore: Mapping[str, str] | None = None,
         copies: Mapping[str, str] | None = None,
-        variant: str = "",
+        release: Release | None = None,
         returns: str = "",
         axes: Mapping[str, int | Sequence[int]] | None = None,
         recut: Sequence[tuple[str, ...]] = (),
@@ -221,24 +223,21 @@ class MappingTable:
         object.__setattr__(self, "rows", tuple(rows))
         object.__setattr__(self, "ignore", dict(ignore or {}))
         object.__setattr__(self, "copies", dict(copies or {}))
-        object.__setattr__(self, "variant", variant)
+        object.__setattr__(self, "release", release or AS_TABLED)
         object.__setattr__(self, "returns", returns)
         object.__setattr__(self, "axes", dict(axes or {}))
         object.__setattr__(self, "recut", tuple(recut))
         for row in self.rows:
             _row_layout(row)
 
-    def renamed(
-        self, rename: Callable[[str], str], *, ignore: Mapping[str, str] | None = None, variant: str = ""
-    ) -> "MappingTable":
+    def renamed(self, rename: Callable[[str], str], *, ignore: Mapping[str, str] | None = None) -> "MappingTable":
         """The same rows with other names of source tensors, those that `rename` gives to each name, and to each pattern
-        of what is not converted. `ignore` is not converted besides; `variant` is that of the new table."""
+        of what is not converted. `ignore` is not converted besides."""
         return replace(
             self,
             rows=tuple(replace(row, hf=tuple(map(rename, row.hf_names))) for row in self.rows),
             ignore={**{rename(name): why for name, why in self.ignore.items()}, **(ignore or {})},
             copies={rename(copy): rename(original) for copy, original in self.copies.items()},
-            variant=variant,
             recut=tuple(tuple(map(rename, names)) for names in self.recut),
         )
 
@@ -305,7 +304,17 @@ class MappingTable:
     def stack_layers(self, config: HasAxes) -> "MappingTable":
         """The table of a model whose stacked layers are in one array, with a leading axis L; or, if the kinds of layers
         repeat with a period (`config.period`), in one for each place of a period, with a leading axis Y. Layers after
-        the last period stay apart."""
+        the last period stay apart.
+
+        Raises:
+            UnsupportedConfig: layers differ in the names or groups of their tensors.
+        """
+        if apart := [row for row in self.rows if any(x in SUBSETS for x in row_indices(row)[0])]:
+            raise UnsupportedConfig(
+                f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
+                "the rest, and cannot be stacked with them",
+                hint="leave out --scan-layers",
+            )
         period, layers = getattr(config, "period", 1), config.axes[LAYERS]
         numbers = range(layers) if isinstance(layers, int) else layers
         whole = len(numbers) // period * period
@@ -356,12 +365,6 @@ class MappingTable:
         for names in groups:
             for indices in _steps(INDEX.findall(names[0]), self._values(config, include_mtp)):
                 yield tuple(_with_indices(name, indices) for name in names)
-
-    def found(self, names: Collection[str]) -> int:
-        """How many rows have a tensor among these names. Tensors of the same module count, since encodings name theirs
-        otherwise."""
-        modules = {_module(re.sub(r"\d+", "#", name)) for name in names}
-        return sum(_module(INDEX.sub("#", name)) in modules for row in self.rows for name in row.hf_names)
 
     @property
     def fingerprint(self) -> str:
@@ -427,10 +430,6 @@ def _row_layout(row: Map) -> Layout:
     if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
         raise LayoutError(f"'{row.layout}' has another number of tensors than {row} has names")
     return layout
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _with_indices(name: str, indices: Mapping[str, Any]) -> str:

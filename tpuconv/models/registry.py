@@ -3,7 +3,7 @@ needed. Its config and table do not import jax.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -12,171 +12,38 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
+from tpuconv.mapping.forms import Forms, ReleaseReader
+from tpuconv.mapping.release import Release
+from tpuconv.mapping.spelling import undressed
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
 from tpuconv.models.common.config_keys import given_keys, without_keys
+from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
+from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 
-FAMILIES: Mapping[str, str] = {
-    "llama": "tpuconv.models.llama.family:FAMILY",
-    "qwen2": "tpuconv.models.qwen2.family:FAMILY",
-    "qwen3": "tpuconv.models.qwen3.family:FAMILY",
-    "qwen3_moe": "tpuconv.models.qwen3_moe.family:FAMILY",
-    "mixtral": "tpuconv.models.mixtral.family:FAMILY",
-    "gpt_oss": "tpuconv.models.gpt_oss.family:FAMILY",
-    "olmo2": "tpuconv.models.olmo2.family:FAMILY",
-    "deepseek_v3": "tpuconv.models.deepseek_v3.family:FAMILY",
-    "kimi_k2": "tpuconv.models.kimi_k2.family:FAMILY",
-    "llama4": "tpuconv.models.llama4.family:FAMILY",
-    "llama4_text": "tpuconv.models.llama4_text.family:FAMILY",
-    "gemma": "tpuconv.models.gemma.family:FAMILY",
-    "gemma2": "tpuconv.models.gemma2.family:FAMILY",
-    "gemma3_text": "tpuconv.models.gemma3_text.family:FAMILY",
-    "gemma3": "tpuconv.models.gemma3.family:FAMILY",
-    "gemma4_text": "tpuconv.models.gemma4_text.family:FAMILY",
-    "gemma4": "tpuconv.models.gemma4.family:FAMILY",
-    "gemma4_unified": "tpuconv.models.gemma4_unified.family:FAMILY",
-    "ministral3": "tpuconv.models.ministral3.family:FAMILY",
-    "mistral3": "tpuconv.models.mistral3.family:FAMILY",
-    "qwen2_5_vl": "tpuconv.models.qwen2_5_vl.family:FAMILY",
-    "qwen3_vl": "tpuconv.models.qwen3_vl.family:FAMILY",
-    "qwen3_vl_moe": "tpuconv.models.qwen3_vl_moe.family:FAMILY",
-    "kimi_k25": "tpuconv.models.kimi_k25.family:FAMILY",
-    "phi3": "tpuconv.models.phi3.family:FAMILY",
-    "glm": "tpuconv.models.glm.family:FAMILY",
-    "glm4": "tpuconv.models.glm4.family:FAMILY",
-    "seed_oss": "tpuconv.models.seed_oss.family:FAMILY",
-    "arcee": "tpuconv.models.arcee.family:FAMILY",
-    "glm4_moe": "tpuconv.models.glm4_moe.family:FAMILY",
-    "glm4_moe_lite": "tpuconv.models.glm4_moe_lite.family:FAMILY",
-    "deepseek_v2": "tpuconv.models.deepseek_v2.family:FAMILY",
-    "qwen2_moe": "tpuconv.models.qwen2_moe.family:FAMILY",
-    "olmoe": "tpuconv.models.olmoe.family:FAMILY",
-    "granite": "tpuconv.models.granite.family:FAMILY",
-    "granitemoe": "tpuconv.models.granitemoe.family:FAMILY",
-    "minimax_m2": "tpuconv.models.minimax_m2.family:FAMILY",
-    "starcoder2": "tpuconv.models.starcoder2.family:FAMILY",
-    "nemotron": "tpuconv.models.nemotron.family:FAMILY",
-    "hunyuan_v1_dense": "tpuconv.models.hunyuan_v1_dense.family:FAMILY",
-    "hunyuan_v1_moe": "tpuconv.models.hunyuan_v1_moe.family:FAMILY",
-    "ernie4_5": "tpuconv.models.ernie4_5.family:FAMILY",
-    "ernie4_5_moe": "tpuconv.models.ernie4_5_moe.family:FAMILY",
-    "apertus": "tpuconv.models.apertus.family:FAMILY",
-    "smollm3": "tpuconv.models.smollm3.family:FAMILY",
-    "exaone4": "tpuconv.models.exaone4.family:FAMILY",
-    "olmo3": "tpuconv.models.olmo3.family:FAMILY",
-    "cohere2": "tpuconv.models.cohere2.family:FAMILY",
-    "qwen3_next": "tpuconv.models.qwen3_next.family:FAMILY",
-    "qwen3_5_text": "tpuconv.models.qwen3_5_text.family:FAMILY",
-    "qwen3_5": "tpuconv.models.qwen3_5.family:FAMILY",
-    "qwen3_5_moe_text": "tpuconv.models.qwen3_5_moe_text.family:FAMILY",
-    "qwen3_5_moe": "tpuconv.models.qwen3_5_moe.family:FAMILY",
-    "lfm2": "tpuconv.models.lfm2.family:FAMILY",
-    "lfm2_moe": "tpuconv.models.lfm2_moe.family:FAMILY",
-    "granitemoehybrid": "tpuconv.models.granitemoehybrid.family:FAMILY",
-    "bamba": "tpuconv.models.bamba.family:FAMILY",
-    "nemotron_h": "tpuconv.models.nemotron_h.family:FAMILY",
-    "falcon_h1": "tpuconv.models.falcon_h1.family:FAMILY",
-    "kimi_linear": "tpuconv.models.kimi_linear.family:FAMILY",
-    "mistral4": "tpuconv.models.mistral4.family:FAMILY",
-    "mistral_large4": "tpuconv.models.mistral_large4.family:FAMILY",
-    "solar_open": "tpuconv.models.solar_open.family:FAMILY",
-    "dots1": "tpuconv.models.dots1.family:FAMILY",
-    "hy_v3": "tpuconv.models.hy_v3.family:FAMILY",
-    "exaone_moe": "tpuconv.models.exaone_moe.family:FAMILY",
-    "afmoe": "tpuconv.models.afmoe.family:FAMILY",
-    "cohere2_moe": "tpuconv.models.cohere2_moe.family:FAMILY",
-    "youtu": "tpuconv.models.youtu.family:FAMILY",
-    "internlm3": "tpuconv.models.internlm3.family:FAMILY",
-    "cohere": "tpuconv.models.cohere.family:FAMILY",
-    "flex_olmo": "tpuconv.models.flex_olmo.family:FAMILY",
-    "qwen2_vl": "tpuconv.models.qwen2_vl.family:FAMILY",
-    "deepseek_v32": "tpuconv.models.deepseek_v32.family:FAMILY",
-    "glm_moe_dsa": "tpuconv.models.glm_moe_dsa.family:FAMILY",
-    "mimo_v2_flash": "tpuconv.models.mimo_v2_flash.family:FAMILY",
-    "deepseek_v4": "tpuconv.models.deepseek_v4.family:FAMILY",
-    "bailing_hybrid": "tpuconv.models.bailing_hybrid.family:FAMILY",
-    "bailing_moe": "tpuconv.models.bailing_moe.family:FAMILY",
-    "exaone": "tpuconv.models.exaone.family:FAMILY",
-    "internlm2": "tpuconv.models.internlm2.family:FAMILY",
-    "mimo": "tpuconv.models.mimo.family:FAMILY",
-    "longcat_flash": "tpuconv.models.longcat_flash.family:FAMILY",
-    "gpt_neox": "tpuconv.models.gpt_neox.family:FAMILY",
-    "phi": "tpuconv.models.phi.family:FAMILY",
-    "phimoe": "tpuconv.models.phimoe.family:FAMILY",
-    "stablelm": "tpuconv.models.stablelm.family:FAMILY",
-    "olmo": "tpuconv.models.olmo.family:FAMILY",
-    "ministral": "tpuconv.models.ministral.family:FAMILY",
-    "cwm": "tpuconv.models.cwm.family:FAMILY",
-    "glm4v": "tpuconv.models.glm4v.family:FAMILY",
-    "glm4v_moe": "tpuconv.models.glm4v_moe.family:FAMILY",
-    "olmo_hybrid": "tpuconv.models.olmo_hybrid.family:FAMILY",
-    "step3p5": "tpuconv.models.step3p5.family:FAMILY",
-    "step3p7": "tpuconv.models.step3p7.family:FAMILY",
-    "muse_glimmer": "tpuconv.models.muse_glimmer.family:FAMILY",
-    "glm46v": "tpuconv.models.glm46v.family:FAMILY",
-    "mellum": "tpuconv.models.mellum.family:FAMILY",
-    "laguna": "tpuconv.models.laguna.family:FAMILY",
-    "hy_v4": "tpuconv.models.hy_v4.family:FAMILY",
-    "axk1": "tpuconv.models.axk1.family:FAMILY",
-    "axk2": "tpuconv.models.axk2.family:FAMILY",
-    "minicpm3": "tpuconv.models.minicpm3.family:FAMILY",
-    "iquestcoder": "tpuconv.models.iquestcoder.family:FAMILY",
-    "helium": "tpuconv.models.helium.family:FAMILY",
-    "hyperclovax": "tpuconv.models.hyperclovax.family:FAMILY",
-    "vaultgemma": "tpuconv.models.vaultgemma.family:FAMILY",
-    "jais2": "tpuconv.models.jais2.family:FAMILY",
-    "kolibri1": "tpuconv.models.kolibri1.family:FAMILY",
-    "flint": "tpuconv.models.flint.family:FAMILY",
-    "granite_swa": "tpuconv.models.granite_swa.family:FAMILY",
-    "granitemoe_swa": "tpuconv.models.granitemoe_swa.family:FAMILY",
-    "qwen2_5_omni": "tpuconv.models.qwen2_5_omni.family:FAMILY",
-    "qwen3_omni_moe": "tpuconv.models.qwen3_omni_moe.family:FAMILY",
-    "lfm3": "tpuconv.models.lfm3.family:FAMILY",
-    "beam": "tpuconv.models.beam.family:FAMILY",
-    "nanochat": "tpuconv.models.nanochat.family:FAMILY",
-    "gptj": "tpuconv.models.gptj.family:FAMILY",
-    "gpt2": "tpuconv.models.gpt2.family:FAMILY",
-    "gpt_bigcode": "tpuconv.models.gpt_bigcode.family:FAMILY",
-    "gpt_neo": "tpuconv.models.gpt_neo.family:FAMILY",
-    "opt": "tpuconv.models.opt.family:FAMILY",
-    "gemma4_unified_text": "tpuconv.models.gemma4_unified_text.family:FAMILY",
-    "gemma3n_text": "tpuconv.models.gemma3n_text.family:FAMILY",
-    "gemma3n": "tpuconv.models.gemma3n.family:FAMILY",
-    "minimax_m3_vl": "tpuconv.models.minimax_m3_vl.family:FAMILY",
-    "minimax_m3_vl_text": "tpuconv.models.minimax_m3_vl_text.family:FAMILY",
-    "qwen4_exp_text": "tpuconv.models.qwen4_exp_text.family:FAMILY",
-    "qwen4_exp": "tpuconv.models.qwen4_exp.family:FAMILY",
-    "glm_ocr": "tpuconv.models.glm_ocr.family:FAMILY",
-    "paddleocr_vl": "tpuconv.models.paddleocr_vl.family:FAMILY",
-    "hunyuan_vl": "tpuconv.models.hunyuan_vl.family:FAMILY",
-    "granite_docling": "tpuconv.models.granite_docling.family:FAMILY",
-    "falcon": "tpuconv.models.falcon.family:FAMILY",
-    "bitnet": "tpuconv.models.bitnet.family:FAMILY",
-    "bloom": "tpuconv.models.bloom.family:FAMILY",
-    "mpt": "tpuconv.models.mpt.family:FAMILY",
-    "dbrx": "tpuconv.models.dbrx.family:FAMILY",
-    "jetmoe": "tpuconv.models.jetmoe.family:FAMILY",
-    "dots3_note_text": "tpuconv.models.dots3_note_text.family:FAMILY",
-    "dots3_note": "tpuconv.models.dots3_note.family:FAMILY",
-    "muse_spark": "tpuconv.models.muse_spark.family:FAMILY",
-    "deepseek_ocr2": "tpuconv.models.deepseek_ocr2.family:FAMILY",
-    "cosmos3_omni": "tpuconv.models.cosmos3_omni.family:FAMILY",
-    "cosmos3_edge": "tpuconv.models.cosmos3_edge.family:FAMILY",
-    "phi4_multimodal": "tpuconv.models.phi4_multimodal.family:FAMILY",
-    "aria": "tpuconv.models.aria.family:FAMILY",
-    "glm5_next": "tpuconv.models.glm5_next.family:FAMILY",
-    "minimax": "tpuconv.models.minimax.family:FAMILY",
-    "molmo2": "tpuconv.models.molmo2.family:FAMILY",
-    "emu3": "tpuconv.models.emu3.family:FAMILY",
-    "cohere_compass_text": "tpuconv.models.cohere_compass_text.family:FAMILY",
-    "nemo_speechlm": "tpuconv.models.nemo_speechlm.family:FAMILY",
-    "codegen": "tpuconv.models.codegen.family:FAMILY",
-    "persimmon": "tpuconv.models.persimmon.family:FAMILY",
-    "fuyu": "tpuconv.models.fuyu.family:FAMILY",
-    "xglm": "tpuconv.models.xglm.family:FAMILY",
-    "biogpt": "tpuconv.models.biogpt.family:FAMILY",
-}
+FAMILIES: tuple[str, ...] = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2", "llama4"),
+    *("llama4_text", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "gemma4_unified"),
+    *("ministral3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "phi3", "glm", "glm4"),
+    *("seed_oss", "arcee", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "qwen2_moe", "olmoe", "granite"),
+    *("granitemoe", "minimax_m2", "starcoder2", "nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5"),
+    *("ernie4_5_moe", "apertus", "smollm3", "exaone4", "olmo3", "cohere2", "qwen3_next", "qwen3_5_text"),
+    *("qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba"),
+    *("nemotron_h", "falcon_h1", "kimi_linear", "mistral4", "mistral_large4", "solar_open", "dots1", "hy_v3"),
+    *("exaone_moe", "afmoe", "cohere2_moe", "youtu", "internlm3", "cohere", "flex_olmo", "qwen2_vl"),
+    *("deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "deepseek_v4", "bailing_hybrid", "bailing_moe", "exaone"),
+    *("internlm2", "mimo", "longcat_flash", "gpt_neox", "phi", "phimoe", "stablelm", "olmo", "ministral", "cwm"),
+    *("glm4v", "glm4v_moe", "olmo_hybrid", "step3p5", "step3p7", "muse_glimmer", "glm46v", "mellum", "laguna"),
+    *("hy_v4", "axk1", "axk2", "minicpm3", "iquestcoder", "helium", "hyperclovax", "vaultgemma", "jais2"),
+    *("kolibri1", "flint", "granite_swa", "granitemoe_swa", "qwen2_5_omni", "qwen3_omni_moe", "lfm3", "beam"),
+    *("nanochat", "gptj", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "gemma4_unified_text", "gemma3n_text"),
+    *("gemma3n", "minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp_text", "qwen4_exp", "glm_ocr", "paddleocr_vl"),
+    *("hunyuan_vl", "granite_docling", "falcon", "bitnet", "bloom", "mpt", "dbrx", "jetmoe", "dots3_note_text"),
+    *("dots3_note", "muse_spark", "deepseek_ocr2", "cosmos3_omni", "cosmos3_edge", "phi4_multimodal", "aria"),
+    *("glm5_next", "minimax", "molmo2", "emu3", "cohere_compass_text", "nemo_speechlm", "codegen", "persimmon"),
+    *("fuyu", "xglm", "biogpt"),
+)
 """The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
 
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
@@ -198,7 +65,9 @@ class Family:
         model: the class of the Flax NNX model, as "module:Class".
         architectures: the model_type of each architecture in config.json that returns logits. The same models without
             a head for logits are read too (`tpuconv.models.common.heads`).
-        variants: further tables, for releases in which tensors have other names.
+        aliases: templates of names that modules have in some releases, and those of the table
+            (`tpuconv.mapping.spelling`).
+        forms: rows that releases of this family alone may have in another form.
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
         text: of a multimodal model the family of its text model, if that has the same names of parameters and stands
             for it in the tables of targets.
@@ -210,7 +79,8 @@ class Family:
     table: MappingTable
     model: str
     architectures: Mapping[str, str]
-    variants: tuple[MappingTable, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    forms: tuple[Forms, ...] = ()
     text_types: tuple[str, ...] = ()
     text: str = ""
 
@@ -218,29 +88,32 @@ class Family:
         """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
         the names of its tensors."""
         names = [named_head(name, self.architectures) for name in raw.get("architectures") or ()]
+        if undressed(first := next(iter(tensors), "")) != first:  # a trainer put segments before all names
+            tensors = set(map(undressed, tensors))
         return shown_head(next(filter(None, names), LOGITS), tensors)
 
-    def tables(self, returns: str = LOGITS) -> tuple[MappingTable, ...]:
-        """Returns the tables of models that return this: that of most releases first."""
-        return headed((self.table, *self.variants), returns)
+    def table_without_release(self, returns: str = LOGITS) -> MappingTable:
+        """Returns the table of models that return this, with the names of most releases."""
+        return headed(self.table, returns)
 
-    def table_for(self, names: Collection[str], returns: str = LOGITS) -> MappingTable:
-        """Returns the table that most of the names of a checkpoint's tensors are in."""
-        tables = self.tables(returns)
-        return max(tables, key=lambda table: table.found(names)) if len(tables) > 1 else tables[0]
-
-    def table_of(self, variant: str, returns: str = LOGITS) -> MappingTable:
-        """Returns the table of a variant.
-
-        Raises:
-            UsageError: the family has no such variant.
-        """
-        for table in self.tables(returns):
-            if table.variant == variant:
-                return table
-        raise UsageError(
-            f"{self.name} has no variant {short(variant)}", hint="the checkpoint was made by another version of tpuconv"
+    def release_reader(self, returns: str = LOGITS) -> ReleaseReader:
+        """Returns what reads releases of models that return this."""
+        table = headed(self.table, returns)
+        table = replace(table, ignore={**table.ignore, **saved_outside(self.name)})
+        return ReleaseReader(
+            table,
+            (*self.forms, *ALL_FORMS),
+            {**saved_names(self.name), **self.aliases},
+            saved_places(self.name, table),
         )
+
+    def table_for(self, names: Collection[str], config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
+        """Returns the table of the release that has tensors with these names."""
+        return self.release_reader(returns).read(names, config)
+
+    def table_of(self, release: Release, config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
+        """Returns the table of a release that a manifest describes."""
+        return self.release_reader(returns).release_table(release, config)
 
     def in_targets(self, model_type: str) -> tuple[str, str]:
         """Returns the family and the model type by which tables of targets have the models of a model type."""
@@ -292,6 +165,36 @@ class Family:
         return report_ignored(self.read_config(raw, allow, tensors, returns), raw, allow, tensors)
 
 
+def family(
+    config: type[DecoderConfig],
+    table: MappingTable,
+    summary: str,
+    *architectures: str,
+    types: Mapping[str, str] | None = None,
+    model: str = "",
+    **facts: Any,
+) -> Family:
+    """Returns the family of a folder of `tpuconv/models`, which has the name of the folder.
+
+    Args:
+        config, table, summary: as of `Family`.
+        architectures: those whose model_type is that of `config`.
+        types: the model_type of other architectures.
+        model: the folder whose modules have the class `Model`, if that of another family computes the same.
+        facts: further attributes of `Family`.
+    """
+    name = config.__module__.split(".")[-2]
+    return Family(
+        name=name,
+        summary=summary,
+        config=config,
+        table=table,
+        model=f"tpuconv.models.{model or name}.modules:Model",
+        architectures={**dict.fromkeys(architectures, config.model_type), **(types or {})},
+        **facts,
+    )
+
+
 def _resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -314,8 +217,8 @@ def get_family(name: str) -> Family:
         UsageError: there is no such family, or its package cannot be imported.
     """
     if name in FAMILIES:
-        family: Family = _resolve(FAMILIES[name])
-        return family
+        own: Family = _resolve(f"tpuconv.models.{name}.family:FAMILY")
+        return own
     wrapper, _, text_type = name.partition(".")
     if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:
         return found

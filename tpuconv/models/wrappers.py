@@ -15,18 +15,12 @@ from typing import Any
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.wrapper import BRINGS, HEARS, PREFIXES, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
 
 IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language_model.", "model.text_model."
 """Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
 that of Idefics and SmolVLM."""
-
-IDEFICS_PREFIXES = {**PREFIXES, IN_IDEFICS: "lm_head."}
-HYPERCLOVAX_PREFIXES = dict.fromkeys((IN_MODEL, "model.language_model.model."), "model.language_model.lm_head.")
-"""Those of transformers and of releases."""
-MAMBA_PREFIXES = {"language_model.": "language_model.lm_head."}
-"""Of Nemotron-H, whose names begin with `backbone.`."""
 
 LLAVA = {"vision_tower": SEES, "multi_modal_projector": BRINGS}
 IDEFICS = {"vision_model": SEES, "connector": BRINGS}
@@ -62,7 +56,7 @@ class Wrapper:
             `model.`.
         tensors: the same of single tensors.
         prefix: that of the text model in releases.
-        prefixes: all prefixes of the text model, and that of the head for each.
+        head: the prefix of the head in releases; by default that of `tpuconv.models.common.wrapper.PREFIXES`.
         released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
         keys: keys beside `text_config` that are for what is outside alone.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
@@ -76,7 +70,7 @@ class Wrapper:
     _: KW_ONLY
     tensors: Mapping[str, str] = field(default_factory=dict)
     prefix: str = IN_MODEL
-    prefixes: Mapping[str, str] | None = None
+    head: str | None = None
     released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
     tied: bool = False
@@ -201,7 +195,7 @@ WRAPPER_ROWS = (
         ("mistral",),
         IDEFICS,
         prefix=IN_IDEFICS,
-        prefixes=IDEFICS_PREFIXES,
+        head="lm_head.",
         keys=("perceiver_config",),
     ),
     Wrapper(
@@ -211,7 +205,7 @@ WRAPPER_ROWS = (
         ("llama",),
         IDEFICS,
         prefix=IN_IDEFICS,
-        prefixes=IDEFICS_PREFIXES,
+        head="lm_head.",
         keys=("scale_factor",),
     ),
     Wrapper(
@@ -221,7 +215,7 @@ WRAPPER_ROWS = (
         ("llama",),
         IDEFICS,
         prefix=IN_IDEFICS,
-        prefixes=IDEFICS_PREFIXES,
+        head="lm_head.",
         keys=("scale_factor",),
     ),
     Wrapper("deepseek_vl", "DeepseekVLForConditionalGeneration", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
@@ -308,7 +302,7 @@ WRAPPER_ROWS = (
         "HyperCLOVA X SEED Think 32B",
         ("hyperclovax",),
         {"vision_model": SEES, "vision_projector": BRINGS, "projector": BRINGS},
-        prefixes=HYPERCLOVAX_PREFIXES,
+        head="model.language_model.lm_head.",
         released_as=("vlm", "HCXVisionV2ForCausalLM"),
         tied=True,
     ),
@@ -326,7 +320,7 @@ WRAPPER_ROWS = (
         ("nemotron_h",),
         {**INTERNVL_HUB, "sound_encoder": HEARS, "sound_projection": BRINGS},
         prefix="language_model.",
-        prefixes=MAMBA_PREFIXES,
+        head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
         keys=("force_image_size", "downsample_ratio"),
     ),
     # what hears
@@ -434,24 +428,13 @@ def wrapped(model_type: str, text_type: str) -> Family:
     wrapper, text = WRAPPERS[model_type], family_of_type(text_type)
     assert text is not None
     released = {} if wrapper.released_as is None else {wrapper.released_as[1]: wrapper.released_as[0]}
-    table, *variants = (
-        each
-        for own in (text.table, *text.variants)
-        for each in tables(
-            own,
-            wrapper.prefix,
-            wrapper.outside,
-            tensors=wrapper.tensors,
-            name=own.variant,
-            prefixes=wrapper.prefixes or PREFIXES,
-        )
-    )
     return Family(
         name=f"{model_type}.{text_type}",
         summary=f"{wrapper.models}: the text model, as {text.name}",
         config=_config_class(wrapper, text.config.of_type(text_type)),
-        table=table,
-        variants=tuple(variants),
+        table=inside(text.table, wrapper.prefix, wrapper.outside, tensors=wrapper.tensors, head=wrapper.head),
+        aliases=text.aliases,
+        forms=text.forms,
         model=text.model,
         architectures={wrapper.architecture: model_type, **released},
         text_types=(text_type,),

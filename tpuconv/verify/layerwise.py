@@ -177,7 +177,7 @@ class _Reference:
         self.folder, self.reader = source, opened.open(hashes=())
         known = get_family(manifest.family)
         config = known.read_config(opened.config, manifest.allow_config, opened.tensors)
-        table = known.table_for(opened.tensors)
+        table = known.table_for(opened.tensors, config)
         shapes = {name: shape for binding in table.bind(config) for name, shape in binding.src_shapes().items()}
         self.tensors = shaped(decode_names(opened.tensors, opened.encoding)[0], shapes)
         self.sources = sources_by_target(table, config)

@@ -187,7 +187,7 @@ def export_checkpoint(
 
     Args:
         manifest: of the checkpoint.
-        table: of the target that the checkpoint is for, from the released tensors as the manifest's variant names them.
+        table: of the target that the checkpoint is for, from the tensors of the release.
         config: the family's, made of `released_config`, with the letters of the table.
         out, jobs, overwrite: as of `export`.
         beside: tensors of the source that are written too.

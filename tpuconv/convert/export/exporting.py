@@ -9,11 +9,16 @@ from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.carried import Carried
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
+from tpuconv.mapping.release import AS_TABLED
 from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.models.common.saved import BY_RELEASES, BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
+
+NAMINGS = (BY_RELEASES, BY_TRANSFORMERS)
+"""Whose names tensors may have: those of the family's releases, or those of transformers' modules."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class Exporting:
     scheme: str | None = None
 
 
-def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: Carried | None = None) -> Exporting:
+def describe_exporting(
+    arrays: ArraySource, scheme: str | None = None, beside: Carried | None = None, form: str | None = None
+) -> Exporting:
     """What is exported of arrays that have a manifest.
 
     Args:
@@ -43,9 +50,10 @@ def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: C
         scheme: in which quantized parameters are written. By default that of their types; parameters that are all
             encoded as they were released stay so.
         beside: tensors of the source that are written too.
+        form: whose names tensors have, of `NAMINGS`; by default those of the source.
 
     Raises:
-        UsageError: a scheme is given, and nothing is quantized.
+        UsageError: a scheme is given, and nothing is quantized; or the names of a form are not known.
     """
     manifest = arrays.manifest
     family, raw = get_family(manifest.family), exported_config(arrays)
@@ -58,15 +66,26 @@ def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: C
         scheme = _scheme_of(manifest, family, raw)
     if scheme is not None:
         raw = _encoded(raw, scheme)
+    own_config = _read(manifest, family, raw)
     table, config = target_table(
         get_target(manifest.target),
         *family.in_targets(raw["model_type"]),
-        family.table_of(manifest.variant, manifest.returns),
-        _read(manifest, family, raw),
+        released_table(manifest, family, own_config, form),
+        own_config,
         scan_layers=manifest.scan_layers,
         include_mtp=manifest.include_mtp,
     )
     return Exporting(table, config, family.name, beside, scheme)
+
+
+def released_table(manifest: Manifest, family: Family, config: Any, form: str | None = None) -> MappingTable:
+    """Returns the table of the release that a checkpoint was made from, or that of a form."""
+    if form is not None:
+        release = saved_release(family.name) if form == BY_TRANSFORMERS else AS_TABLED
+        return family.table_of(release, config, manifest.returns)
+    if manifest.has_variant:
+        return family.table_for(manifest.source_names, config, manifest.returns)
+    return family.table_of(manifest.release, config, manifest.returns)
 
 
 def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:

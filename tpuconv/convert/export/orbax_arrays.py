@@ -41,7 +41,7 @@ class OrbaxArrays(IdentifiedArrays):
         self._names = explained.names
         raw = {
             "family": family,
-            "variant": explained.table.variant,
+            "release": explained.table.release.to_json(),
             "returns": explained.table.returns,
             "source": source.origin(dict.fromkeys(shard.name for shard in source.shards))
             | {"verified": CHANGED, "changed": True},

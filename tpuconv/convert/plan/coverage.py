@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from tpuconv.checkpoint.manifest import OWN_TARGET
+from tpuconv.convert.plan.adapters import changes_on_disk
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import (
@@ -27,6 +28,7 @@ from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.layout import Shape
 from tpuconv.mapping.passthrough import Passthrough, pass_through
+from tpuconv.mapping.spelling import by_template
 from tpuconv.mapping.table import (
     EXPERTS,
     LAYER_INDICES,
@@ -41,6 +43,7 @@ from tpuconv.mapping.table import (
     row_indices,
 )
 from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.registry import get_family
 from tpuconv.names import collapse
 from tpuconv.sizes import format_count
 from tpuconv.sources.config import ENCODING_KEYS
@@ -96,7 +99,9 @@ def make_plan(
         )
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
-    tensors, misfits = adapt(tensors, options.adapters, input_first)
+    reader = get_family(family).release_reader(table.returns) if options.adapters else None
+    placed_changes = changes_on_disk(options.adapters, reader, table.release, tensors) if reader else ()
+    tensors, misfits = adapt(tensors, placed_changes, input_first)
     faults += misfits
     known_copies = table.copies_of(config, mtp)
     copies = {
@@ -126,7 +131,8 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    faults += _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
+    front = _strange_front(family, table.returns, unmapped)
+    faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}
     if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
@@ -256,6 +262,17 @@ def _coverage_faults(
         if original in tensors and _stored_kind(tensors[copy]) != _stored_kind(tensors[original]):
             faults.append(f"{copy}  should be a copy of {original}, but has another shape or dtype")
     return faults + _dtype_faults(tensors, bindings)
+
+
+def _strange_front(family: str, returns: str, names: Sequence[str]) -> list[str]:
+    """The fault of a segment before all names without which all of them are in the family's table."""
+    front = names[0].partition(".")[0] + "." if names else ""
+    if not front or not all(name.startswith(front) for name in names):
+        return []
+    speller = get_family(family).release_reader(returns).speller
+    fits = all(speller.canonical(each) is not None for each in by_template(name.removeprefix(front) for name in names))
+    is_strange = not any(map(speller.canonical, by_template(names)))
+    return [f"every name begins with {front!r}, and all of them fit without it"] if fits and is_strange else []
 
 
 def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:

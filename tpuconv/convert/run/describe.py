@@ -34,7 +34,7 @@ def describe(
         "source": plan.source.origin(hashes),
         "family": plan.family,
         "table": plan.table.fingerprint,
-        **({"variant": plan.table.variant} if plan.table.variant else {}),
+        **({"release": release} if (release := plan.table.release.to_json()) else {}),
         **({"returns": plan.table.returns} if plan.table.returns else {}),
         "options": plan.options.to_json(),
         **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),

@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="afmoe",
-    summary="Trinity Nano, Mini, Large",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.afmoe.modules:Model",
-    architectures={"AfmoeForCausalLM": "afmoe"},
-)
+FAMILY = family(Config, TABLE, "Trinity Nano, Mini, Large", "AfmoeForCausalLM")

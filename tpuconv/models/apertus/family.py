@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, PLAIN_MLP, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 APERTUS_ROPE = Rope(
     "llama3",
@@ -67,11 +67,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="apertus",
-    summary="Apertus 8B, 70B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.apertus.modules:Model",
-    architectures={"ApertusForCausalLM": "apertus"},
-)
+FAMILY = family(Config, TABLE, "Apertus 8B, 70B", "ApertusForCausalLM")

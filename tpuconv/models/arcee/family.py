@@ -16,7 +16,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("mlp_bias", *PLAIN_MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="arcee",
-    summary="AFM-4.5B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.arcee.modules:Model",
-    architectures={"ArceeForCausalLM": "arcee"},
-)
+FAMILY = family(Config, TABLE, "AFM-4.5B", "ArceeForCausalLM")

@@ -8,9 +8,9 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Config(WrapperConfig, ChosenExperts, DecoderConfig):
         return {**super().axes, "W": self.intermediate_size * self.moe_num_shared_experts}
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     decoder_table(
         *PRE_NORMS,
         *BIASED_ATTENTION,
@@ -62,12 +62,4 @@ TABLE, *VARIANTS = tables(
     {"vision_tower": SEES, "multi_modal_projector": BRINGS},
 )
 
-FAMILY = Family(
-    name="aria",
-    summary="Aria, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.aria.modules:Model",
-    architectures={"AriaForConditionalGeneration": "aria"},
-)
+FAMILY = family(Config, TABLE, "Aria, text", "AriaForConditionalGeneration")

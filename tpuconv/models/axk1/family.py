@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_IGNORE, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 CORRECTED = "is_corrected"
 """The field that says whether routers have corrections, which the names of the tensors tell."""
@@ -60,11 +60,4 @@ TABLE = decoder_table(
     ignore={"model.layers.{I}.post_mlp_layernorm.weight": "dense layers do not use it", **MTP_IGNORE},
 )
 
-FAMILY = Family(
-    name="axk1",
-    summary="A.X K1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.axk1.modules:Model",
-    architectures={"AXK1ForCausalLM": "axk1"},
-)
+FAMILY = family(Config, TABLE, "A.X K1", "AXK1ForCausalLM")

@@ -7,7 +7,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,4 @@ TABLE = decoder_table(
     ignore=MTP_IGNORE,
 )
 
-FAMILY = Family(
-    name="axk2",
-    summary="A.X K2, A.X K2 Light",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.axk2.modules:Model",
-    architectures={"AXK2ForCausalLM": "axk2"},
-)
+FAMILY = family(Config, TABLE, "A.X K2, A.X K2 Light", "AXK2ForCausalLM")

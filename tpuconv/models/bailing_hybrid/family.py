@@ -11,7 +11,7 @@ from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, 
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LING_ROPE = Rope(theta=6e6)
 """The rotary positions of a config.json without any."""
@@ -149,11 +149,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.word_embeddings.weight"},
 )
 
-FAMILY = Family(
-    name="bailing_hybrid",
-    summary="Ling 3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.bailing_hybrid.modules:Model",
-    architectures={"BailingHybridForCausalLM": "bailing_hybrid", "BailingMoeV3ForCausalLM": "bailing_hybrid"},
-)
+FAMILY = family(Config, TABLE, "Ling 3", "BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")

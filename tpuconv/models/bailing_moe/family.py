@@ -10,7 +10,7 @@ from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, when
 from tpuconv.models.glm4_moe import family as glm4_moe
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LING2_ROPE = Rope(theta=600_000.0)
 """The rotary positions of a config.json without any."""
@@ -91,11 +91,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.word_embeddings.weight"},
 )
 
-FAMILY = Family(
-    name="bailing_moe",
-    summary="Ling 2, Ring 2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.bailing_moe.modules:Model",
-    architectures={"BailingMoeV2ForCausalLM": "bailing_moe"},
-)
+FAMILY = family(Config, TABLE, "Ling 2, Ring 2", "BailingMoeV2ForCausalLM", model="glm4_moe")

@@ -8,7 +8,7 @@ from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="bamba",
-    summary="Bamba",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.bamba.modules:Model",
-    architectures={"BambaForCausalLM": "bamba"},
-)
+FAMILY = family(Config, TABLE, "Bamba", "BambaForCausalLM")

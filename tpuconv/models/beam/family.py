@@ -22,7 +22,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.gemma2.family import NORMS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,4 @@ TABLE = decoder_table(
     others=mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
 )
 
-FAMILY = Family(
-    name="beam",
-    summary="Beam 1.0",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.beam.modules:Model",
-    architectures={"BeamForCausalLM": "beam"},
-)
+FAMILY = family(Config, TABLE, "Beam 1.0", "BeamForCausalLM")

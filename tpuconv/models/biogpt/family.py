@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, PositionedConfig, norm_rows
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,4 @@ TABLE = MappingTable(
     copies={"output_projection.weight": "biogpt.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="biogpt",
-    summary="BioGPT",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.biogpt.modules:Model",
-    architectures={"BioGptForCausalLM": "biogpt"},
-)
+FAMILY = family(Config, TABLE, "BioGPT", "BioGptForCausalLM")

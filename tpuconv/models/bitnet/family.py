@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 BITNET_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
@@ -44,11 +44,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP, Map("ffn_sub_norm.weight", "sub_norm.scale", "F")),
 )
 
-FAMILY = Family(
-    name="bitnet",
-    summary="BitNet b1.58 2B4T",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.bitnet.modules:Model",
-    architectures={"BitNetForCausalLM": "bitnet"},
-)
+FAMILY = family(Config, TABLE, "BitNet b1.58 2B4T", "BitNetForCausalLM")

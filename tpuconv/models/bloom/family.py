@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, UnrotatedConfig, gpt_tables, norm_rows
-from tpuconv.models.registry import Family
+from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, UnrotatedConfig, gpt_table, norm_rows
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Config(UnrotatedConfig):
     max_position_embeddings: int = 2048
 
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         *norm_rows("input_layernorm", "attn_norm"),
         Map("self_attention.query_key_value.weight", GPT_QKV, "(N (H + H + H)) D -> D N H, D N H, D N H"),
@@ -54,12 +54,4 @@ TABLE, *VARIANTS = gpt_tables(
     embed="word_embeddings.weight",
 )
 
-FAMILY = Family(
-    name="bloom",
-    summary="BLOOM, BLOOMZ",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.bloom.modules:Model",
-    architectures={"BloomForCausalLM": "bloom"},
-)
+FAMILY = family(Config, TABLE, "BLOOM, BLOOMZ", "BloomForCausalLM")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.gpt import gpt_tables
+from tpuconv.models.common.gpt import gpt_table
 from tpuconv.models.gptj import family as gptj
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GROUPS = 4
 """The groups of heads in the fused projection: one for each chip of the authors' training."""
@@ -30,7 +30,7 @@ class Config(gptj.Config):
         return {**super().axes, "n": GROUPS, "r": self.num_attention_heads // GROUPS}
 
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         # Of each group the queries, then the values, then the keys.
         Map(
@@ -43,12 +43,4 @@ TABLE, *VARIANTS = gpt_tables(
     head=gptj.HEAD_ROWS,
 )
 
-FAMILY = Family(
-    name="codegen",
-    summary="CodeGen",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gptj.modules:Model",
-    architectures={"CodeGenForCausalLM": "codegen"},
-)
+FAMILY = family(Config, TABLE, "CodeGen", "CodeGenForCausalLM", model="gptj")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP),
 )
 
-FAMILY = Family(
-    name="cohere",
-    summary="Command R, Command R+, Aya 23",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.cohere.modules:Model",
-    architectures={"CohereForCausalLM": "cohere"},
-)
+FAMILY = family(Config, TABLE, "Command R, Command R+, Aya 23", "CohereForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP),
 )
 
-FAMILY = Family(
-    name="cohere2",
-    summary="Command R7B, Command A",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.cohere2.modules:Model",
-    architectures={"Cohere2ForCausalLM": "cohere2"},
-)
+FAMILY = family(Config, TABLE, "Command R7B, Command A", "Cohere2ForCausalLM")

@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="cohere2_moe",
-    summary="Command A+",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.cohere2_moe.modules:Model",
-    architectures={"Cohere2MoeForCausalLM": "cohere2_moe"},
-)
+FAMILY = family(Config, TABLE, "Command A+", "Cohere2MoeForCausalLM")

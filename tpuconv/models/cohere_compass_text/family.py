@@ -9,7 +9,7 @@ from tpuconv.models.cohere2.family import TABLE
 from tpuconv.models.common.mrope import without_mrope
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.windows import ROPES_BY_KIND, WINDOW_KINDS, PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,4 @@ class Config(PatternConfig):
         )
 
 
-FAMILY = Family(
-    name="cohere_compass_text",
-    summary="the text model of North Micro Vision, saved on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.cohere_compass_text.modules:Model",
-    architectures={"CohereCompassForCausalLM": "cohere_compass_text"},
-)
+FAMILY = family(Config, TABLE, "the text model of North Micro Vision, saved on its own", "CohereCompassForCausalLM")

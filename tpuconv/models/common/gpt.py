@@ -121,14 +121,14 @@ MASKS = {
 """Arrays of attention that older releases have."""
 
 
-def gpt_tables(
+def gpt_table(
     rows: tuple[Map, ...],
     others: tuple[Map, ...] = (),
     head: tuple[Map, ...] = (),
     masks: str = "attn.",
     embed: str = "wte.weight",
-) -> list[MappingTable]:
-    """Returns the tables of a family with the prefix `transformer.`, and without, as GPT-2 is released.
+) -> MappingTable:
+    """Returns the table of a family with the prefix `transformer.`.
 
     Args:
         rows: of each layer, without prefixes.
@@ -137,20 +137,15 @@ def gpt_tables(
         masks: how the names of `MASKS` begin in a layer.
         embed: the name of the embedding.
     """
-    tables = []
-    for prefix in ("transformer.", ""):
-        outside = (Map(embed, "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
-        tables.append(
-            MappingTable(
-                (
-                    *(replace(row, hf=tuple(prefix + name for name in row.hf_names)) for row in outside),
-                    *under(f"{prefix}h.{{L}}", "layers.{L}", *rows),
-                    Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-                    *head,
-                ),
-                ignore={f"{prefix}h.{{L}}.{masks}{array}": why for array, why in MASKS.items()},
-                copies={"lm_head.weight": prefix + embed},
-                variant="" if prefix else "without transformer.",
-            )
-        )
-    return tables
+    front = "transformer."
+    outside = (Map(embed, "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
+    return MappingTable(
+        (
+            *(replace(row, hf=tuple(front + name for name in row.hf_names)) for row in outside),
+            *under(f"{front}h.{{L}}", "layers.{L}", *rows),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+            *head,
+        ),
+        ignore={f"{front}h.{{L}}.{masks}{array}": why for array, why in MASKS.items()},
+        copies={"lm_head.weight": front + embed},
+    )

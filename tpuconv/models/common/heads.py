@@ -10,7 +10,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import MTP_PARAMETERS, Map, MappingTable
+from tpuconv.mapping.table import Map, MappingTable
 
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
 """What models return."""
@@ -113,15 +113,14 @@ def shown_head(named: str, tensors: Collection[str]) -> str:
     return HIDDEN if named == HIDDEN or without_prefix else named
 
 
-def headed(tables: Collection[MappingTable], kind: str) -> tuple[MappingTable, ...]:
-    """Returns the tables of models that return `kind`, made of those that return logits. Without a head the names have
-    a prefix in some releases, and none in others."""
+def headed(table: MappingTable, kind: str) -> MappingTable:
+    """Returns the table of models that return `kind`, made of that of models that return logits."""
     if kind == LOGITS:
-        return tuple(tables)
-    if kind == SCORES:
-        return tuple(_headless(table, kind, Map("score.weight", "score.kernel", "O D -> D O")) for table in tables)
-    complete = [_headless(table, kind) for table in tables]
-    return (*complete, *(_without_prefix(table) for table in complete if _prefix(table)))
+        return table
+    return _headless(table, kind, *[SCORE_ROW] * (kind == SCORES))
+
+
+SCORE_ROW = Map("score.weight", "score.kernel", "O D -> D O")
 
 
 def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:
@@ -134,15 +133,3 @@ def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:
         copies={name: original for name, original in table.copies.items() if name not in names},
         returns=kind,
     )
-
-
-def _prefix(table: MappingTable) -> str:
-    """The prefix that all tensors' names have, such as `model.`; empty if they have none."""
-    names = [name for row in table for name in row.hf_names if not name.startswith(MTP_PARAMETERS)]
-    prefix = names[0].partition(".")[0] + "."
-    return prefix if all(name.startswith(prefix) for name in names) else ""
-
-
-def _without_prefix(table: MappingTable) -> MappingTable:
-    prefix = _prefix(table)
-    return table.renamed(lambda name: name.removeprefix(prefix), variant=f"{table.variant} without {prefix}")

@@ -144,6 +144,12 @@ STACKED_EXPERTS = (
 )
 """All experts of a layer in one tensor each, with the axis of the outputs before that of the inputs."""
 
+IN_FIRST_EXPERTS = (
+    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E M D"),
+)
+"""The same with the axis of the inputs before that of the outputs."""
+
 MTP_INPUTS = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),

@@ -6,7 +6,7 @@ from typing import Any
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, inside
 
 THINKER = "thinker_config"
 SPEAKS = "speaks: the text model alone is converted"
@@ -44,5 +44,4 @@ def _thinker(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def thinker_table(text: MappingTable, *speaking: str) -> MappingTable:
     """Returns the table of a thinker's text model, whose own table is `text`. `speaking` are the modules that speak."""
     outside = {"thinker.visual": SEES, "thinker.audio_tower": HEARS, **dict.fromkeys(speaking, SPEAKS)}
-    (table,) = tables(text, "thinker.model.", outside, prefixes={"thinker.model.": "thinker.lm_head."})
-    return table
+    return inside(text, "thinker.model.", outside, head="thinker.lm_head.")

@@ -3,7 +3,8 @@ its tensors have a prefix. What sees images or hears is skipped by name.
 
 The prefix depends on the release of transformers that wrote the files. Until 4.51 a wrapper held a complete causal
 model (`language_model.model.`, `language_model.lm_head.`), or had its parts at the root (`model.`); since 4.52 the text
-model is `model.language_model.`, and the head at the root. `tables` has a table for each.
+model is `model.language_model.`, and the head at the root. The table has the names of releases; the others lead to them
+(`tpuconv.mapping.spelling`).
 """
 
 from collections.abc import Collection, Mapping
@@ -45,35 +46,26 @@ def is_outside(reason: str) -> bool:
     return "alone is converted" in reason
 
 
-def tables(
+def inside(
     text: MappingTable,
-    released: str,
+    prefix: str,
     outside: Mapping[str, str],
     *,
     tensors: Mapping[str, str] = {},
-    name: str = "",
-    prefixes: Mapping[str, str] = PREFIXES,
-) -> tuple[MappingTable, ...]:
-    """Returns a table for each prefix of the text model.
+    head: str | None = None,
+) -> MappingTable:
+    """Returns the table of a text model inside a wrapper, with the names of releases.
 
     Args:
         text: the table of the text model, with the prefix `model.`.
-        released: the prefix that releases have: that of the first table.
+        prefix: that of the text model in releases.
         outside: names of the modules outside the text model, and why they are skipped. They may stand below `model.`.
         tensors: the same of single tensors.
-        name: the beginning of the tables' `variant`, of a family with several text tables.
-        prefixes: the prefixes of the text model, and that of the head for each.
+        head: the prefix of the head in releases; by default that of `PREFIXES`.
     """
     patterns = {f"{name}.*": why for name, why in outside.items()} | dict(tensors)
     skipped = {f"{front}{pattern}": why for pattern, why in patterns.items() for front in ("", "model.")}
-    return tuple(
-        text.renamed(
-            partial(_inside, prefix=prefix, head=head),
-            ignore=skipped,
-            variant=name + ("" if prefix == released else prefix),
-        )
-        for prefix, head in sorted(prefixes.items(), key=lambda item: item[0] != released)
-    )
+    return text.renamed(partial(_inside, prefix=prefix, head=head or PREFIXES[prefix]), ignore=skipped)
 
 
 def _inside(name: str, prefix: str, head: str) -> str:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tpuconv.mapping.spelling import aliases
 from tpuconv.models.arcee import family as arcee
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
-from tpuconv.models.cosmos3_omni.family import cosmos_tables
-from tpuconv.models.registry import Family
+from tpuconv.models.cosmos3_omni.family import cosmos_name, cosmos_table
+from tpuconv.models.registry import family
 
 EDGE_ROPE = Rope(theta=1e8)
 """The rotary positions of a config.json without any."""
@@ -33,14 +34,13 @@ class Config(WrapperConfig, MropeConfig, arcee.Config):
     rope: Rope = EDGE_ROPE
 
 
-TABLE, *VARIANTS = cosmos_tables(arcee.TABLE, {"visual": SEES, "projector": BRINGS})
+TABLE = cosmos_table(arcee.TABLE, {"visual": SEES, "projector": BRINGS})
 
-FAMILY = Family(
-    name="cosmos3_edge",
-    summary="Cosmos 3 Edge, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.cosmos3_edge.modules:Model",
-    architectures={"Cosmos3EdgeForConditionalGeneration": "cosmos3_edge"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Cosmos 3 Edge, text",
+    "Cosmos3EdgeForConditionalGeneration",
+    model="arcee",
+    aliases=aliases(arcee.TABLE, cosmos_name),
 )

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.mapping.spelling import aliases
 from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.wrapper import BRINGS, SEES, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, inside
 from tpuconv.models.qwen3 import family as qwen3
 from tpuconv.models.qwen3_vl import family as qwen3_vl
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GENERATES = "generates images, sound or actions: the text model alone is converted"
 GENERATOR = dict.fromkeys(
@@ -36,21 +37,16 @@ class Config(qwen3_vl.Config):
     model_type: ClassVar[str] = "cosmos3_omni"
 
 
-def cosmos_tables(text: MappingTable, outside: Mapping[str, str]) -> tuple[MappingTable, ...]:
-    """Returns the tables of a text model: with the names of newer releases, then with those of older ones, each first
-    without a prefix, then with that of transformers. `outside` is as in `tables`."""
+def cosmos_name(name: str) -> str:
+    """Returns the name that newer releases have for a tensor of a text model."""
+    for old, new in RENAMED.items():
+        name = name.replace(old, new)
+    return name
 
-    def renamed(name: str) -> str:
-        for old, new in RENAMED.items():
-            name = name.replace(old, new)
-        return name
 
-    prefixes = {"": "lm_head.", "model.language_model.": "lm_head."}
-    return tuple(
-        table
-        for name, own in (("", text.renamed(renamed)), ("older.", text))
-        for table in tables(own, "", outside, tensors=GENERATOR, name=name, prefixes=prefixes)
-    )
+def cosmos_table(text: MappingTable, outside: Mapping[str, str]) -> MappingTable:
+    """Returns the table of a text model with the names of newer releases; `outside` is as in `inside`."""
+    return inside(text.renamed(cosmos_name), "", outside, tensors=GENERATOR, head="lm_head.")
 
 
 SEEN = {
@@ -58,14 +54,13 @@ SEEN = {
     **dict.fromkeys(("pos_embed", "merger"), BRINGS),
 }
 
-TABLE, *VARIANTS = cosmos_tables(qwen3.TABLE, SEEN)
+TABLE = cosmos_table(qwen3.TABLE, SEEN)
 
-FAMILY = Family(
-    name="cosmos3_omni",
-    summary="Cosmos 3, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.cosmos3_omni.modules:Model",
-    architectures={"Cosmos3OmniForConditionalGeneration": "cosmos3_omni"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Cosmos 3, text",
+    "Cosmos3OmniForConditionalGeneration",
+    model="qwen3",
+    aliases=aliases(qwen3.TABLE, cosmos_name),
 )

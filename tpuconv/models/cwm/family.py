@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,4 @@ class Config(PatternConfig):
 
 TABLE = llama.TABLE
 
-FAMILY = Family(
-    name="cwm",
-    summary="CWM",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.cwm.modules:Model",
-    architectures={"CwmForCausalLM": "cwm"},
-)
+FAMILY = family(Config, TABLE, "CWM", "CwmForCausalLM", model="llama")

@@ -11,7 +11,7 @@ from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.gpt import GPT_QKV
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,4 @@ TABLE = MappingTable(
     ),
 )
 
-FAMILY = Family(
-    name="dbrx",
-    summary="DBRX",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.dbrx.modules:Model",
-    architectures={"DbrxForCausalLM": "dbrx"},
-)
+FAMILY = family(Config, TABLE, "DBRX", "DbrxForCausalLM")

@@ -7,10 +7,10 @@ from typing import ClassVar
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORMS, decoder_table, mlp_rows
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.deepseek_v2.family import UNCORRECTED_EXPERTS
 from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Config(WrapperConfig, SparseConfig):
         return (self.n_group, self.topk_group) if self.topk_method == "group_limited_greedy" else (1, 1)
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     decoder_table(*PRE_NORMS, *BIASED_ATTENTION, others=mlp_rows(*UNCORRECTED_EXPERTS)),
     "model.",
     {
@@ -63,12 +63,4 @@ TABLE, *VARIANTS = tables(
     tensors={"view_seperator": BRINGS, "view_separator": BRINGS},
 )
 
-FAMILY = Family(
-    name="deepseek_ocr2",
-    summary="DeepSeek-OCR 2, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.deepseek_ocr2.modules:Model",
-    architectures={"DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2"},
-)
+FAMILY = family(Config, TABLE, "DeepSeek-OCR 2, text", "DeepseekOcr2ForConditionalGeneration")

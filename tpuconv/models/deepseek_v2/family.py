@@ -6,7 +6,7 @@ from typing import ClassVar
 from tpuconv.mapping.table import under
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="deepseek_v2",
-    summary="DeepSeek V2, V2-Lite, V2.5, Coder V2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.deepseek_v2.modules:Model",
-    architectures={"DeepseekV2ForCausalLM": "deepseek_v2"},
-)
+FAMILY = family(Config, TABLE, "DeepSeek V2, V2-Lite, V2.5, Coder V2", "DeepseekV2ForCausalLM")

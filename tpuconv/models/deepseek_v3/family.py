@@ -10,7 +10,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
 from tpuconv.models.common.sparse import GroupedExperts, MixedMLPs, layers_by_mlp
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,4 @@ TABLE = decoder_table(
     copies=MTP_COPIES,
 )
 
-FAMILY = Family(
-    name="deepseek_v3",
-    summary="DeepSeek V3, R1, V3.1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.deepseek_v3.modules:Model",
-    architectures={"DeepseekV3ForCausalLM": "deepseek_v3"},
-)
+FAMILY = family(Config, TABLE, "DeepSeek V3, R1, V3.1", "DeepseekV3ForCausalLM")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 """The `layer_types` of layers that attend to selected tokens, in newer and older files."""
@@ -93,11 +93,4 @@ TABLE = decoder_table(
     copies=MTP_COPIES,
 )
 
-FAMILY = Family(
-    name="deepseek_v32",
-    summary="DeepSeek V3.2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.deepseek_v32.modules:Model",
-    architectures={"DeepseekV32ForCausalLM": "deepseek_v32"},
-)
+FAMILY = family(Config, TABLE, "DeepSeek V3.2", "DeepseekV32ForCausalLM")

@@ -1,6 +1,5 @@
 """DeepSeek V4: config and mapping table."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
@@ -302,31 +301,4 @@ TABLE = MappingTable(
     copies={"head.weight": "embed.weight"},
 )
 
-SAVED_NAMES = (
-    (r"attn\.kv_norm", "attn.norm"),
-    (r"^hc_head_", "hc_head.hc_"),
-    (r"^embed\.", "embed_tokens."),
-    (r"^(?!head\.|mtp\.)", "model."),
-)
-"""Patterns of names, and what transformers 5.23 writes in their places when it saves a model: its own names for some
-modules, those of the releases for others."""
-
-
-def saved_name(name: str) -> str:
-    """Returns the name that transformers gives a tensor of the releases when it saves a model."""
-    for pattern, theirs in SAVED_NAMES:
-        name = re.sub(pattern, theirs, name)
-    return name
-
-
-SAVED_TABLE = TABLE.renamed(saved_name, variant="saved")
-
-FAMILY = Family(
-    name="deepseek_v4",
-    summary="DeepSeek V4",
-    config=Config,
-    table=TABLE,
-    variants=(SAVED_TABLE,),
-    model="tpuconv.models.deepseek_v4.modules:Model",
-    architectures={"DeepseekV4ForCausalLM": "deepseek_v4"},
-)
+FAMILY = family(Config, TABLE, "DeepSeek V4", "DeepseekV4ForCausalLM")

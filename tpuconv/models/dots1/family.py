@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,4 @@ TABLE = decoder_table(
     others=mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS, *SHARED_EXPERT_ROWS),
 )
 
-FAMILY = Family(
-    name="dots1",
-    summary="dots.llm1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.dots1.modules:Model",
-    architectures={"Dots1ForCausalLM": "dots1"},
-)
+FAMILY = family(Config, TABLE, "dots.llm1", "Dots1ForCausalLM")

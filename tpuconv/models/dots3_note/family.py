@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, inside
 from tpuconv.models.dots3_note_text import family as dots3_note_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,15 @@ class Config(WrapperConfig, dots3_note_text.Config):
     flat: ClassVar[bool] = True
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     dots3_note_text.TABLE, "model.", {"vision_encoder": SEES, "audio_encoder": HEARS, "audio_adapter": HEARS}
 )
 
-FAMILY = Family(
-    name="dots3_note",
-    summary="dots3.note, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.dots3_note.modules:Model",
-    architectures={"Dots3NoteForConditionalGeneration": "dots3_note", "Dots3NoteForCausalLM": "dots3_note"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "dots3.note, text",
+    "Dots3NoteForConditionalGeneration",
+    "Dots3NoteForCausalLM",
+    model="dots3_note_text",
 )

@@ -13,7 +13,7 @@ from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, MTP_IGNORE, decoder_
 from tpuconv.models.common.sparse import MLP_KINDS
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32.family import INDEXER
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 DOTS3_FULL, DOTS3_INDEXED, DOTS3_SLIDING = "full_attention", "indexed_attention", "sliding_attention"
 """The `layer_types` of layers that attend to all tokens, to selected ones, and to those of a window."""
@@ -210,11 +210,4 @@ TABLE = decoder_table(
     ignore={**MTP_IGNORE, "model.mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="dots3_note_text",
-    summary="dots3.note, the text model saved on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.dots3_note_text.modules:Model",
-    architectures={"Dots3NoteForCausalLM": "dots3_note_text"},
-)
+FAMILY = family(Config, TABLE, "dots3.note, the text model saved on its own", "Dots3NoteForCausalLM")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 EMU3_ROPE = Rope(theta=1_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -32,19 +32,11 @@ class Config(WrapperConfig, llama.Config):
     rope: Rope = EMU3_ROPE
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     llama.TABLE,
     IN_EMU3,
     {"vqmodel": "turns images to tokens and back: the text model alone is converted"},
-    prefixes={IN_EMU3: "text_model.lm_head.", "model.text_model.": "lm_head."},
+    head="text_model.lm_head.",
 )
 
-FAMILY = Family(
-    name="emu3",
-    summary="Emu3, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.emu3.modules:Model",
-    architectures={"Emu3ForConditionalGeneration": "emu3"},
-)
+FAMILY = family(Config, TABLE, "Emu3, text", "Emu3ForConditionalGeneration", model="llama")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 ERNIE_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
@@ -43,11 +43,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("use_bias", *MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="ernie4_5",
-    summary="ERNIE 4.5, dense",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.ernie4_5.modules:Model",
-    architectures={"Ernie4_5ForCausalLM": "ernie4_5"},
-)
+FAMILY = family(Config, TABLE, "ERNIE 4.5, dense", "Ernie4_5ForCausalLM")

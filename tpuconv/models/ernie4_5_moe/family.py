@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED, decoder_table, when
 from tpuconv.models.ernie4_5 import family as dense
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,4 @@ TABLE = decoder_table(
     ignore={"*mtp*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="ernie4_5_moe",
-    summary="ERNIE 4.5 21B-A3B, 300B-A47B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.ernie4_5_moe.modules:Model",
-    architectures={"Ernie4_5_MoeForCausalLM": "ernie4_5_moe"},
-)
+FAMILY = family(Config, TABLE, "ERNIE 4.5 21B-A3B, 300B-A47B", "Ernie4_5_MoeForCausalLM")

@@ -5,7 +5,7 @@ from functools import reduce
 from typing import ClassVar
 
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,4 @@ EXAONE_NAMES = (
 
 TABLE = llama.TABLE.renamed(lambda name: reduce(lambda text, pair: text.replace(*pair), EXAONE_NAMES, name))
 
-FAMILY = Family(
-    name="exaone",
-    summary="EXAONE 3, 3.5, Deep",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.exaone.modules:Model",
-    architectures={"ExaoneForCausalLM": "exaone"},
-)
+FAMILY = family(Config, TABLE, "EXAONE 3, 3.5, Deep", "ExaoneForCausalLM", model="llama")

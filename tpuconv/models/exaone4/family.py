@@ -8,7 +8,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, MLP, POST_NORMS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,4 @@ class Config(PatternConfig):
 
 TABLE = decoder_table(*ATTENTION, *HEAD_NORMS, *POST_NORMS, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="exaone4",
-    summary="EXAONE 4.0",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.exaone4.modules:Model",
-    architectures={"Exaone4ForCausalLM": "exaone4"},
-)
+FAMILY = family(Config, TABLE, "EXAONE 4.0", "Exaone4ForCausalLM")

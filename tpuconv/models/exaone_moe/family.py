@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.exaone4 import family as exaone4
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,4 @@ TABLE = decoder_table(
     ignore={"mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="exaone_moe",
-    summary="K-EXAONE",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.exaone_moe.modules:Model",
-    architectures={"ExaoneMoeForCausalLM": "exaone_moe", "ExaoneMoEForCausalLM": "exaone_moe"},
-)
+FAMILY = family(Config, TABLE, "K-EXAONE", "ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")

@@ -9,7 +9,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, norm_rows
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
 )
 
-FAMILY = Family(
-    name="falcon",
-    summary="Falcon 7B, 11B, 40B, 180B, Falcon-RW",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.falcon.modules:Model",
-    architectures={"FalconForCausalLM": "falcon"},
-)
+FAMILY = family(Config, TABLE, "Falcon 7B, 11B, 40B, 180B, Falcon-RW", "FalconForCausalLM")

@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
     QKV_BIAS,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="falcon_h1",
-    summary="Falcon-H1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.falcon_h1.modules:Model",
-    architectures={"FalconH1ForCausalLM": "falcon_h1"},
-)
+FAMILY = family(Config, TABLE, "Falcon-H1", "FalconH1ForCausalLM")

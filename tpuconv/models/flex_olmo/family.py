@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 FLEX_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
@@ -56,11 +56,4 @@ TABLE = decoder_table(
     *under("mlp", "moe", *MOE_ROWS),
 )
 
-FAMILY = Family(
-    name="flex_olmo",
-    summary="FlexOlmo 7x7B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.flex_olmo.modules:Model",
-    architectures={"FlexOlmoForCausalLM": "flex_olmo"},
-)
+FAMILY = family(Config, TABLE, "FlexOlmo 7x7B", "FlexOlmoForCausalLM")

@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,4 @@ TABLE = decoder_table(
     others=mlp_rows(*MOE_ROWS, *under("shared_expert", "shared", *SHARED)),
 )
 
-FAMILY = Family(
-    name="flint",
-    summary="Flint",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.flint.modules:Model",
-    architectures={"FlintForCausalLM": "flint"},
-)
+FAMILY = family(Config, TABLE, "Flint", "FlintForCausalLM")

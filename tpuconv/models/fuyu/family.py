@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, WrapperConfig, inside
 from tpuconv.models.persimmon import family as persimmon
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 OF_PATCHES = frozenset({"patch_size", "num_channels"})
 """Keys of what brings images."""
@@ -21,14 +21,6 @@ class Config(WrapperConfig, persimmon.Config):
     outside_keys: ClassVar[frozenset[str]] = OF_PATCHES
 
 
-TABLE, *VARIANTS = tables(persimmon.TABLE, "language_model.model.", {"vision_embed_tokens": BRINGS})
+TABLE = inside(persimmon.TABLE, "language_model.model.", {"vision_embed_tokens": BRINGS})
 
-FAMILY = Family(
-    name="fuyu",
-    summary="Fuyu 8B, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.fuyu.modules:Model",
-    architectures={"FuyuForCausalLM": "fuyu"},
-)
+FAMILY = family(Config, TABLE, "Fuyu 8B, text", "FuyuForCausalLM", model="persimmon")

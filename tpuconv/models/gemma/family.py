@@ -7,7 +7,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 """The implemented values of a key that all Gemmas have."""
@@ -43,11 +43,4 @@ BIASED_ATTENTION = (*ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS))
 
 TABLE = decoder_table(*PRE_NORMS, *BIASED_ATTENTION, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="gemma",
-    summary="Gemma, the first version",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gemma.modules:Model",
-    architectures={"GemmaForCausalLM": "gemma"},
-)
+FAMILY = family(Config, TABLE, "Gemma, the first version", "GemmaForCausalLM")

@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.gemma.family import BIASED_ATTENTION, CAUSAL
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,4 @@ NORMS = (
 
 TABLE = decoder_table(*NORMS, *BIASED_ATTENTION, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="gemma2",
-    summary="Gemma 2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gemma2.modules:Model",
-    architectures={"Gemma2ForCausalLM": "gemma2"},
-)
+FAMILY = family(Config, TABLE, "Gemma 2", "Gemma2ForCausalLM")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.gemma3_text import family as gemma3_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,12 @@ class Config(WrapperConfig, gemma3_text.Config):
     tied: ClassVar[bool] = True
 
 
-TABLE, *VARIANTS = tables(
-    gemma3_text.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS}
-)
+TABLE = inside(gemma3_text.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
 
-FAMILY = Family(
-    name="gemma3",
-    summary="Gemma 3 with its vision tower, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gemma3.modules:Model",
-    architectures={"Gemma3ForConditionalGeneration": "gemma3"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Gemma 3 with its vision tower, text",
+    "Gemma3ForConditionalGeneration",
+    model="gemma3_text",
 )

@@ -10,7 +10,7 @@ from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
 from tpuconv.models.common.windows import ROPES_BY_KIND, read_older_ropes
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GLOBAL_ROPE = Rope(theta=1e6)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -48,11 +48,4 @@ class Config(gemma2.Config):
 
 TABLE = decoder_table(*gemma2.NORMS, *BIASED_ATTENTION, *HEAD_NORMS, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="gemma3_text",
-    summary="Gemma 3, the text model on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gemma3_text.modules:Model",
-    architectures={"Gemma3ForCausalLM": "gemma3_text"},
-)
+FAMILY = family(Config, TABLE, "Gemma 3, the text model on its own", "Gemma3ForCausalLM")

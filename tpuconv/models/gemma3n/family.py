@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.gemma3n_text import family as gemma3n_text
 from tpuconv.models.gemma4.family import GEMMA4_PREFIX, TOWERS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,12 @@ class Config(WrapperConfig, gemma3n_text.Config):
     tied: ClassVar[bool] = True
 
 
-TABLE, *VARIANTS = tables(gemma3n_text.TABLE, GEMMA4_PREFIX, TOWERS)
+TABLE = inside(gemma3n_text.TABLE, GEMMA4_PREFIX, TOWERS)
 
-FAMILY = Family(
-    name="gemma3n",
-    summary="Gemma 3n, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gemma3n.modules:Model",
-    architectures={"Gemma3nForConditionalGeneration": "gemma3n"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Gemma 3n, text",
+    "Gemma3nForConditionalGeneration",
+    model="gemma3n_text",
 )

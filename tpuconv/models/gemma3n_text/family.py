@@ -19,7 +19,7 @@ from tpuconv.models.gemma4_text.family import (
     MLP_OF_LAYERS,
     SHARED_ALREADY,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 SPARSE_LAYERS, SPARSITY = 10, 0.95
 """The sparse layers of a config.json that does not name them, if it has more layers: the first ones."""
@@ -164,11 +164,4 @@ TABLE = decoder_table(
     ignore=SHARED_ALREADY,
 )
 
-FAMILY = Family(
-    name="gemma3n_text",
-    summary="Gemma 3n, the text model on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gemma3n_text.modules:Model",
-    architectures={"Gemma3nForCausalLM": "gemma3n_text"},
-)
+FAMILY = family(Config, TABLE, "Gemma 3n, the text model on its own", "Gemma3nForCausalLM")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig, inside
 from tpuconv.models.gemma4_text import family as gemma4_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,6 @@ class Config(WrapperConfig, gemma4_text.Config):
 GEMMA4_PREFIX = "model.language_model."
 TOWERS = {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS}
 
-TABLE, *VARIANTS = (
-    *tables(gemma4_text.TABLE, GEMMA4_PREFIX, TOWERS),
-    *tables(gemma4_text.NUMBERED_TABLE, GEMMA4_PREFIX, TOWERS, name="numbered "),
-)
+TABLE = inside(gemma4_text.TABLE, GEMMA4_PREFIX, TOWERS)
 
-FAMILY = Family(
-    name="gemma4",
-    summary="Gemma 4, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gemma4.modules:Model",
-    architectures={"Gemma4ForConditionalGeneration": "gemma4"},
-)
+FAMILY = family(Config, TABLE, "Gemma 4, text", "Gemma4ForConditionalGeneration", model="gemma4_text")

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
-from tpuconv.models.common.rows import EXPERT_MLPS, MLP, STACKED_EXPERTS, decoder_table, when
+from tpuconv.models.common.rows import MLP, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.gemma2.family import NORMS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -204,34 +204,18 @@ SHARED_ALREADY = {
 """Tensors that releases have, and that no model uses."""
 
 
-def experts_table(variant: str, *experts: Map) -> MappingTable:
-    """Returns the table with these rows of experts."""
-    table = decoder_table(
-        *NORMS,
-        *when("enable_moe_block", *EXPERT_PARTS),
-        *when("has_layer_inputs", *LAYER_INPUTS),
-        Map("layer_scalar", "layer_scalar", "1", buffer=True),
-        others=(
-            *when("enable_moe_block", *under("model.layers.{L}", "layers.{L}.moe", *experts)),
-            *ATTENTION_OF_LAYERS,
-            *MLP_OF_LAYERS,
-            *when("has_layer_inputs", *INPUTS_OF_LAYERS),
-        ),
-        ignore=SHARED_ALREADY,
-    )
-    return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
-
-
-TABLE = experts_table("", *STACKED_EXPERTS)
-NUMBERED_TABLE = experts_table("numbered", *EXPERT_MLPS)
-"""Of quantized releases."""
-
-FAMILY = Family(
-    name="gemma4_text",
-    summary="Gemma 4, the text model on its own",
-    config=Config,
-    table=TABLE,
-    variants=(NUMBERED_TABLE,),
-    model="tpuconv.models.gemma4_text.modules:Model",
-    architectures={"Gemma4ForCausalLM": "gemma4_text"},
+TABLE = decoder_table(
+    *NORMS,
+    *when("enable_moe_block", *EXPERT_PARTS),
+    *when("has_layer_inputs", *LAYER_INPUTS),
+    Map("layer_scalar", "layer_scalar", "1", buffer=True),
+    others=(
+        *when("enable_moe_block", *under("model.layers.{L}", "layers.{L}.moe", *STACKED_EXPERTS)),
+        *ATTENTION_OF_LAYERS,
+        *MLP_OF_LAYERS,
+        *when("has_layer_inputs", *INPUTS_OF_LAYERS),
+    ),
+    ignore=SHARED_ALREADY,
 )
+
+FAMILY = family(Config, TABLE, "Gemma 4, the text model on its own", "Gemma4ForCausalLM")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, tables
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.gemma4 import family as gemma4
 from tpuconv.models.gemma4_text import family as gemma4_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,16 @@ class Config(gemma4.Config):
     hidden_size_per_layer_input: int = 0
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     gemma4_text.TABLE,
     "model.language_model.",
     {"vision_embedder": SEES, "embed_vision": BRINGS, "embed_audio": HEARS},
 )
 
-FAMILY = Family(
-    name="gemma4_unified",
-    summary="Gemma 4 without towers, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gemma4_unified.modules:Model",
-    architectures={"Gemma4UnifiedForConditionalGeneration": "gemma4_unified"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Gemma 4 without towers, text",
+    "Gemma4UnifiedForConditionalGeneration",
+    model="gemma4_text",
 )

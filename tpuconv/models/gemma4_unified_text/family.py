@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tpuconv.models.gemma4_text import family as gemma4_text
 from tpuconv.models.gemma4_unified import family as gemma4_unified
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,10 @@ class Config(gemma4_text.Config):
 
 TABLE = gemma4_text.TABLE
 
-FAMILY = Family(
-    name="gemma4_unified_text",
-    summary="Gemma 4 without towers, the text model on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gemma4_unified_text.modules:Model",
-    architectures={"Gemma4UnifiedForCausalLM": "gemma4_unified_text"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Gemma 4 without towers, the text model on its own",
+    "Gemma4UnifiedForCausalLM",
+    model="gemma4_text",
 )

@@ -7,7 +7,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, FUSED_MLP, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,4 @@ LAYER_ROWS = (
 
 TABLE = decoder_table(*LAYER_ROWS)
 
-FAMILY = Family(
-    name="glm",
-    summary="GLM-4 of 2024",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.glm.modules:Model",
-    architectures={"GlmForCausalLM": "glm"},
-)
+FAMILY = family(Config, TABLE, "GLM-4 of 2024", "GlmForCausalLM")

@@ -6,7 +6,7 @@ from typing import ClassVar
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rows import decoder_table
 from tpuconv.models.glm import family as glm
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,4 @@ TABLE = decoder_table(
     Map("post_mlp_layernorm.weight", "post_mlp_norm.scale", "D"),
 )
 
-FAMILY = Family(
-    name="glm4",
-    summary="GLM-4-0414, GLM-Z1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.glm4.modules:Model",
-    architectures={"Glm4ForCausalLM": "glm4"},
-)
+FAMILY = family(Config, TABLE, "GLM-4-0414, GLM-Z1", "Glm4ForCausalLM")

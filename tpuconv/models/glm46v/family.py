@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.glm4v import family as glm4v
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -14,15 +14,13 @@ class Config(glm4v.Config):
     model_type: ClassVar[str] = "glm46v"
 
 
-TABLE, VARIANTS = glm4v.TABLE, glm4v.VARIANTS
+TABLE = glm4v.TABLE
 
-FAMILY = Family(
-    name="glm46v",
-    summary="GLM-4.6V-Flash, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
+FAMILY = family(
+    Config,
+    TABLE,
+    "GLM-4.6V-Flash, text",
+    "Glm46VForConditionalGeneration",
+    model="glm4",
     text_types=("glm4v_text",),
-    model="tpuconv.models.glm46v.modules:Model",
-    architectures={"Glm46VForConditionalGeneration": "glm46v"},
 )

@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,4 @@ TABLE = decoder_table(
     copies=MTP_COPIES,
 )
 
-FAMILY = Family(
-    name="glm4_moe",
-    summary="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.glm4_moe.modules:Model",
-    architectures={"Glm4MoeForCausalLM": "glm4_moe"},
-)
+FAMILY = family(Config, TABLE, "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7", "Glm4MoeForCausalLM")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,4 @@ class Config(deepseek_v3.Config):
 
 TABLE = deepseek_v3.TABLE
 
-FAMILY = Family(
-    name="glm4_moe_lite",
-    summary="GLM-4.7-Flash",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.glm4_moe_lite.modules:Model",
-    architectures={"Glm4MoeLiteForCausalLM": "glm4_moe_lite"},
-)
+FAMILY = family(Config, TABLE, "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", model="deepseek_v3")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.glm4 import family as glm4
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,6 @@ class Config(WrapperConfig, MropeConfig, glm4.Config):
     partial_rotary_factor: float = 1.0
 
 
-TABLE, *VARIANTS = tables(glm4.TABLE, "model.language_model.", {"visual": SEES})
+TABLE = inside(glm4.TABLE, "model.language_model.", {"visual": SEES})
 
-FAMILY = Family(
-    name="glm4v",
-    summary="GLM-4.1V-9B, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.glm4v.modules:Model",
-    architectures={"Glm4vForConditionalGeneration": "glm4v"},
-)
+FAMILY = family(Config, TABLE, "GLM-4.1V-9B, text", "Glm4vForConditionalGeneration", model="glm4")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.glm4_moe import family as glm4_moe
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,12 @@ class Config(WrapperConfig, MropeConfig, glm4_moe.Config):
     attention_bias: bool = True
 
 
-TABLE, *VARIANTS = tables(glm4_moe.TABLE, "model.language_model.", {"visual": SEES})
+TABLE = inside(glm4_moe.TABLE, "model.language_model.", {"visual": SEES})
 
-FAMILY = Family(
-    name="glm4v_moe",
-    summary="GLM-4.5V, GLM-4.6V, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.glm4v_moe.modules:Model",
-    architectures={"Glm4vMoeForConditionalGeneration": "glm4v_moe"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "GLM-4.5V, GLM-4.6V, text",
+    "Glm4vMoeForConditionalGeneration",
+    model="glm4_moe",
 )

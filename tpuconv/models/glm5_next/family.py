@@ -8,12 +8,12 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, MTP_IGNORE, PRE_NORMS, decoder_table, when
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v4.family import streams
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.kimi_linear.family import KDA_BESIDE_RATES, LINEAR_KEYS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GLM_LINEAR, GLM_INDEXED = "linear_attention", "indexed_attention"
 """The `layer_types`. The second is "full_attention" in other files."""
@@ -155,7 +155,7 @@ POOL_ROWS = (
 )
 """The indexer."""
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     decoder_table(
         *PRE_NORMS,
         *streams("hc_attn", "attn_streams", "d"),
@@ -173,12 +173,4 @@ TABLE, *VARIANTS = tables(
     {"visual": SEES},
 )
 
-FAMILY = Family(
-    name="glm5_next",
-    summary="GLM-5.3-Flash, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.glm5_next.modules:Model",
-    architectures={"Glm5NextForConditionalGeneration": "glm5_next"},
-)
+FAMILY = family(Config, TABLE, "GLM-5.3-Flash, text", "Glm5NextForConditionalGeneration")

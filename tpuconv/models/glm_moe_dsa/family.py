@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 INDEXER_KINDS = {"F": "full", "S": "shared"}
 """The letters of `index_topk_pattern`."""
@@ -82,11 +82,4 @@ class Config(SharedIndexers):
 
 TABLE = deepseek_v32.TABLE
 
-FAMILY = Family(
-    name="glm_moe_dsa",
-    summary="GLM-5, GLM-5.1, GLM-5.2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.glm_moe_dsa.modules:Model",
-    architectures={"GlmMoeDsaForCausalLM": "glm_moe_dsa"},
-)
+FAMILY = family(Config, TABLE, "GLM-5, GLM-5.1, GLM-5.2", "GlmMoeDsaForCausalLM")

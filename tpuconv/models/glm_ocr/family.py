@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.rows import MTP_IGNORE
-from tpuconv.models.common.wrapper import SEES, tables
+from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.glm4 import family as glm4
 from tpuconv.models.glm4v import family as glm4v
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,6 @@ class Config(glm4v.Config):
 
 
 OCR_TEXT_TABLE = MappingTable(glm4.TABLE.rows, ignore={**glm4.TABLE.ignore, **MTP_IGNORE}, copies=glm4.TABLE.copies)
-TABLE, *VARIANTS = tables(OCR_TEXT_TABLE, "model.language_model.", {"visual": SEES})
+TABLE = inside(OCR_TEXT_TABLE, "model.language_model.", {"visual": SEES})
 
-FAMILY = Family(
-    name="glm_ocr",
-    summary="GLM-OCR, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.glm_ocr.modules:Model",
-    architectures={"GlmOcrForConditionalGeneration": "glm_ocr"},
-)
+FAMILY = family(Config, TABLE, "GLM-OCR, text", "GlmOcrForConditionalGeneration", model="glm4")

@@ -12,9 +12,9 @@ from tpuconv.models.common.gpt import (
     GPT_QKV_BIAS,
     POSITIONS,
     PositionedConfig,
-    gpt_tables,
+    gpt_table,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config(PositionedConfig):
     left_out: ClassVar = frozenset({"n_ctx", "reorder_and_upcast_attn"})
 
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         *GPT_NORMS,
         Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H", input_first=True),
@@ -47,12 +47,4 @@ TABLE, *VARIANTS = gpt_tables(
     others=(POSITIONS,),
 )
 
-FAMILY = Family(
-    name="gpt2",
-    summary="GPT-2",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gpt2.modules:Model",
-    architectures={"GPT2LMHeadModel": "gpt2"},
-)
+FAMILY = family(Config, TABLE, "GPT-2", "GPT2LMHeadModel")

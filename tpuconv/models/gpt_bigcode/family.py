@@ -13,9 +13,9 @@ from tpuconv.models.common.gpt import (
     GPT_QKV_BIAS,
     POSITIONS,
     PositionedConfig,
-    gpt_tables,
+    gpt_table,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config(PositionedConfig):
         return 1
 
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         *GPT_NORMS,
         Map("attn.c_attn.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
@@ -49,12 +49,4 @@ TABLE, *VARIANTS = gpt_tables(
     others=(POSITIONS,),
 )
 
-FAMILY = Family(
-    name="gpt_bigcode",
-    summary="StarCoder, SantaCoder",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gpt2.modules:Model",
-    architectures={"GPTBigCodeForCausalLM": "gpt_bigcode"},
-)
+FAMILY = family(Config, TABLE, "StarCoder, SantaCoder", "GPTBigCodeForCausalLM", model="gpt2")

@@ -8,9 +8,9 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import MOST_IN_A_LIST
-from tpuconv.models.common.gpt import GELU_TANH, GPT_MLP, GPT_NORMS, POSITIONS, PositionedConfig, gpt_tables
+from tpuconv.models.common.gpt import GELU_TANH, GPT_MLP, GPT_NORMS, POSITIONS, PositionedConfig, gpt_table
 from tpuconv.models.common.kinds import faults_of_kinds
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GLOBAL_AND_LOCAL = ("global", "local")
 
@@ -63,7 +63,7 @@ class Config(PositionedConfig):
         return tuple(self.window_size if kind == "local" else None for kind in self.attention_layers)
 
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         *GPT_NORMS,
         Map("attn.attention.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
@@ -77,12 +77,4 @@ TABLE, *VARIANTS = gpt_tables(
     masks="attn.attention.",
 )
 
-FAMILY = Family(
-    name="gpt_neo",
-    summary="GPT-Neo",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gpt_neo.modules:Model",
-    architectures={"GPTNeoForCausalLM": "gpt_neo"},
-)
+FAMILY = family(Config, TABLE, "GPT-Neo", "GPTNeoForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 NEOX_NAMES = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 """Keys of config.json, and the keys that they stand for."""
@@ -83,11 +83,4 @@ TABLE = MappingTable(
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
 )
 
-FAMILY = Family(
-    name="gpt_neox",
-    summary="GPT-NeoX-20B, Pythia",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gpt_neox.modules:Model",
-    architectures={"GPTNeoXForCausalLM": "gpt_neox"},
-)
+FAMILY = family(Config, TABLE, "GPT-NeoX-20B, Pythia", "GPTNeoXForCausalLM")

@@ -11,7 +11,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import WINDOW_KINDS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
 """The rotary positions of a config.json without any."""
@@ -111,11 +111,4 @@ TABLE = decoder_table(
     Map("mlp.experts.down_proj_bias", "moe.down.bias", "E D"),
 )
 
-FAMILY = Family(
-    name="gpt_oss",
-    summary="gpt-oss",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.gpt_oss.modules:Model",
-    architectures={"GptOssForCausalLM": "gpt_oss"},
-)
+FAMILY = family(Config, TABLE, "gpt-oss", "GptOssForCausalLM")

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.gpt import GELU_TANH, GPT_KEYS, gpt_tables, norm_rows
+from tpuconv.models.common.gpt import GELU_TANH, GPT_KEYS, gpt_table, norm_rows
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ UNFUSED_ROWS = (
 """The rows of a layer besides those of queries, keys and values, which CodeGen has in one matrix."""
 HEAD_ROWS = (Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),)
 
-TABLE, *VARIANTS = gpt_tables(
+TABLE = gpt_table(
     (
         Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
         Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
@@ -79,12 +79,4 @@ TABLE, *VARIANTS = gpt_tables(
     head=HEAD_ROWS,
 )
 
-FAMILY = Family(
-    name="gptj",
-    summary="GPT-J 6B",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.gptj.modules:Model",
-    architectures={"GPTJForCausalLM": "gptj"},
-)
+FAMILY = family(Config, TABLE, "GPT-J 6B", "GPTJForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("mlp_bias", *MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="granite",
-    summary="Granite 3, dense",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.granite.modules:Model",
-    architectures={"GraniteForCausalLM": "granite"},
-)
+FAMILY = family(Config, TABLE, "Granite 3, dense", "GraniteForCausalLM")

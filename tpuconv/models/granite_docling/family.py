@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.granite import family as granite
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 IN_TEXT_MODEL = "model.text_model."
 """The prefix of the text model."""
@@ -35,19 +35,17 @@ class Config(WrapperConfig, granite.Config):
     attention_multiplier: float = 0.015625
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     granite.TABLE,
     IN_TEXT_MODEL,
     {"vision_model": SEES, "density_router": BRINGS},
-    prefixes={IN_TEXT_MODEL: "lm_head."},
+    head="lm_head.",
 )
 
-FAMILY = Family(
-    name="granite_docling",
-    summary="Granite for Docling 500M, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.granite_docling.modules:Model",
-    architectures={"GraniteDoclingForConditionalGeneration": "granite_docling"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Granite for Docling 500M, text",
+    "GraniteDoclingForConditionalGeneration",
+    model="granite",
 )

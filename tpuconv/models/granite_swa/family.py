@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.granite import family as granite
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,4 @@ SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")
 
 TABLE = granite.TABLE.with_rows((*granite.TABLE.rows, SINKS))
 
-FAMILY = Family(
-    name="granite_swa",
-    summary="Granite with sliding windows, dense",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.granite_swa.modules:Model",
-    architectures={"GraniteSWAForCausalLM": "granite_swa"},
-)
+FAMILY = family(Config, TABLE, "Granite with sliding windows, dense", "GraniteSWAForCausalLM")

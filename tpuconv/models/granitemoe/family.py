@@ -8,7 +8,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.granite import family as granite
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,10 @@ TABLE = decoder_table(
     *under("shared_mlp", "moe.shared", *when("has_shared_expert", *FUSED_SHARED)),
 )
 
-FAMILY = Family(
-    name="granitemoe",
-    summary="Granite 3, mixture of experts",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.granitemoe.modules:Model",
-    architectures={"GraniteMoeForCausalLM": "granitemoe", "GraniteMoeSharedForCausalLM": "granitemoeshared"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Granite 3, mixture of experts",
+    "GraniteMoeForCausalLM",
+    types={"GraniteMoeSharedForCausalLM": "granitemoeshared"},
 )

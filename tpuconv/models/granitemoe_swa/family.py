@@ -7,7 +7,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.granite_swa.family import SINKS, GraniteWindows
 from tpuconv.models.granitemoe.family import FUSED_SHARED, SharedConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,4 @@ TABLE = decoder_table(
     others=(SINKS,),
 )
 
-FAMILY = Family(
-    name="granitemoe_swa",
-    summary="Granite with sliding windows, mixture of experts",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.granitemoe_swa.modules:Model",
-    architectures={"GraniteMoeSWAForCausalLM": "granitemoe_swa"},
-)
+FAMILY = family(Config, TABLE, "Granite with sliding windows, mixture of experts", "GraniteMoeSWAForCausalLM")

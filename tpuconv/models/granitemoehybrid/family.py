@@ -10,7 +10,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.granite import family as granite
 from tpuconv.models.granitemoe.family import FUSED_EXPERTS, FUSED_SHARED
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="granitemoehybrid",
-    summary="Granite 4",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.granitemoehybrid.modules:Model",
-    architectures={"GraniteMoeHybridForCausalLM": "granitemoehybrid"},
-)
+FAMILY = family(Config, TABLE, "Granite 4", "GraniteMoeHybridForCausalLM")

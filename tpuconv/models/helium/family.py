@@ -8,7 +8,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 HELIUM_ROPE = Rope(theta=100_000.0)
 """The rotary positions of a config.json without any."""
@@ -49,11 +49,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("mlp_bias", *MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="helium",
-    summary="Helium 1 2B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.helium.modules:Model",
-    architectures={"HeliumForCausalLM": "helium"},
-)
+FAMILY = family(Config, TABLE, "Helium 1 2B", "HeliumForCausalLM")

@@ -10,7 +10,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PLAIN_ROPE, Rope, check_rope_keys
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,4 @@ LAYER_ROWS = (
 
 TABLE = decoder_table(*LAYER_ROWS, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="hunyuan_v1_dense",
-    summary="Hunyuan 0.5B to 7B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.hunyuan_v1_dense.modules:Model",
-    architectures={"HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense"},
-)
+FAMILY = family(Config, TABLE, "Hunyuan 0.5B to 7B", "HunYuanDenseV1ForCausalLM")

@@ -9,7 +9,7 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import EXPERT_MLPS, SHARED, decoder_table
 from tpuconv.models.hunyuan_v1_dense import family as dense
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 """Keys that may be lists with a number for each layer. They are read if all numbers are equal."""
@@ -66,11 +66,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="hunyuan_v1_moe",
-    summary="Hunyuan-A13B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.hunyuan_v1_moe.modules:Model",
-    architectures={"HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe"},
-)
+FAMILY = family(Config, TABLE, "Hunyuan-A13B", "HunYuanMoEV1ForCausalLM")

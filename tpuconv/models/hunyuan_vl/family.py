@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.mrope import without_mrope
 from tpuconv.models.common.rope import PARAMETER_KEYS
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.hunyuan_v1_dense import family as hunyuan_v1_dense
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 TOKEN_KEYS = frozenset({"im_start_id", "im_end_id", "im_newline_id", "pad_id"})
 """Keys of tokens, without effect on logits."""
@@ -35,14 +35,12 @@ class Config(WrapperConfig, hunyuan_v1_dense.Config):
         return super().read_ropes(out, context)
 
 
-TABLE, *VARIANTS = tables(hunyuan_v1_dense.TABLE, "model.", {"vit": SEES, "vision_tower": SEES})
+TABLE = inside(hunyuan_v1_dense.TABLE, "model.", {"vit": SEES, "vision_tower": SEES})
 
-FAMILY = Family(
-    name="hunyuan_vl",
-    summary="HunyuanOCR, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.hunyuan_vl.modules:Model",
-    architectures={"HunYuanVLForConditionalGeneration": "hunyuan_vl"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "HunyuanOCR, text",
+    "HunYuanVLForConditionalGeneration",
+    model="hunyuan_v1_dense",
 )

@@ -22,7 +22,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 HY3_ROPE = Rope(theta=11_158_840.0)
 """The rotary positions of a config.json without any."""
@@ -92,11 +92,4 @@ TABLE = decoder_table(
     copies=MTP_COPIES,
 )
 
-FAMILY = Family(
-    name="hy_v3",
-    summary="Hy3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.hy_v3.modules:Model",
-    architectures={"HYV3ForCausalLM": "hy_v3"},
-)
+FAMILY = family(Config, TABLE, "Hy3", "HYV3ForCausalLM")

@@ -1,6 +1,5 @@
 """Hy4: config and mapping table."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, STACKED_EXPE
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import SharedIndexers
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,4 @@ TABLE = decoder_table(
     ignore={"model.mtp_layers.*": FURTHER_TOKENS},
 )
 
-SAVED_TABLE = TABLE.renamed(
-    lambda name: re.sub(r"\b(mlp|shared_experts)\.gate_proj", r"\1.linear_gate", name), variant="saved"
-)
-"""The names that transformers 5.23 gives the gates of MLPs when it saves a model: as those of attention."""
-
-FAMILY = Family(
-    name="hy_v4",
-    summary="Hy4",
-    config=Config,
-    table=TABLE,
-    variants=(SAVED_TABLE,),
-    model="tpuconv.models.hy_v4.modules:Model",
-    architectures={"HYV4ForCausalLM": "hy_v4"},
-)
+FAMILY = family(Config, TABLE, "Hy4", "HYV4ForCausalLM")

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rows import when
 from tpuconv.models.granite import family as granite
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,4 @@ TABLE = granite.TABLE.with_rows(
     )
 )
 
-FAMILY = Family(
-    name="hyperclovax",
-    summary="HyperCLOVA X SEED Think 14B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.hyperclovax.modules:Model",
-    architectures={"HyperCLOVAXForCausalLM": "hyperclovax"},
-)
+FAMILY = family(Config, TABLE, "HyperCLOVA X SEED Think 14B", "HyperCLOVAXForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.gpt import GPT_QKV
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 INTERNLM2_ROPE = Rope(theta=1_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -46,11 +46,4 @@ TABLE = MappingTable(
     copies={"output.weight": "model.tok_embeddings.weight"},
 )
 
-FAMILY = Family(
-    name="internlm2",
-    summary="InternLM 2, 2.5",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.internlm2.modules:Model",
-    architectures={"InternLM2ForCausalLM": "internlm2"},
-)
+FAMILY = family(Config, TABLE, "InternLM 2, 2.5", "InternLM2ForCausalLM", model="llama")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,4 @@ class Config(llama.Config):
 
 TABLE = llama.TABLE
 
-FAMILY = Family(
-    name="internlm3",
-    summary="InternLM 3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.internlm3.modules:Model",
-    architectures={"InternLM3ForCausalLM": "internlm3", "LlamaForCausalLM": "internlm3"},
-)
+FAMILY = family(Config, TABLE, "InternLM 3", "InternLM3ForCausalLM", "LlamaForCausalLM", model="llama")

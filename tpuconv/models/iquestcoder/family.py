@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Config(llama.Config):
 
 TABLE = llama.TABLE
 
-FAMILY = Family(
-    name="iquestcoder",
-    summary="IQuest-Coder V1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.iquestcoder.modules:Model",
-    architectures={"IQuestCoderForCausalLM": "iquestcoder", "LlamaForCausalLM": "iquestcoder"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "IQuest-Coder V1",
+    "IQuestCoderForCausalLM",
+    "LlamaForCausalLM",
+    model="llama",
 )

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.nemotron import family as nemotron
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,4 @@ class Config(DecoderConfig):
 
 TABLE = nemotron.TABLE
 
-FAMILY = Family(
-    name="jais2",
-    summary="Jais 2 8B, 70B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.jais2.modules:Model",
-    architectures={"Jais2ForCausalLM": "jais2"},
-)
+FAMILY = family(Config, TABLE, "Jais 2 8B, 70B", "Jais2ForCausalLM")

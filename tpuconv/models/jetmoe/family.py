@@ -11,7 +11,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORMS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.granitemoe.family import FUSED_EXPERTS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,4 @@ TABLE = decoder_table(
     *under("mlp", "moe", *FUSED_EXPERTS, Map("bias", "bias", "D")),
 )
 
-FAMILY = Family(
-    name="jetmoe",
-    summary="JetMoE 8B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.jetmoe.modules:Model",
-    architectures={"JetMoeForCausalLM": "jetmoe"},
-)
+FAMILY = family(Config, TABLE, "JetMoE 8B", "JetMoeForCausalLM")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,4 @@ class Config(deepseek_v3.Config):
     num_nextn_predict_layers: int = 0
 
 
-FAMILY = Family(
-    name="kimi_k2",
-    summary="Kimi K2",
-    config=Config,
-    table=deepseek_v3.TABLE,
-    model="tpuconv.models.kimi_k2.modules:Model",
-    architectures={"DeepseekV3ForCausalLM": "kimi_k2"},
-)
+FAMILY = family(Config, deepseek_v3.TABLE, "Kimi K2", "DeepseekV3ForCausalLM", model="deepseek_v3")

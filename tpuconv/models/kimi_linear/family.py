@@ -9,7 +9,7 @@ from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED, decoder_table, when
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LINEAR_KEYS = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
 LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
@@ -153,15 +153,4 @@ TABLE = decoder_table(
     ),
 )
 
-SAVED_TABLE = TABLE.renamed(lambda name: name.replace("{I}.mlp.", "{I}.block_sparse_moe."), variant="saved")
-"""Transformers 5.23 gives the MLPs of dense layers the names of those with experts when it saves a model."""
-
-FAMILY = Family(
-    name="kimi_linear",
-    summary="Kimi Linear",
-    config=Config,
-    table=TABLE,
-    variants=(SAVED_TABLE,),
-    model="tpuconv.models.kimi_linear.modules:Model",
-    architectures={"KimiLinearForCausalLM": "kimi_linear"},
-)
+FAMILY = family(Config, TABLE, "Kimi Linear", "KimiLinearForCausalLM")

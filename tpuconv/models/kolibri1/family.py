@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,4 @@ TABLE = decoder_table(
     Map("moe.router.expert_bias", "moe.router.correction", "E", buffer=True),
 )
 
-FAMILY = Family(
-    name="kolibri1",
-    summary="Kolibri 1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.kolibri1.modules:Model",
-    architectures={"Kolibri1ForCausalLM": "kolibri1"},
-)
+FAMILY = family(Config, TABLE, "Kolibri 1", "Kolibri1ForCausalLM")

@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import PART_FIELDS, TwoPartialRopesConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LAGUNA_ROPE = Rope(theta=500_000.0)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -145,11 +145,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="laguna",
-    summary="Laguna",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.laguna.modules:Model",
-    architectures={"LagunaForCausalLM": "laguna"},
-)
+FAMILY = family(Config, TABLE, "Laguna", "LagunaForCausalLM")

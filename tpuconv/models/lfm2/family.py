@@ -9,7 +9,7 @@ from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,4 @@ def lfm2_table(*mlp_rows: Map, attention: tuple[Map, ...] = LFM2_ATTENTION) -> M
 
 TABLE = lfm2_table(*under("model.layers.{L}.feed_forward", "layers.{L}.mlp", *LFM2_MLP))
 
-FAMILY = Family(
-    name="lfm2",
-    summary="LFM2, dense",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.lfm2.modules:Model",
-    architectures={"Lfm2ForCausalLM": "lfm2"},
-)
+FAMILY = family(Config, TABLE, "LFM2, dense", "Lfm2ForCausalLM")

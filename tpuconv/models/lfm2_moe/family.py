@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import NUMBERED_EXPERT_MLPS
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.lfm2.family import LFM2_MLP, ShortConvConfig, lfm2_table
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,4 @@ TABLE = lfm2_table(
     ),
 )
 
-FAMILY = Family(
-    name="lfm2_moe",
-    summary="LFM2, mixture of experts",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.lfm2_moe.modules:Model",
-    architectures={"Lfm2MoeForCausalLM": "lfm2_moe"},
-)
+FAMILY = family(Config, TABLE, "LFM2, mixture of experts", "Lfm2MoeForCausalLM")

@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.common.windows import read_two_ropes
 from tpuconv.models.lfm2.family import LFM2_MLP, ShortConvConfig, lfm2_table
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LFM3_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.5)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -89,11 +89,4 @@ TABLE = lfm2_table(
     ),
 )
 
-FAMILY = Family(
-    name="lfm3",
-    summary="LFM3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.lfm3.modules:Model",
-    architectures={"Lfm3ForCausalLM": "lfm3"},
-)
+FAMILY = family(Config, TABLE, "LFM3", "Lfm3ForCausalLM")

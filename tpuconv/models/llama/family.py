@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,10 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("mlp_bias", *MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="llama",
-    summary="Llama 2, 3, 3.1, 3.2, 3.3; Mistral; SmolLM2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.llama.modules:Model",
-    architectures={"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Llama 2, 3, 3.1, 3.2, 3.3; Mistral; SmolLM2",
+    "LlamaForCausalLM",
+    types={"MistralForCausalLM": "mistral"},
 )

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.llama4_text import family as llama4_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,12 @@ class Config(WrapperConfig, llama4_text.Config):
     model_type: ClassVar[str] = "llama4"
 
 
-TABLE, *VARIANTS = tables(
-    llama4_text.TABLE, "language_model.model.", {"vision_model": SEES, "multi_modal_projector": BRINGS}
-)
+TABLE = inside(llama4_text.TABLE, "language_model.model.", {"vision_model": SEES, "multi_modal_projector": BRINGS})
 
-FAMILY = Family(
-    name="llama4",
-    summary="Llama 4 Scout and Maverick, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.llama4.modules:Model",
-    architectures={"Llama4ForConditionalGeneration": "llama4"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Llama 4 Scout and Maverick, text",
+    "Llama4ForConditionalGeneration",
+    model="llama4_text",
 )

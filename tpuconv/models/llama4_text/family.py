@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 from tpuconv.sources.config import encoding_of
 
 LLAMA4_ROPE = Rope(theta=500_000.0)
@@ -157,11 +157,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="llama4_text",
-    summary="Llama 4, the text model on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.llama4_text.modules:Model",
-    architectures={"Llama4ForCausalLM": "llama4_text"},
-)
+FAMILY = family(Config, TABLE, "Llama 4, the text model on its own", "Llama4ForCausalLM")

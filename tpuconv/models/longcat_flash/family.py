@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, MTP_INPUTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LONGCAT_ROPE = Rope(theta=1e7)
 """The rotary positions of a config.json without any."""
@@ -116,11 +116,4 @@ TABLE = decoder_table(
     },
 )
 
-FAMILY = Family(
-    name="longcat_flash",
-    summary="LongCat-Flash",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.longcat_flash.modules:Model",
-    architectures={"LongcatFlashForCausalLM": "longcat_flash"},
-)
+FAMILY = family(Config, TABLE, "LongCat-Flash", "LongcatFlashForCausalLM")

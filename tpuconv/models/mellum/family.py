@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import TwoRopesConfig
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MELLUM_ROPE = Rope(theta=500_000.0)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -70,11 +70,4 @@ TABLE = decoder_table(
     ignore={"mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="mellum",
-    summary="Mellum 2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mellum.modules:Model",
-    architectures={"MellumForCausalLM": "mellum"},
-)
+FAMILY = family(Config, TABLE, "Mellum 2", "MellumForCausalLM")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.qwen2 import family as qwen2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,4 @@ class Config(qwen2.Config):
 
 TABLE = qwen2.TABLE.renamed(str, ignore={"model.mtp_layers.*": FURTHER_TOKENS})
 
-FAMILY = Family(
-    name="mimo",
-    summary="MiMo-7B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mimo.modules:Model",
-    architectures={"MiMoForCausalLM": "mimo"},
-)
+FAMILY = family(Config, TABLE, "MiMo-7B", "MiMoForCausalLM", model="qwen2")

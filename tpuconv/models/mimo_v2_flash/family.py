@@ -21,7 +21,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 ROTARY_PART = 0.334
 MIMO_ROPE, MIMO_LOCAL_ROPE = Rope(theta=5_000_000.0), Rope(theta=10_000.0)
@@ -193,11 +193,4 @@ TABLE = decoder_table(
     ignore={"model.mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="mimo_v2_flash",
-    summary="MiMo-V2-Flash",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mimo_v2_flash.modules:Model",
-    architectures={"MiMoV2FlashForCausalLM": "mimo_v2_flash"},
-)
+FAMILY = family(Config, TABLE, "MiMo-V2-Flash", "MiMoV2FlashForCausalLM")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 from tpuconv.models.youtu import family as youtu
 
 
@@ -56,11 +56,4 @@ class Config(youtu.Config):
 
 TABLE = youtu.TABLE
 
-FAMILY = Family(
-    name="minicpm3",
-    summary="MiniCPM 3 4B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.minicpm3.modules:Model",
-    architectures={"MiniCPM3ForCausalLM": "minicpm3"},
-)
+FAMILY = family(Config, TABLE, "MiniCPM 3 4B", "MiniCPM3ForCausalLM")

@@ -12,7 +12,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
 from tpuconv.models.minimax_m2 import family as minimax_m2
 from tpuconv.models.mixtral.family import MIXTRAL_ROPE
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MINIMAX_RELEASES = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
 """The architectures of the releases, and their `model_type`."""
@@ -127,11 +127,10 @@ TABLE = decoder_table(
     ignore={f"model.layers.{{l}}.self_attn.{name}": "computed from config.json" for name in DECAY_BUFFERS},
 )
 
-FAMILY = Family(
-    name="minimax",
-    summary="MiniMax-Text-01, MiniMax-M1",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.minimax.modules:Model",
-    architectures={"MiniMaxForCausalLM": "minimax", **MINIMAX_RELEASES},
+FAMILY = family(
+    Config,
+    TABLE,
+    "MiniMax-Text-01, MiniMax-M1",
+    "MiniMaxForCausalLM",
+    types={"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"},
 )

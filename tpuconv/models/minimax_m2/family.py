@@ -16,7 +16,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
 )
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MINIMAX_ROPE = Rope(theta=5_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -68,11 +68,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="minimax_m2",
-    summary="MiniMax-M2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.minimax_m2.modules:Model",
-    architectures={"MiniMaxM2ForCausalLM": "minimax_m2"},
-)
+FAMILY = family(Config, TABLE, "MiniMax-M2", "MiniMaxM2ForCausalLM")

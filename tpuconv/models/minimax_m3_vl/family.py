@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.minimax_m3_vl_text import family as minimax_m3_vl_text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,16 @@ RELEASED = minimax_m3_vl_text.m3_table(
     ),
 )
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     RELEASED,
     "language_model.model.",
     {"vision_tower": SEES, "multi_modal_projector": BRINGS, "patch_merge_mlp": BRINGS},
 )
 
-FAMILY = Family(
-    name="minimax_m3_vl",
-    summary="MiniMax-M3, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.minimax_m3_vl.modules:Model",
-    architectures={"MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "MiniMax-M3, text",
+    "MiniMaxM3SparseForConditionalGeneration",
+    model="minimax_m3_vl_text",
 )

@@ -21,7 +21,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
 )
 from tpuconv.models.common.sparse import MLP_KINDS, ChosenExperts, MixedMLPs
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 M3_ROPE = Rope(theta=5_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -208,11 +208,4 @@ TABLE = m3_table(
     ),
 )
 
-FAMILY = Family(
-    name="minimax_m3_vl_text",
-    summary="MiniMax-M3, the text model saved on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.minimax_m3_vl_text.modules:Model",
-    architectures={"MiniMaxM3VLForCausalLM": "minimax_m3_vl_text"},
-)
+FAMILY = family(Config, TABLE, "MiniMax-M3, the text model saved on its own", "MiniMaxM3VLForCausalLM")

@@ -6,7 +6,7 @@ from typing import ClassVar
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.llama import family as llama
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,4 @@ class Config(PatternConfig):
 
 TABLE = llama.TABLE
 
-FAMILY = Family(
-    name="ministral",
-    summary="Ministral 8B (2410)",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.ministral.modules:Model",
-    architectures={"MinistralForCausalLM": "ministral"},
-)
+FAMILY = family(Config, TABLE, "Ministral 8B (2410)", "MinistralForCausalLM", model="llama")

@@ -11,7 +11,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MINISTRAL3_ROPE = Rope(
     "yarn", theta=1e6, factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0
@@ -86,11 +86,4 @@ class Config(OneWindow, GrowingQueries, DecoderConfig):
 
 TABLE = decoder_table(*PRE_NORMS, *ATTENTION, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="ministral3",
-    summary="Ministral 3, the text model on its own",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.ministral3.modules:Model",
-    architectures={"Ministral3ForCausalLM": "ministral3"},
-)
+FAMILY = family(Config, TABLE, "Ministral 3, the text model on its own", "Ministral3ForCausalLM")

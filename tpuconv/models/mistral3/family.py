@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.ministral3 import family as ministral3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,13 @@ class MistralTextConfig(Config):
         return DecoderConfig.read_ropes.__func__(cls, raw, context)  # type: ignore[attr-defined, no-any-return]
 
 
-TABLE, *VARIANTS = tables(
-    ministral3.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS}
-)
+TABLE = inside(ministral3.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
 
-FAMILY = Family(
-    name="mistral3",
-    summary="Mistral Small 3.1 and later, Ministral 3, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
+FAMILY = family(
+    Config,
+    TABLE,
+    "Mistral Small 3.1 and later, Ministral 3, text",
+    "Mistral3ForConditionalGeneration",
+    model="ministral3",
     text_types=("mistral", "ministral3"),
-    model="tpuconv.models.mistral3.modules:Model",
-    architectures={"Mistral3ForConditionalGeneration": "mistral3"},
 )

@@ -8,10 +8,10 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, decoder_table, mlp_rows
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.ministral3.family import GrowingQueries
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MISTRAL4_ROPE = Rope("yarn", factor=128.0, original_max_position_embeddings=8192, mscale=1.0, mscale_all_dim=1.0)
 """The rotary positions of a config.json without any."""
@@ -92,15 +92,12 @@ TEXT_TABLE = decoder_table(
     ),
 )
 
-TABLE, *VARIANTS = tables(TEXT_TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
+TABLE = inside(TEXT_TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
 
-FAMILY = Family(
-    name="mistral4",
-    summary="Mistral Small 4, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
+FAMILY = family(
+    Config,
+    TABLE,
+    "Mistral Small 4, text",
+    types={"Mistral3ForConditionalGeneration": "mistral3"},
     text_types=("mistral4",),
-    model="tpuconv.models.mistral4.modules:Model",
-    architectures={"Mistral3ForConditionalGeneration": "mistral3"},
 )

@@ -9,7 +9,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, when
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MISTRAL_LARGE4_ROPE = Rope("yarn", factor=2048.0, original_max_position_embeddings=512, attention_factor=1.0)
 """The rotary positions of a config.json without any."""
@@ -204,11 +204,4 @@ TABLE = MappingTable(
     copies={"output.weight": "tok_embeddings.weight"},
 )
 
-FAMILY = Family(
-    name="mistral_large4",
-    summary="Mistral Large 4, text",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mistral_large4.modules:Model",
-    architectures={"MistralLarge4ForConditionalGeneration": "mistral_large4"},
-)
+FAMILY = family(Config, TABLE, "Mistral Large 4, text", "MistralLarge4ForConditionalGeneration")

@@ -10,7 +10,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, NUMBERED_EXPERT_MLPS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MIXTRAL_ROPE = Rope(theta=1e6)
 """The rotary positions of a config.json without any."""
@@ -48,11 +48,4 @@ TABLE = decoder_table(
     *under("block_sparse_moe", "moe", *NUMBERED_EXPERT_MLPS),
 )
 
-FAMILY = Family(
-    name="mixtral",
-    summary="Mixtral",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mixtral.modules:Model",
-    architectures={"MixtralForCausalLM": "mixtral"},
-)
+FAMILY = family(Config, TABLE, "Mixtral", "MixtralForCausalLM")

@@ -8,8 +8,8 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
-from tpuconv.models.registry import Family
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ MOLMO_ROWS = (
     ),
 )
 
-(TABLE,) = tables(
+TABLE = inside(
     MappingTable(
         (
             Map("model.wte.embedding", "embed.embedding", "V D"),
@@ -99,14 +99,7 @@ MOLMO_ROWS = (
     ),
     "model.transformer.",
     {"vision_backbone": SEES},
-    prefixes={"model.transformer.": "lm_head."},
+    head="lm_head.",
 )
 
-FAMILY = Family(
-    name="molmo2",
-    summary="Molmo 2, text",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.molmo2.modules:Model",
-    architectures={"Molmo2ForConditionalGeneration": "molmo2"},
-)
+FAMILY = family(Config, TABLE, "Molmo 2, text", "Molmo2ForConditionalGeneration")

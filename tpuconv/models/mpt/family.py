@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.gpt import GPT_QKV, UnrotatedConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
-FAMILY = Family(
-    name="mpt",
-    summary="MPT 7B, 30B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.mpt.modules:Model",
-    architectures={"MptForCausalLM": "mpt", "MPTForCausalLM": "mpt"},
-)
+FAMILY = family(Config, TABLE, "MPT 7B, 30B", "MptForCausalLM", "MPTForCausalLM")

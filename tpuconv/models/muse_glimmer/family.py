@@ -10,10 +10,10 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2.family import NORMS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 FULL_EVERY = 4
 """Without `layer_types` and `layer_rope_theta`, the last layer and every fourth before it sees all tokens, and has no
@@ -91,7 +91,7 @@ class Config(WrapperConfig, PatternConfig):
         return tuple(self.rope if has_rope else None for has_rope in self.with_rope)
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     decoder_table(
         *NORMS,
         *BIASED_ATTENTION,
@@ -102,12 +102,4 @@ TABLE, *VARIANTS = tables(
     {"vision_tower": SEES, **dict.fromkeys(("vision_adapter", "vision_projection", "perception_emb_norm"), BRINGS)},
 )
 
-FAMILY = Family(
-    name="muse_glimmer",
-    summary="Muse Glimmer, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.muse_glimmer.modules:Model",
-    architectures={"MuseGlimmerForConditionalGeneration": "muse_glimmer"},
-)
+FAMILY = family(Config, TABLE, "Muse Glimmer, text", "MuseGlimmerForConditionalGeneration")

@@ -8,11 +8,11 @@ from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTN_NORM, CORRECTED_ROUTER, decoder_table, mlp_rows
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
-from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, tables
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.muse_glimmer import family as muse_glimmer
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 MUSE_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
@@ -61,7 +61,7 @@ class Config(MixedMLPs, ChosenExperts, muse_glimmer.Config):
         return {**super().axes, "C": self.moe_hidden_size}
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     decoder_table(
         ATTN_NORM,
         *NORMS[2:],
@@ -87,12 +87,4 @@ TABLE, *VARIANTS = tables(
     },
 )
 
-FAMILY = Family(
-    name="muse_spark",
-    summary="Muse Spark, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.muse_spark.modules:Model",
-    architectures={"MuseSparkForConditionalGeneration": "muse_spark"},
-)
+FAMILY = family(Config, TABLE, "Muse Spark, text", "MuseSparkForConditionalGeneration")

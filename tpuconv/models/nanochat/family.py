@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,4 @@ NORMED_TABLE = decoder_table(
 )
 TABLE = NORMED_TABLE.with_rows([row for row in NORMED_TABLE.rows if row.jax_names != ("norm.scale",)])
 
-FAMILY = Family(
-    name="nanochat",
-    summary="nanochat",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.nanochat.modules:Model",
-    architectures={"NanoChatForCausalLM": "nanochat"},
-)
+FAMILY = family(Config, TABLE, "nanochat", "NanoChatForCausalLM")

@@ -1,14 +1,14 @@
 """Nemotron 3.5 Transcribe: the text model's config and mapping tables."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.mapping.forms import Forms
 from tpuconv.mapping.table import Map, MappingTable, is_of_mtp, under
 from tpuconv.models.common.rows import FURTHER_TOKENS, when
 from tpuconv.models.common.wrapper import HEARS, WrapperConfig
 from tpuconv.models.nemotron_h import family as nemotron_h
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 NEMO_NAMES = {
     "backbone.embeddings.": "llm.model.embed_tokens.",
@@ -19,21 +19,24 @@ NEMO_NAMES = {
 }
 """Parts of the names of Nemotron-H, and those that releases have for them."""
 
-SPEECH_EXPERT_ROWS = under(
-    "llm.model.layers.{J}.mixer.experts",
-    "layers.{J}.moe",
-    *when(
-        "is_full_width",
-        Map("gate_and_up_projs", "up.kernel", "E D M"),
-        Map("down_projs", "down.kernel", "E M D"),
-    ),
-    *when(
-        "has_latent",
-        Map("gate_and_up_projs", "up.kernel", "E C M"),
-        Map("down_projs", "down.kernel", "E M C"),
-    ),
+SPEECH_EXPERTS = tuple(
+    Forms(
+        "experts",
+        {
+            "stacked, in last": (
+                Map("experts.gate_and_up_projs", "up.kernel", f"E {width} M"),
+                Map("experts.down_projs", "down.kernel", f"E M {width}"),
+            ),
+            "stacked": (
+                Map("experts.up_proj", "up.kernel", f"E M {width} -> E {width} M"),
+                Map("experts.down_proj", "down.kernel", f"E {width} M -> E M {width}"),
+            ),
+            "one": nemotron_h.plain_experts(width),
+        },
+    )
+    for width in ("D", "C")
 )
-"""The experts of releases, which have no gate."""
+"""The experts of releases, which have no gate, and those that transformers writes."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,32 @@ def nemo_name(name: str) -> str:
     return name
 
 
-def speech_table(rows: Sequence[Map], variant: str) -> MappingTable:
-    """Returns the table of a text model without what hears, as a variant of this name."""
-    outside = {"perception.*": HEARS, "ctc_timestamp.*": HEARS, "llm.mtp.*": FURTHER_TOKENS}
-    copies = {"llm.lm_head.weight": "llm.model.embed_tokens.weight"}
-    return MappingTable(rows, ignore=outside, copies=copies, variant=variant)
+EXPERT_PLACES = {"is_full_width": SPEECH_EXPERTS[0], "has_latent": SPEECH_EXPERTS[1]}
 
+TABLE = MappingTable(
+    (
+        *(
+            row
+            for row in nemotron_h.TABLE.renamed(nemo_name)
+            if not is_of_mtp(row) and ".experts." not in row.hf_names[0]
+        ),
+        *(
+            row
+            for condition, experts in EXPERT_PLACES.items()
+            for row in when(
+                condition,
+                *under("llm.model.layers.{J}.mixer", "layers.{J}.moe", *experts.forms["stacked, in last"]),
+            )
+        ),
+    ),
+    ignore={"perception.*": HEARS, "ctc_timestamp.*": HEARS, "llm.mtp.*": FURTHER_TOKENS},
+    copies={"llm.lm_head.weight": "llm.model.embed_tokens.weight"},
+)
 
-NUMBERED_ROWS = tuple(row for row in nemotron_h.TABLE.renamed(nemo_name) if not is_of_mtp(row))
-OTHER_ROWS = tuple(row for row in NUMBERED_ROWS if ".experts." not in row.hf_names[0])
-
-FAMILY = Family(
-    name="nemo_speechlm",
-    summary="Nemotron 3.5 Transcribe, text",
-    config=Config,
-    table=speech_table((*OTHER_ROWS, *SPEECH_EXPERT_ROWS), ""),
-    variants=(speech_table(NUMBERED_ROWS, "numbered"),),
-    model="tpuconv.models.nemo_speechlm.modules:Model",
-    architectures={"Nemotron3_5TranscribeForConditionalGeneration": "nemo_speechlm"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Nemotron 3.5 Transcribe, text",
+    "Nemotron3_5TranscribeForConditionalGeneration",
+    forms=SPEECH_EXPERTS,
 )

@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,4 @@ TABLE = decoder_table(
     others=(NORM_BIAS,),
 )
 
-FAMILY = Family(
-    name="nemotron",
-    summary="Nemotron-3 8B, Nemotron-4, Minitron",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.nemotron.modules:Model",
-    architectures={"NemotronForCausalLM": "nemotron"},
-)
+FAMILY = family(Config, TABLE, "Nemotron-3 8B, Nemotron-4, Minitron", "NemotronForCausalLM")

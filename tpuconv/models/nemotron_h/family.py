@@ -17,7 +17,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import GroupedExperts
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The letters of `hybrid_override_pattern`."""
@@ -234,11 +234,4 @@ TABLE = MappingTable(
     ignore={"mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="nemotron_h",
-    summary="Nemotron-H, Nemotron Nano 2, Nemotron 3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.nemotron_h.modules:Model",
-    architectures={"NemotronHForCausalLM": "nemotron_h"},
-)
+FAMILY = family(Config, TABLE, "Nemotron-H, Nemotron Nano 2, Nemotron 3", "NemotronHForCausalLM")

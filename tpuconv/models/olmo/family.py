@@ -7,7 +7,7 @@ from tpuconv.mapping.table import MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,4 @@ TABLE = MappingTable(
     [row for row in WITH_NORM if row.jax_names != ("norm.scale",)], ignore=WITH_NORM.ignore, copies=WITH_NORM.copies
 )
 
-FAMILY = Family(
-    name="olmo",
-    summary="OLMo 1B and 7B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.olmo.modules:Model",
-    architectures={"OlmoForCausalLM": "olmo"},
-)
+FAMILY = family(Config, TABLE, "OLMo 1B and 7B", "OlmoForCausalLM")

@@ -17,7 +17,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,4 @@ TABLE = decoder_table(
     POST_MLP_NORM,
 )
 
-FAMILY = Family(
-    name="olmo2",
-    summary="OLMo 2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.olmo2.modules:Model",
-    architectures={"Olmo2ForCausalLM": "olmo2"},
-)
+FAMILY = family(Config, TABLE, "OLMo 2", "Olmo2ForCausalLM")

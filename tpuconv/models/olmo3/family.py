@@ -9,7 +9,7 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import Rope, rope_of_layers
 from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
 from tpuconv.models.olmo2 import family as olmo2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 OLMO3_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
@@ -63,11 +63,4 @@ class Config(PatternConfig):
 
 TABLE = olmo2.TABLE
 
-FAMILY = Family(
-    name="olmo3",
-    summary="OLMo 3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.olmo3.modules:Model",
-    architectures={"Olmo3ForCausalLM": "olmo3"},
-)
+FAMILY = family(Config, TABLE, "OLMo 3", "Olmo3ForCausalLM", model="olmo2")

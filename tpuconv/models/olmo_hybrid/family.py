@@ -17,7 +17,7 @@ from tpuconv.models.common.rows import (
     decoder_table,
     when,
 )
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,4 @@ TABLE: MappingTable = decoder_table(
     recut=[tuple(f"model.layers.{{l}}.linear_attn.{x}_conv1d.weight" for x in "qkv")],
 )
 
-SAVED_TABLE = TABLE.renamed(
-    lambda name: name.replace("{f}.post_attention_layernorm.", "{f}.feedforward_layer_norm."), variant="saved"
-)
-"""Transformers 5.23 gives a norm of layers with full attention the name of one with linear attention when it saves a
-model."""
-
-FAMILY = Family(
-    name="olmo_hybrid",
-    summary="OLMo Hybrid",
-    config=Config,
-    table=TABLE,
-    variants=(SAVED_TABLE,),
-    model="tpuconv.models.olmo_hybrid.modules:Model",
-    architectures={"OlmoHybridForCausalLM": "olmo_hybrid"},
-)
+FAMILY = family(Config, TABLE, "OLMo Hybrid", "OlmoHybridForCausalLM")

@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,4 @@ TABLE = decoder_table(
     *under("mlp", "moe", *MOE_ROWS),
 )
 
-FAMILY = Family(
-    name="olmoe",
-    summary="OLMoE-1B-7B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.olmoe.modules:Model",
-    architectures={"OlmoeForCausalLM": "olmoe"},
-)
+FAMILY = family(Config, TABLE, "OLMoE-1B-7B", "OlmoeForCausalLM")

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, PositionedConfig, norm_rows
 from tpuconv.models.common.rows import when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,16 @@ class Config(PositionedConfig):
             )
 
 
-def _table(prefix: str) -> MappingTable:
-    return MappingTable(
-        (
-            Map(f"{prefix}decoder.embed_tokens.weight", "embed.embedding", "V D"),
-            Map(f"{prefix}decoder.embed_positions.weight", "positions.embedding", "v D"),
-            *under(f"{prefix}decoder.layers.{{L}}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
-            *norm_rows(f"{prefix}decoder.final_layer_norm", "norm"),
-            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        ),
-        copies={"lm_head.weight": f"{prefix}decoder.embed_tokens.weight"},
-        variant="" if prefix else "without model.",
-    )
-
-
-FAMILY = Family(
-    name="opt",
-    summary="OPT",
-    config=Config,
-    table=_table("model."),
-    variants=(_table(""),),
-    model="tpuconv.models.opt.modules:Model",
-    architectures={"OPTForCausalLM": "opt"},
+TABLE = MappingTable(
+    (
+        Map("model.decoder.embed_tokens.weight", "embed.embedding", "V D"),
+        Map("model.decoder.embed_positions.weight", "positions.embedding", "v D"),
+        *under("model.decoder.layers.{L}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
+        *norm_rows("model.decoder.final_layer_norm", "norm"),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+    ),
+    copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
 )
+
+
+FAMILY = family(Config, TABLE, "OPT", "OPTForCausalLM")

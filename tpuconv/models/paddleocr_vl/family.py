@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.ernie4_5 import family as ernie4_5
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,6 @@ class Config(WrapperConfig, MropeConfig, ernie4_5.Config):
     only: ClassVar = {"sliding_window": (None,)}
 
 
-TABLE, *VARIANTS = tables(ernie4_5.TABLE, "model.", {"visual": SEES, "mlp_AR": BRINGS, "projector": BRINGS})
+TABLE = inside(ernie4_5.TABLE, "model.", {"visual": SEES, "mlp_AR": BRINGS, "projector": BRINGS})
 
-FAMILY = Family(
-    name="paddleocr_vl",
-    summary="PaddleOCR-VL, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.paddleocr_vl.modules:Model",
-    architectures={"PaddleOCRVLForConditionalGeneration": "paddleocr_vl"},
-)
+FAMILY = family(Config, TABLE, "PaddleOCR-VL, text", "PaddleOCRVLForConditionalGeneration")

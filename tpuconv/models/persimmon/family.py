@@ -11,7 +11,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS
 from tpuconv.models.gpt_neox.family import NEOX_ATTENTION, NEOX_ATTENTION_BIAS, NEOX_MLP
 from tpuconv.models.phi.family import HEAD_LAYER_NORMS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="persimmon",
-    summary="Persimmon 8B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.persimmon.modules:Model",
-    architectures={"PersimmonForCausalLM": "persimmon"},
-)
+FAMILY = family(Config, TABLE, "Persimmon 8B", "PersimmonForCausalLM")

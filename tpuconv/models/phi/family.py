@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, QKV_BIAS, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="phi",
-    summary="Phi-1, Phi-1.5, Phi-2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.phi.modules:Model",
-    architectures={"PhiForCausalLM": "phi"},
-)
+FAMILY = family(Config, TABLE, "Phi-1, Phi-1.5, Phi-2", "PhiForCausalLM")

@@ -11,7 +11,7 @@ from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
 from tpuconv.models.common.rows import FUSED_MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 LONGROPE = ("longrope", "su", "yarn")
 """The names that files of this family have for LongRoPE."""
@@ -65,11 +65,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *FUSED_MLP),
 )
 
-FAMILY = Family(
-    name="phi3",
-    summary="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.phi3.modules:Model",
-    architectures={"Phi3ForCausalLM": "phi3"},
-)
+FAMILY = family(Config, TABLE, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "Phi3ForCausalLM")

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import MappingTable
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.phi3 import family as phi3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 BRINGS_BOTH = "brings images and sound to the text model, which alone is converted"
 ADAPTS = "an adapter for images or sound, without effect on text alone"
@@ -24,28 +23,18 @@ class Config(WrapperConfig, phi3.Config):
     max_position_embeddings: int = 131072
 
 
-def phi4_table(name: str, text: MappingTable) -> MappingTable:
-    """Returns the table of a text model without what sees and hears, as a variant of this name."""
-    (table,) = tables(
-        text,
-        "model.",
-        {"embed_tokens_extend": BRINGS_BOTH},
-        tensors={"layers.{L}.*.lora_A.*": ADAPTS, "layers.{L}.*.lora_B.*": ADAPTS},
-        name=name,
-        prefixes={"model.": "lm_head."},
-    )
-    return table
+TABLE = inside(
+    phi3.TABLE,
+    "model.",
+    {"embed_tokens_extend": BRINGS_BOTH},
+    tensors={"layers.{L}.*.lora_A.*": ADAPTS, "layers.{L}.*.lora_B.*": ADAPTS},
+)
 
-
-BESIDE_ADAPTERS = phi3.TABLE.renamed(lambda name: name.replace("_proj.", "_proj.base_layer."))
-"""With the names of matrices that have adapters."""
-
-FAMILY = Family(
-    name="phi4_multimodal",
-    summary="Phi-4-multimodal, text",
-    config=Config,
-    table=phi4_table("", phi3.TABLE),
-    variants=(phi4_table("base_layer", BESIDE_ADAPTERS),),
-    model="tpuconv.models.phi4_multimodal.modules:Model",
-    architectures={"Phi4MultimodalForCausalLM": "phi4_multimodal", "Phi4MMForCausalLM": "phi4mm"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Phi-4-multimodal, text",
+    "Phi4MultimodalForCausalLM",
+    types={"Phi4MMForCausalLM": "phi4mm"},
+    model="phi3",
 )

@@ -21,7 +21,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 PHI_ROPE = Rope(theta=1e6)
 """The rotary positions of a config.json without any."""
@@ -96,11 +96,4 @@ TABLE = decoder_table(
     others=(NORM_BIAS, Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias")),
 )
 
-FAMILY = Family(
-    name="phimoe",
-    summary="Phi-3.5-MoE, Phi-mini-MoE",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.phimoe.modules:Model",
-    architectures={"PhimoeForCausalLM": "phimoe", "PhiMoEForCausalLM": "phimoe"},
-)
+FAMILY = family(Config, TABLE, "Phi-3.5-MoE, Phi-mini-MoE", "PhimoeForCausalLM", "PhiMoEForCausalLM")

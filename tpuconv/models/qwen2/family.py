@@ -7,7 +7,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, MLP, MLP_NORM, QKV_BIAS, decoder_table
 from tpuconv.models.common.windows import WindowedConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP),
 )
 
-FAMILY = Family(
-    name="qwen2",
-    summary="Qwen2, Qwen2.5",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen2.modules:Model",
-    architectures={"Qwen2ForCausalLM": "qwen2"},
-)
+FAMILY = family(Config, TABLE, "Qwen2, Qwen2.5", "Qwen2ForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.thinker import ThinkerConfig, thinker_table
 from tpuconv.models.qwen2 import family as qwen2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 QWEN2_5_OMNI_ROPE = Rope(theta=1e6)
 """The rotary positions of a config.json without any."""
@@ -34,14 +34,11 @@ class Config(ThinkerConfig, MropeConfig, qwen2.Config):
 
 TABLE = thinker_table(qwen2.TABLE, "talker", "token2wav")
 
-FAMILY = Family(
-    name="qwen2_5_omni",
-    summary="Qwen2.5-Omni, text of the thinker",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen2_5_omni.modules:Model",
-    architectures={
-        "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni",
-        "Qwen2_5OmniModel": "qwen2_5_omni",  # of releases, whose thinker has a head
-    },
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen2.5-Omni, text of the thinker",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    model="qwen2",
 )

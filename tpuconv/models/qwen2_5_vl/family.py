@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.qwen2 import family as qwen2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 QWEN2_5_VL_ROPE = Rope(theta=1e6)
 """The rotary positions of a config.json without any."""
@@ -45,14 +45,6 @@ class Config(WrapperConfig, MropeConfig, qwen2.Config):
         return True if inside is True else super()._is_tied(raw)
 
 
-TABLE, *VARIANTS = tables(qwen2.TABLE, "model.", {"visual": SEES})
+TABLE = inside(qwen2.TABLE, "model.", {"visual": SEES})
 
-FAMILY = Family(
-    name="qwen2_5_vl",
-    summary="Qwen2.5-VL, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.qwen2_5_vl.modules:Model",
-    architectures={"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl"},
-)
+FAMILY = family(Config, TABLE, "Qwen2.5-VL, text", "Qwen2_5_VLForConditionalGeneration", model="qwen2")

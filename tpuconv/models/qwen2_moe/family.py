@@ -9,7 +9,7 @@ from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.qwen3_moe import family as qwen3_moe
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,4 @@ TABLE = decoder_table(
     ),
 )
 
-FAMILY = Family(
-    name="qwen2_moe",
-    summary="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen2_moe.modules:Model",
-    architectures={"Qwen2MoeForCausalLM": "qwen2_moe"},
-)
+FAMILY = family(Config, TABLE, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "Qwen2MoeForCausalLM")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.qwen2_5_vl import family as qwen2_5_vl
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,4 @@ class Config(qwen2_5_vl.Config):
 
 TABLE = qwen2_5_vl.TABLE
 
-FAMILY = Family(
-    name="qwen2_vl",
-    summary="Qwen2-VL, QVQ, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(qwen2_5_vl.VARIANTS),
-    model="tpuconv.models.qwen2_vl.modules:Model",
-    architectures={"Qwen2VLForConditionalGeneration": "qwen2_vl"},
-)
+FAMILY = family(Config, TABLE, "Qwen2-VL, QVQ, text", "Qwen2VLForConditionalGeneration", model="qwen2")

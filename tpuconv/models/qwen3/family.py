@@ -17,7 +17,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.windows import WindowedConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP),
 )
 
-FAMILY = Family(
-    name="qwen3",
-    summary="Qwen3, dense",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen3.modules:Model",
-    architectures={"Qwen3ForCausalLM": "qwen3"},
-)
+FAMILY = family(Config, TABLE, "Qwen3, dense", "Qwen3ForCausalLM")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.qwen3_5_text import family as text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,12 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen3_5"
 
 
-TABLE, *VARIANTS = tables(text.TABLE, "model.language_model.", text.OUTSIDE)
+TABLE = inside(text.TABLE, "model.language_model.", text.OUTSIDE)
 
-FAMILY = Family(
-    name="qwen3_5",
-    summary="Qwen3.5, dense, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.qwen3_5.modules:Model",
-    architectures={"Qwen3_5ForConditionalGeneration": "qwen3_5"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3.5, dense, text",
+    "Qwen3_5ForConditionalGeneration",
+    model="qwen3_5_text",
 )

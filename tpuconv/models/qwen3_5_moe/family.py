@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.qwen3_5_moe_text import family as text
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen3_vl_moe.family import PREFIX
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,12 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen3_5_moe"
 
 
-TABLE, *VARIANTS = (
-    *tables(text.TABLE, PREFIX, OUTSIDE),
-    *tables(text.STACKED_TABLE, PREFIX, OUTSIDE, name="stacked "),
-)
+TABLE = inside(text.TABLE, PREFIX, OUTSIDE)
 
-FAMILY = Family(
-    name="qwen3_5_moe",
-    summary="Qwen3.5 with experts, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.qwen3_5_moe.modules:Model",
-    architectures={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3.5 with experts, text",
+    "Qwen3_5MoeForConditionalGeneration",
+    model="qwen3_next",
 )

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, PRE_NORMS, SHARED, STACKED_EXPERTS, decoder_table
+from tpuconv.models.common.rows import EXPERT_MLPS, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.wrapper import tables
-from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
+from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -48,43 +47,25 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     full_attention_interval: int = 4
 
 
-def moe_rows(*experts: Map) -> tuple[Map, ...]:
-    """Returns the rows of a layer's router, of its experts, which are these, and of the shared one with its gate."""
-    return under(
-        "mlp",
-        "moe",
-        Map("gate.weight", "router.kernel", "E D -> D E"),
-        *experts,
-        *under("shared_expert", "shared", *SHARED),
-        Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-    )
+SHARED_MOE_ROWS = under(
+    "mlp",
+    "moe",
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    *EXPERT_MLPS,
+    *under("shared_expert", "shared", *SHARED),
+    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+)
+"""A layer's router, its experts, and the shared one with its gate."""
 
+TABLE = decoder_table(
+    *PRE_NORMS, *SHARED_MOE_ROWS, others=(*ATTENTION_OF_BOTH, *further_rows(*SHARED_MOE_ROWS)), ignore=OUTSIDE_TEXT
+)
 
-def text_table(variant: str, *experts: Map) -> MappingTable:
-    """Returns the table with these rows of experts."""
-    rows = moe_rows(*experts)
-    table = decoder_table(
-        *PRE_NORMS, *rows, others=(*ATTENTION_OF_BOTH, *further_rows(*rows)), ignore={"mtp.*": FURTHER_TOKENS}
-    )
-    return MappingTable(table.rows, ignore=table.ignore, copies=table.copies, variant=variant)
-
-
-TABLE = text_table("", *EXPERT_MLPS)
-STACKED_TABLE = text_table("stacked", *STACKED_EXPERTS)
-
-FAMILY = Family(
-    name="qwen3_5_moe_text",
-    summary="Qwen3.5 with experts, the text model on its own",
-    config=Config,
-    table=TABLE,
-    variants=(
-        STACKED_TABLE,
-        *tables(TABLE, "model.", OUTSIDE)[1:],
-        *tables(STACKED_TABLE, "model.", OUTSIDE, name="stacked ")[1:],
-    ),
-    model="tpuconv.models.qwen3_5_moe_text.modules:Model",
-    architectures={
-        "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
-        "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
-    },
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3.5 with experts, the text model on its own",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    model="qwen3_next",
 )

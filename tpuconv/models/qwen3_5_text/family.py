@@ -7,9 +7,9 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
-from tpuconv.models.common.wrapper import SEES, tables
+from tpuconv.models.common.wrapper import SEES
 from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig, further_rows
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,14 @@ ATTENTION_OF_BOTH = (
 
 MLP_ROWS = under("mlp", "mlp", *MLP)
 
-TABLE = decoder_table(
-    *PRE_NORMS, *MLP_ROWS, others=(*ATTENTION_OF_BOTH, *further_rows(*MLP_ROWS)), ignore={"mtp.*": FURTHER_TOKENS}
-)
-
 OUTSIDE = {"visual": SEES, "mtp": FURTHER_TOKENS}
-"""What is skipped. Models that users make of those with a vision tower may keep the architecture and the prefix of that
-beside the text model's config.json, and the reference reads them too."""
+"""What is skipped of a model with a vision tower."""
+OUTSIDE_TEXT = {"mtp.*": FURTHER_TOKENS, "visual.*": SEES, "model.visual.*": SEES}
+"""What is skipped of the text model. Models that users make of those with a vision tower may keep this beside the text
+model's config.json, and transformers reads them too."""
 
-FAMILY = Family(
-    name="qwen3_5_text",
-    summary="Qwen3.5, dense, the text model on its own",
-    config=Config,
-    table=TABLE,
-    variants=tables(TABLE, "model.", OUTSIDE)[1:],
-    model="tpuconv.models.qwen3_5_text.modules:Model",
-    architectures={"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
+TABLE = decoder_table(*PRE_NORMS, *MLP_ROWS, others=(*ATTENTION_OF_BOTH, *further_rows(*MLP_ROWS)), ignore=OUTSIDE_TEXT)
+
+FAMILY = family(
+    Config, TABLE, "Qwen3.5, dense, the text model on its own", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
 )

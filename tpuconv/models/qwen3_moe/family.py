@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,4 @@ TABLE = decoder_table(
     others=mlp_rows(*MOE_ROWS),
 )
 
-FAMILY = Family(
-    name="qwen3_moe",
-    summary="Qwen3, mixture of experts",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen3_moe.modules:Model",
-    architectures={"Qwen3MoeForCausalLM": "qwen3_moe"},
-)
+FAMILY = family(Config, TABLE, "Qwen3, mixture of experts", "Qwen3MoeForCausalLM")

@@ -23,7 +23,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.qwen3_moe.family import MOE_ROWS
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,4 @@ TABLE = decoder_table(
     ignore={"mtp.*": FURTHER_TOKENS},
 )
 
-FAMILY = Family(
-    name="qwen3_next",
-    summary="Qwen3-Next-80B-A3B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen3_next.modules:Model",
-    architectures={"Qwen3NextForCausalLM": "qwen3_next"},
-)
+FAMILY = family(Config, TABLE, "Qwen3-Next-80B-A3B", "Qwen3NextForCausalLM")

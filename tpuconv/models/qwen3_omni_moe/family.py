@@ -8,7 +8,7 @@ from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.thinker import ThinkerConfig, thinker_table
 from tpuconv.models.qwen3_moe import family as qwen3_moe
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 OMNI_ROPE = Rope(theta=1e6)
 """The rotary positions of a config.json without any."""
@@ -31,11 +31,10 @@ class Config(ThinkerConfig, MropeConfig, qwen3_moe.Config):
 
 TABLE = thinker_table(qwen3_moe.TABLE, "talker", "code2wav")
 
-FAMILY = Family(
-    name="qwen3_omni_moe",
-    summary="Qwen3-Omni, text of the thinker",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.qwen3_omni_moe.modules:Model",
-    architectures={"Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3-Omni, text of the thinker",
+    "Qwen3OmniMoeForConditionalGeneration",
+    model="qwen3_moe",
 )

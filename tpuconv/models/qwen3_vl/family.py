@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.qwen3 import family as qwen3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 QWEN3_VL_ROPE = Rope(theta=5e5)
 """The rotary positions of a config.json without any."""
@@ -26,14 +26,12 @@ class Config(WrapperConfig, MropeConfig, qwen3.Config):
     rope: Rope = QWEN3_VL_ROPE
 
 
-TABLE, *VARIANTS = tables(qwen3.TABLE, "model.language_model.", {"visual": SEES})
+TABLE = inside(qwen3.TABLE, "model.language_model.", {"visual": SEES})
 
-FAMILY = Family(
-    name="qwen3_vl",
-    summary="Qwen3-VL, dense, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.qwen3_vl.modules:Model",
-    architectures={"Qwen3VLForConditionalGeneration": "qwen3_vl"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3-VL, dense, text",
+    "Qwen3VLForConditionalGeneration",
+    model="qwen3",
 )

@@ -10,6 +10,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     HEAD_NORMS,
+    IN_FIRST_EXPERTS,
     O_BIAS,
     PRE_NORMS,
     QKV_BIAS,
@@ -18,10 +19,10 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
-from tpuconv.models.common.wrapper import SEES, WrapperConfig, tables
+from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.qwen3_vl.family import QWEN3_VL_ROPE
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -71,32 +72,23 @@ class Config(WrapperConfig, MropeConfig, qwen3_moe.Config):
         return self.some_dense and self.is_out_major
 
 
-GATE_AND_UP = ("gate.kernel", "up.kernel")
-IN_MAJOR = (
-    Map("experts.gate_up_proj", GATE_AND_UP, "E D (M + M) -> E D M, E D M"),
-    Map("experts.down_proj", "down.kernel", "E M D"),
-)
 STACKED = (
     *mlp_rows(Map("gate.weight", "router.kernel", "E D -> D E")),
-    *when("all_in_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *IN_MAJOR)),
+    *when("all_in_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *IN_FIRST_EXPERTS)),
     *when("all_out_major", *under("model.layers.{L}.mlp", "layers.{L}.moe", *STACKED_EXPERTS)),
-    *when("some_in_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *IN_MAJOR)),
+    *when("some_in_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *IN_FIRST_EXPERTS)),
     *when("some_out_major", *under("model.layers.{J}.mlp", "layers.{J}.moe", *STACKED_EXPERTS)),
 )
-"""Of releases. Quantized ones number the experts."""
 
 REST = (*PRE_NORMS, *ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS), *HEAD_NORMS)
 PREFIX = "model.language_model."
 
-TABLE, *OTHERS = tables(decoder_table(*REST, others=STACKED), PREFIX, {"visual": SEES})
-NUMBERED = tables(qwen3_moe.TABLE, PREFIX, {"visual": SEES}, name="numbered ")
+TABLE = inside(decoder_table(*REST, others=STACKED), PREFIX, {"visual": SEES})
 
-FAMILY = Family(
-    name="qwen3_vl_moe",
-    summary="Qwen3-VL with experts, text",
-    config=Config,
-    table=TABLE,
-    variants=(*OTHERS, *NUMBERED),
-    model="tpuconv.models.qwen3_vl_moe.modules:Model",
-    architectures={"Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen3-VL with experts, text",
+    "Qwen3VLMoeForConditionalGeneration",
+    model="qwen3_moe",
 )

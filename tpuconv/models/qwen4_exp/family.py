@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import WrapperConfig, tables
+from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen3_vl_moe.family import PREFIX
 from tpuconv.models.qwen4_exp_text import family as text
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,12 @@ class Config(WrapperConfig, text.Config):
     model_type: ClassVar[str] = "qwen4_exp"
 
 
-TABLE, *VARIANTS = (
-    *tables(text.TABLE, PREFIX, OUTSIDE),
-    *tables(text.STACKED_EXPERTS_TABLE, PREFIX, OUTSIDE, name="stacked "),
-)
+TABLE = inside(text.TABLE, PREFIX, OUTSIDE)
 
-FAMILY = Family(
-    name="qwen4_exp",
-    summary="Qwen4-Exp, such as Qwen3.8-Flash-Next, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.qwen4_exp.modules:Model",
-    architectures={"Qwen4ExpForConditionalGeneration": "qwen4_exp"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Qwen4-Exp, such as Qwen3.8-Flash-Next, text",
+    "Qwen4ExpForConditionalGeneration",
+    model="qwen4_exp_text",
 )

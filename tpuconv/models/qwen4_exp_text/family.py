@@ -9,11 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, STACKED_EXPERTS
-from tpuconv.models.common.wrapper import tables
 from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
-from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE
-from tpuconv.models.registry import Family
+from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
+from tpuconv.models.registry import family
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
 """What transformers calls the `layer_types` that the releases call "full_attention"."""
@@ -231,47 +229,28 @@ NGRAM_ROWS = (
 HASH_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
-def table_with(variant: str, *experts: Map) -> MappingTable:
-    """Returns the table with these rows of experts."""
-    layer, ours = "model.layers.{L}", "layers.{L}"
-    return MappingTable(
-        (
-            Map("model.embed_tokens.weight", "embed.embedding", "V D"),
-            *under(f"{layer}.attn_hyper_connection", f"{ours}.attn_streams", *STREAM_ROWS),
-            *under(f"{layer}.mlp_hyper_connection", f"{ours}.moe_streams", *STREAM_ROWS),
-            *ATTENTION_OF_BOTH,
-            *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *INDEXER_ROWS),
-            *under("model.layers.{a}.ple", "layers.{a}.ngrams", *NGRAM_ROWS),
-            *under(layer, ours, *qwen3_5_moe_text.moe_rows(*experts)),
-            *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
-            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        ),
-        ignore={
-            "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
-            **{f"model.layers.{{a}}.ple.ple_embedding.{name}": "computed from config.json" for name in HASH_BUFFERS},
-            "mtp.*": FURTHER_TOKENS,
-        },
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-        variant=variant,
-    )
+THEIR_LAYER, OUR_LAYER = "model.layers.{L}", "layers.{L}"
 
-
-TABLE = table_with("", *EXPERT_MLPS)
-STACKED_EXPERTS_TABLE = table_with("stacked", *STACKED_EXPERTS)
-
-FAMILY = Family(
-    name="qwen4_exp_text",
-    summary="Qwen4-Exp, the text model on its own",
-    config=Config,
-    table=TABLE,
-    variants=(
-        STACKED_EXPERTS_TABLE,
-        *tables(TABLE, "model.", OUTSIDE)[1:],
-        *tables(STACKED_EXPERTS_TABLE, "model.", OUTSIDE, name="stacked ")[1:],
+TABLE = MappingTable(
+    (
+        Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+        *under(f"{THEIR_LAYER}.attn_hyper_connection", f"{OUR_LAYER}.attn_streams", *STREAM_ROWS),
+        *under(f"{THEIR_LAYER}.mlp_hyper_connection", f"{OUR_LAYER}.moe_streams", *STREAM_ROWS),
+        *ATTENTION_OF_BOTH,
+        *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *INDEXER_ROWS),
+        *under("model.layers.{a}.ple", "layers.{a}.ngrams", *NGRAM_ROWS),
+        *under(THEIR_LAYER, OUR_LAYER, *qwen3_5_moe_text.SHARED_MOE_ROWS),
+        *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
+        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
-    model="tpuconv.models.qwen4_exp_text.modules:Model",
-    architectures={
-        "Qwen4ExpForCausalLM": "qwen4_exp_text",
-        "Qwen4ExpForConditionalGeneration": "qwen4_exp_text",
+    ignore={
+        "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
+        **{f"model.layers.{{a}}.ple.ple_embedding.{name}": "computed from config.json" for name in HASH_BUFFERS},
+        **OUTSIDE_TEXT,
     },
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+FAMILY = family(
+    Config, TABLE, "Qwen4-Exp, the text model on its own", "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"
 )

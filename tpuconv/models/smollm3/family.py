@@ -8,7 +8,7 @@ from tpuconv.mapping.table import under
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 SMOLLM3_ROPE = Rope(theta=2_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -76,11 +76,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *when("mlp_bias", *MLP_BIAS)),
 )
 
-FAMILY = Family(
-    name="smollm3",
-    summary="SmolLM3",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.smollm3.modules:Model",
-    architectures={"SmolLM3ForCausalLM": "smollm3"},
-)
+FAMILY = family(Config, TABLE, "SmolLM3", "SmolLM3ForCausalLM")

@@ -17,7 +17,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 SOLAR_ROPE = Rope(theta=1_000_000.0)
 """The rotary positions of a config.json without any."""
@@ -59,11 +59,4 @@ TABLE = decoder_table(
     others=mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS, *SHARED_EXPERT_ROWS),
 )
 
-FAMILY = Family(
-    name="solar_open",
-    summary="Solar Open 100B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.solar_open.modules:Model",
-    architectures={"SolarOpenForCausalLM": "solar_open"},
-)
+FAMILY = family(Config, TABLE, "Solar Open 100B", "SolarOpenForCausalLM")

@@ -8,7 +8,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, NORM_BIAS, QKV_BIAS, decoder_table, when
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,4 @@ TABLE = decoder_table(
     others=(NORM_BIAS,),
 )
 
-FAMILY = Family(
-    name="stablelm",
-    summary="StableLM 2, StableLM 3B, StableCode",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.stablelm.modules:Model",
-    architectures={"StableLmForCausalLM": "stablelm"},
-)
+FAMILY = family(Config, TABLE, "StableLM 2, StableLM 3B, StableCode", "StableLmForCausalLM")

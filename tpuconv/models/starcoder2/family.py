@@ -18,7 +18,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,4 @@ TABLE = decoder_table(
     others=(NORM_BIAS,),
 )
 
-FAMILY = Family(
-    name="starcoder2",
-    summary="StarCoder2",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.starcoder2.modules:Model",
-    architectures={"Starcoder2ForCausalLM": "starcoder2"},
-)
+FAMILY = family(Config, TABLE, "StarCoder2", "Starcoder2ForCausalLM")

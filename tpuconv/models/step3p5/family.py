@@ -12,7 +12,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -260,11 +260,4 @@ TABLE = decoder_table(
     ignore=MTP_IGNORE,
 )
 
-FAMILY = Family(
-    name="step3p5",
-    summary="Step-3.5-Flash",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.step3p5.modules:Model",
-    architectures={"Step3p5ForCausalLM": "step3p5"},
-)
+FAMILY = family(Config, TABLE, "Step-3.5-Flash", "Step3p5ForCausalLM")

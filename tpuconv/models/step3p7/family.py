@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, tables
-from tpuconv.models.registry import Family
+from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
+from tpuconv.models.registry import family
 from tpuconv.models.step3p5 import family as step3p5
 
 
@@ -15,18 +15,16 @@ class Config(WrapperConfig, step3p5.Config):
     model_type: ClassVar[str] = "step3p7"
 
 
-TABLE, *VARIANTS = tables(
+TABLE = inside(
     step3p5.TABLE,
     "model.",
     {"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
 )
 
-FAMILY = Family(
-    name="step3p7",
-    summary="Step-3.7-Flash, text",
-    config=Config,
-    table=TABLE,
-    variants=tuple(VARIANTS),
-    model="tpuconv.models.step3p7.modules:Model",
-    architectures={"Step3p7ForConditionalGeneration": "step3p7"},
+FAMILY = family(
+    Config,
+    TABLE,
+    "Step-3.7-Flash, text",
+    "Step3p7ForConditionalGeneration",
+    model="step3p5",
 )

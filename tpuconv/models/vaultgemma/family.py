@@ -7,7 +7,7 @@ from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import ATTN_NORM, MLP, decoder_table
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,4 @@ TABLE = decoder_table(
     *under("mlp", "mlp", *MLP),
 )
 
-FAMILY = Family(
-    name="vaultgemma",
-    summary="VaultGemma 1B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.vaultgemma.modules:Model",
-    architectures={"VaultGemmaForCausalLM": "vaultgemma"},
-)
+FAMILY = family(Config, TABLE, "VaultGemma 1B", "VaultGemmaForCausalLM")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, UnrotatedConfig, norm_rows
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,4 @@ TABLE = MappingTable(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILY = Family(
-    name="xglm",
-    summary="XGLM",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.xglm.modules:Model",
-    architectures={"XGLMForCausalLM": "xglm"},
-)
+FAMILY = family(Config, TABLE, "XGLM", "XGLMForCausalLM")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import under
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import family
 
 EXPERT_FIELDS = {
     *(
@@ -47,11 +47,4 @@ class Config(deepseek_v3.Config):
 
 TABLE = decoder_table(*deepseek_v3.ATTENTION_ROWS, *under("mlp", "mlp", *MLP))
 
-FAMILY = Family(
-    name="youtu",
-    summary="Youtu-LLM 2B",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.youtu.modules:Model",
-    architectures={"YoutuForCausalLM": "youtu"},
-)
+FAMILY = family(Config, TABLE, "Youtu-LLM 2B", "YoutuForCausalLM")

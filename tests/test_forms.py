@@ -1,0 +1,260 @@
+"""Releases name and group the tensors of one model in many ways: one table of each family reads them all."""
+
+import gzip
+import json
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.conversions import assert_same, convert, plan_for, restore
+from helpers.encoded import encoded, fp8
+from helpers.families import CASES, FIRST, OMNI, Case, hf_model
+from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.convert.plan.types import Options
+from tpuconv.errors import MappingError, UnsupportedConfig
+from tpuconv.mapping.spelling import Speller, by_template, respelled, rules_of
+from tpuconv.models.registry import get_family
+
+FROZEN = Path(__file__).parent / "data" / "frozen_tables.json.gz"
+"""The 1,044 tables of the version before forms, which had one for each spelling: what each made of a tiny model. The
+names that it supposed for a norm of DeepSeek V4's MTP layers, which transformers does not save, are corrected."""
+SAVED_BY_TRANSFORMERS = [case for name, case in FIRST.items() if not case.written_as and name not in OMNI]
+REFUSED = {"longcat_flash": "gate_up_proj"}
+"""Families of which transformers saves a tensor that no row reads: with LongCat's experts it stacks those that have no
+matrices in releases."""
+FAST = {"gemma3", "qwen3_5_moe", "mixtral", "kimi_linear", "molmo2", "olmo_hybrid", "deepseek_v4", "laguna"}
+
+Tensors = dict[str, np.ndarray]
+
+
+def some(cases: Iterable[Case], fast: Collection[str]) -> list[Any]:
+    """Cases for `parametrize`: those of families that are not in `fast` are slow."""
+    return [
+        pytest.param(case, id=case.family, marks=[] if case.family in fast else [pytest.mark.slow]) for case in cases
+    ]
+
+
+@cache
+def frozen() -> dict[str, Any]:
+    return json.loads(gzip.decompress(FROZEN.read_bytes()))
+
+
+@pytest.mark.parametrize("name", frozen())
+def test_every_table_before_is_read(name: str) -> None:
+    entry = frozen()[name]
+    family = get_family(entry["family"])
+    for before in entry["tables"]:
+        config = family.read_config(entry["config"], returns=before["returns"])
+        names = [each for stacks, _, _ in before["bindings"] for stack in stacks for each in stack]
+        table = family.table_for(names, config, before["returns"])
+        found = {
+            tuple(stack.names[0] for stack in binding.dst): (
+                [list(stack.names) for stack in binding.src],
+                str(binding.row.layout),
+            )
+            for binding in table.bind(config, before["mtp"])
+        }
+        assert found == {tuple(dst): (src, layout) for src, dst, layout in before["bindings"]}, before["variant"]
+        again = family.table_of(table.release, config, before["returns"])  # as a manifest gives it
+        assert again.fingerprint == table.fingerprint
+
+
+@pytest.mark.parametrize("case", some(SAVED_BY_TRANSFORMERS, FAST))
+def test_what_transformers_saves_is_read(case: Case, tmp_path: Path) -> None:
+    """As it saves by default, with the names of releases, and with those of its own modules."""
+    import torch
+
+    with warnings.catch_warnings():  # the rotary positions of llama4's vision tower are complex
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model = hf_model(case).to(torch.bfloat16)
+        for is_original in (True, False):
+            model.save_pretrained(tmp_path / f"{is_original}", save_original_format=is_original)
+    convert(tmp_path / "True", tmp_path / "True-out")
+    if case.family in REFUSED:
+        with pytest.raises(MappingError, match=REFUSED[case.family]):
+            plan_for(tmp_path / "False").check()
+        return
+    plan = convert(tmp_path / "False", tmp_path / "False-out")
+    assert_same(restore(tmp_path / "False-out"), restore(tmp_path / "True-out"))
+    skipped = sum(skip.count for skip in plan.skipped)
+    outside = any("alone is converted" in skip.reason for skip in plan.skipped)
+    for name, form in (("False", None), ("True", "transformers"), ("False", "released")):
+        out = tmp_path / f"{name}-as-{form}"
+        api.export(tmp_path / f"{name}-out", out, form=form, with_skipped=tmp_path / name if outside else None)
+        if form != "released" and not (form and outside):  # towers keep the names that they had
+            theirs, ours = read_tensors(tmp_path / "False"), read_tensors(out)
+            assert len(theirs) - len(ours) == (0 if outside else skipped)  # what is computed from config.json
+            assert_same(ours, {tensor: theirs[tensor] for tensor in ours})
+        convert(out, tmp_path / f"{form}-out")
+        assert_same(restore(tmp_path / f"{form}-out"), restore(tmp_path / "True-out"))
+
+
+def with_experts(name: str) -> Case:
+    return next(case for case in CASES if case.id == name)
+
+
+def stacked(tensors: Tensors, is_stacked: Callable[[str], bool]) -> Tensors:
+    """The tensors with the experts of some modules in one tensor each, as transformers 5 has them."""
+    out = dict(tensors)
+    for front in sorted({name.partition(".experts.")[0] for name in tensors if ".experts.0." in name}):
+        if not is_stacked(front):
+            continue
+        parts: dict[str, list[np.ndarray]] = {}
+        for name in sorted(tensors, key=lambda name: [int(x) for x in re.findall(r"\d+", name)]):
+            if name.startswith(f"{front}.experts."):
+                parts.setdefault(name.split(".")[-2], []).append(out.pop(name))
+        gate, up, down = (np.stack(parts[kind]) for kind in ("gate_proj", "up_proj", "down_proj"))
+        out[f"{front}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        out[f"{front}.experts.down_proj"] = down
+    return out
+
+
+def rewritten(folder: Path, out: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    return write_checkpoint(out, json.loads((folder / "config.json").read_text()), change(read_tensors(folder)))
+
+
+def is_even(front: str) -> bool:
+    return int(re.findall(r"\d+", front)[0]) % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-few-experts", "qwen3_5_moe-plain", "deepseek_v3-groups"])
+def test_layers_of_different_forms(name: str, hf: Any, orbax: Any, tmp_path: Path) -> None:
+    case = with_experts(name)
+    source = rewritten(hf(case), tmp_path / "hf", lambda tensors: stacked(tensors, is_even))
+    assert len(read_tensors(source)) != len(read_tensors(hf(case)))
+    plan = convert(source, tmp_path / "out")
+    assert_same(restore(tmp_path / "out"), restore(orbax(case)))
+    (form,) = read_manifest(tmp_path / "out").release.forms.values()
+    assert isinstance(form, Mapping)
+    assert {"one", "stacked"} == set(form)
+    outside = source if any("alone is converted" in skip.reason for skip in plan.skipped) else None
+    api.export(tmp_path / "out", tmp_path / "back", with_skipped=outside)
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(source))
+    convert(source, tmp_path / "some", Options(layers=range(1, 2)))
+    assert restore(tmp_path / "some").keys() < restore(tmp_path / "out").keys()
+    with pytest.raises(UnsupportedConfig, match=r"cannot be stacked with them|cannot stack"):
+        api.plan(source, scan_layers=True)
+
+
+def test_stacked_experts_in_fp8(hf: Any, tmp_path: Path) -> None:
+    """As transformers 5 has them: a parameter and its scales, without `.weight`."""
+    case = with_experts("qwen3_moe-few-experts")
+    encoded(hf(case), tmp_path / "one", fp8)
+
+    def whole(tensors: Tensors) -> Tensors:
+        scales = {n.removesuffix("_scale_inv"): x for n, x in tensors.items() if n.endswith("_scale_inv")}
+        others = {n: x for n, x in tensors.items() if not n.endswith("_scale_inv")}
+        made, of = stacked(others, is_even), stacked(scales, is_even)
+        return made | {f"{n}_scale_inv": x for n, x in of.items()}
+
+    source = rewritten(tmp_path / "one", tmp_path / "hf", whole)
+    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in read_tensors(source))
+    for encoding in ("dequantize", "keep"):
+        outs = [tmp_path / f"{encoding}-{name}" for name in ("one", "hf")]
+        for folder, out in zip((tmp_path / "one", source), outs, strict=True):
+            convert(folder, out, Options(encoding=encoding))
+        assert_same(restore(outs[1]), restore(outs[0]))
+    api.export(tmp_path / "keep-hf", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(source))
+
+
+def test_a_layer_that_is_spelled_apart(hf: Any, orbax: Any, tmp_path: Path) -> None:
+    case = FIRST["qwen3"]
+
+    def spelled(tensors: Tensors) -> Tensors:
+        return {re.sub(r"^model\.layers\.1\.", "language_model.model.layers.1.", n): x for n, x in tensors.items()}
+
+    source = rewritten(hf(case), tmp_path / "hf", spelled)
+    convert(source, tmp_path / "out")
+    assert_same(restore(tmp_path / "out"), restore(orbax(case)))
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(source))
+
+
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "base_model.model.", "pretrained_model.", "module._orig_mod."]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3"])
+def test_prefixes_of_trainers(prefix: str, name: str, hf: Any, orbax: Any, tmp_path: Path) -> None:
+    case = FIRST[name]
+    source = rewritten(hf(case), tmp_path / "hf", lambda tensors: {prefix + n: x for n, x in tensors.items()})
+    convert(source, tmp_path / "out")
+    assert_same(restore(tmp_path / "out"), restore(orbax(case)))
+
+
+def test_an_unknown_prefix_is_named(hf: Any, tmp_path: Path) -> None:
+    source = rewritten(hf(FIRST["llama"]), tmp_path / "hf", lambda tensors: {f"foo.{n}": x for n, x in tensors.items()})
+    with pytest.raises(MappingError, match=r"every name begins with 'foo\.', and all of them fit without it"):
+        plan_for(source).check()
+
+
+def test_tensors_of_two_forms_are_refused(hf: Any, tmp_path: Path) -> None:
+    case = with_experts("qwen3_moe-few-experts")
+    source = rewritten(hf(case), tmp_path / "hf", lambda tensors: tensors | stacked(tensors, is_even))
+    with pytest.raises(MappingError, match="has no row"):
+        plan_for(source).check()
+
+
+def changes(tensors: Tensors) -> dict[str, tuple[str, Tensors]]:
+    """For each kind of tensor the name of one, and the tensors with that one lost, renamed, of another shape, or there
+    in a second spelling."""
+    out = {}
+    for pattern, names in by_template(tensors).items():
+        name = names[-1]
+        rest = {n: x for n, x in tensors.items() if n != name}
+        out[f"{pattern} lost"] = name, rest
+        out[f"{pattern} renamed"] = name, rest | {f"{name}x": tensors[name]}
+        out[f"{pattern} of another shape"] = name, rest | {name: np.concatenate([tensors[name]] * 2)}
+        out[f"{pattern} twice"] = name, tensors | {f"language_model.{name}": tensors[name]}
+    return out
+
+
+@pytest.mark.parametrize("case", some(FIRST.values(), {"qwen3_moe"}))
+def test_nothing_is_lost_silently(case: Case, hf: Any, tmp_path: Path) -> None:
+    """Every tensor is used once: where one is lost, renamed, of another shape or there twice, the plan says so."""
+    folder = hf(case)
+    raw, tensors, plan = json.loads((folder / "config.json").read_text()), read_tensors(folder), plan_for(folder)
+    bound = {name for binding in plan.bindings for name in binding.src_shapes()}
+    is_used = {info.name for name in bound for info in plan.tensors[name].stored}
+    for number, (what, (name, changed)) in enumerate(changes(tensors).items()):
+        if name in is_used:  # not skipped, and no copy
+            assert plan_for(write_checkpoint(tmp_path / str(number), raw, changed)).faults, what
+
+
+def test_names_lead_to_those_of_the_table() -> None:
+    known = ["model.embed_tokens.weight", "model.layers.#.mlp.up_proj.weight", "lm_head.weight"]
+    speller = Speller(known)
+    for given, want in {
+        "language_model.model.layers.#.mlp.up_proj.weight": known[1],
+        "model.language_model.layers.#.mlp.up_proj.weight_scale_inv": f"{known[1]}_scale_inv",
+        "base_model.model.model.layers.#.mlp.up_proj.lora_A.weight": "model.layers.#.mlp.up_proj.lora_A.weight",
+        "layers.#.mlp.up_proj.base_layer.weight": known[1],
+        "_orig_mod.lm_head.weight": known[2],
+        "model.layers.#.mlp.other.weight": None,
+        "visual.blocks.#.mlp.up_proj.weight": None,
+    }.items():
+        assert speller.canonical(given) == want
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        {"model.a.w": "model.a.w", "model.b.w": "model.b.w"},
+        {"model.a.w": "language_model.model.a.w", "lm_head.w": "language_model.lm_head.w"},
+        {"model.a.w": "a.w", "model.b.w": "b.w", "lm_head.w": "lm_head.w"},
+        {"a.w": "model.a.w", "b.w": "model.c.w", "head.w": "lm_head.w"},
+        {"m.experts.e": "m.experts.e", "m.experts.bias": "m.gate.bias", "m.gate.w": "m.gate.w"},
+    ],
+)
+def test_rules_give_the_names_back(spelled: dict[str, str]) -> None:
+    rules = rules_of(spelled)
+    assert {name: respelled(name, rules) for name in spelled} == spelled
+    assert len(rules) <= sum(ours != theirs for ours, theirs in spelled.items()) + 1

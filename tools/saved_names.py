@@ -1,0 +1,286 @@
+"""Writes tpuconv/models/common/saved_names.json: how transformers spells and groups the tensors of each family.
+
+    python tools/saved_names.py [FAMILY]...
+
+Run it after an update of transformers. A model of transformers has names of its own for modules (those that
+`save_pretrained(save_original_format=False)` writes), and by default it saves others, which differ from those of
+releases for some families. Both follow from transformers' conversion mapping: a renaming becomes another name of a
+module, an operation on tensors becomes a row with another layout. What is the name of another tensor elsewhere becomes
+a form of that one row. Only what the reader of releases does not find by itself is written.
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers.families import CASES, OMNI, Case, hf_model
+from tpuconv.errors import LayoutError
+from tpuconv.mapping.forms import ReleaseReader, places
+from tpuconv.mapping.release import AS_TABLED, Release
+from tpuconv.mapping.spelling import module_of, template, with_indices_of
+from tpuconv.mapping.table import Map, MappingTable, row_indices
+from tpuconv.models.common.forms import ALL_FORMS
+from tpuconv.models.common.saved import forget_saved
+from tpuconv.models.registry import find_family
+
+FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
+
+
+@dataclass
+class Found:
+    """What transformers has for a family.
+
+    Attributes:
+        names: templates of its names, and those of the table.
+        forms: rows in place of rows of the table.
+        outside: modules beside the text model.
+        release: how the modules of transformers' model are named and grouped.
+        lost: what cannot be said by rows.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    forms: list[tuple[Sequence[Map], Sequence[Map]]] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    release: Release = AS_TABLED
+    lost: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        forms = [
+            {
+                "home": [list(row.hf_names) for row in home],
+                "when": home[0].when,
+                "rows": [{"hf": row.hf, "jax": list(row.jax_names), "layout": row.layout} for row in rows],
+            }
+            for home, rows in self.forms
+        ]
+        facts = {
+            "names": self.names,
+            "forms": forms,
+            "outside": self.outside,
+            "release": self.release.to_json(),
+        }
+        return {name: value for name, value in facts.items() if value}
+
+
+def axes_of(side: str) -> list[str]:
+    """The axes of one tensor of a layout: `E (M + M) D` has three."""
+    return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\S+", side)
+
+
+def joined(rows: Sequence[Map], hf: str, operations: Sequence[Any]) -> Map:
+    """The row of the tensor that operations of transformers make of those of other rows.
+
+    Raises:
+        NotImplementedError: an operation has no layout.
+    """
+    sides = []
+    for row in rows:
+        src, _, dst = row.layout.partition("->")
+        sides.append((axes_of(src), (dst or src).strip(), row_indices(row)[1]))
+    for operation in operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            sides = [([*stack, *src], dst, []) for src, dst, stack in sides]
+        elif kind == "Concatenate" and len(sides) == 1 and sides[0][2] and operation.dim == 0:
+            first, dst, stack = sides[0]
+            sides = [([f"({' '.join(stack)} {first[0]})", *first[1:]], dst, [])]
+        elif kind == "Concatenate":
+            first, axis = sides[0][0], operation.dim
+            whole = "(" + " + ".join(src[axis] for src, _, _ in sides) + ")"
+            sides = [([*first[:axis], whole, *first[axis + 1 :]], ", ".join(dst for _, dst, _ in sides), [])]
+        elif kind == "Transpose":
+            for src, _, _ in sides:
+                src[operation.dim0], src[operation.dim1] = src[operation.dim1], src[operation.dim0]
+        else:
+            raise NotImplementedError(kind)
+    if len(sides) != 1 or sides[0][2]:
+        raise NotImplementedError("several tensors")
+    src, dst, _ = sides[0]
+    jax = tuple(name for row in rows for name in row.jax_names)
+    return Map(hf, jax if len(jax) > 1 else jax[0], f"{' '.join(src)} -> {dst}", rows[0].when, rows[0].buffer)
+
+
+def split(row: Map, names: Sequence[str]) -> Iterator[Map]:
+    """The rows of the tensors into which transformers splits that of a row, at its joined axis.
+
+    Raises:
+        NotImplementedError: the row has not as many parameters.
+    """
+    src, _, dst = row.layout.partition("->")
+    axes, sides = axes_of(src), dst.split(",")
+    found = re.fullmatch(r"\((?:\((.*)\) (\w+)|(.*))\)", axes[0])
+    parts = (found[1] or found[3]).split(" + ") if found else []
+    if not found or not len(parts) == len(names) == len(sides):
+        raise NotImplementedError("several tensors")
+    for part, name, jax, side in zip(parts, names, row.jax_names, sides, strict=True):
+        axis = f"({part} {found[2]})" if found[2] else part
+        yield Map(name, jax, f"{' '.join([axis, *axes[1:]])} -> {side.strip()}", row.when, row.buffer)
+
+
+class Finder:
+    """Finds what transformers has for the tensors of a table."""
+
+    def __init__(self, table: MappingTable, model: Any):
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        self.renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self.converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self.back = [
+            each.reverse_transform()
+            for each in reversed(mapping)
+            if isinstance(each, WeightRenaming) and not isinstance(each, PrefixChange)
+        ]
+        self.prefix, self.keys = model.base_model_prefix, dict.fromkeys(model.state_dict(), 1)
+        self.table, self.own = table, {template(name) for row in table for name in row.hf_names}
+        self.known = {
+            form.hf_names: rows
+            for place in places(table, ALL_FORMS)
+            for rows in [place.forms]
+            for form in rows[place.home]
+        }
+        self.found = Found()
+        self.plain = ReleaseReader(table, ALL_FORMS).speller
+
+    def run(self, config: Any) -> Found:
+        merged: dict[tuple[str | None, str], dict[str, tuple[str, Map, Any]]] = defaultdict(dict)
+        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        for binding in self.table.bind(config):
+            for hf, stack in zip(binding.row.hf_names, binding.src, strict=True):
+                name = stack.names[0]
+                target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.keys)
+                if pattern is None:
+                    for other in (target, apply_renamings(target, self.back)):
+                        self.add_name(template(other), hf, binding.row)
+                    continue
+                saved = apply_renamings(apply_renamings(name, self.renamings), self.back)
+                self.add_name(template(saved), hf, None)
+                parts = merged[binding.row.when, template(target)]
+                parts.setdefault(pattern, (hf, binding.row, by_pattern[pattern]))
+        groups: dict[tuple[str | None, str], list[tuple[list[Map], list[Map]]]] = defaultdict(list)
+        for (when, target), parts in merged.items():
+            for rows, new in self.merged_rows(target, parts):
+                groups[when, module_of(target)].append((rows, new))
+        for pairs in groups.values():
+            self.found.forms.append(
+                ([row for rows, _ in pairs for row in rows], [row for _, new in pairs for row in new])
+            )
+        self.found.names = {a: b for a, b in self.found.names.items() if self.plain.canonical(a) != b}
+        self.found.outside = sorted(set(self.beside(config)))
+        return self.found
+
+    def beside(self, config: Any) -> Iterator[str]:
+        """The modules of transformers' model beside the text model that the table does not skip by these names."""
+        found = {template(name) for _, rows in self.found.forms for row in rows for name in row.hf_names}
+        found |= self.found.names.keys()
+        skipped = self.table.ignored(config, include_mtp=True)
+        for key in self.keys:
+            if self.plain.canonical(template(key)) is None and template(key) not in found and not skipped(key):
+                yield key.removeprefix("model.").partition(".")[0]
+
+    def targets_of(self, target: str, converter: Any) -> list[str]:
+        """The names of all that a converter makes, of which one is `target`."""
+        own = next(each for each in converter.target_patterns if each in target)
+        return [target.replace(own, each) for each in converter.target_patterns]
+
+    def add_name(self, other: str, hf: str, row: Map | None) -> None:
+        if other == template(hf):
+            return
+        if other not in self.own and self.found.names.get(other, template(hf)) == template(hf):
+            self.found.names[other] = template(hf)
+        elif row is not None and len(row.hf_names) == 1 and other in self.own:
+            new = replace(row, hf=with_indices_of(hf, other))
+            if ([row], [new]) not in self.found.forms:
+                self.found.forms.append(([row], [new]))
+
+    def merged_rows(
+        self, target: str, parts: Mapping[str, tuple[str, Map, Any]]
+    ) -> Iterator[tuple[list[Map], list[Map]]]:
+        """The rows that a converter joins or splits, and the rows of what it makes of them."""
+        converter = next(iter(parts.values()))[2]
+        try:
+            if len(converter.source_patterns) == 1 and len(converter.target_patterns) > 1:
+                ((hf, row, _),) = parts.values()
+                names = [with_loop_of(hf, row, other) for other in self.targets_of(target, converter)]
+                yield [row], list(split(row, names))
+                return
+            order = [parts[pattern] for pattern in converter.source_patterns]
+            if any(len(row.hf_names) > 1 for _, row, _ in order) or len(converter.target_patterns) > 1:
+                raise NotImplementedError("several to several")
+            rows = [row for _, row, _ in order]
+            new = joined(rows, with_loop_of(order[0][0], rows[0], target), converter.operations)
+            MappingTable([new])
+        except (NotImplementedError, KeyError, IndexError, ValueError, LayoutError) as error:
+            self.found.lost.append(f"{target}: {type(error).__name__} {error}")
+            return
+        forms = self.known.get(rows[0].hf_names, {})
+        alike = [
+            row
+            for form in forms.values()
+            for row in form
+            if row.jax_names == new.jax_names and row.layout.replace(" ", "") == new.layout.replace(" ", "")
+        ]
+        if not alike and new.hf != rows[0].hf:
+            yield rows, [new]
+        elif not alike:
+            self.found.lost.append(f"{target}: the same name with another layout, which config.json must tell")
+        elif template(alike[0].hf_names[0]) != target:
+            self.found.names[target] = template(alike[0].hf_names[0])
+
+
+def with_loop_of(hf: str, row: Map, pattern: str) -> str:
+    """A template with the indices over which a row loops."""
+    loop = iter(row_indices(row)[0])
+    return re.sub("#", lambda _: f"{{{next(loop)}}}", pattern)
+
+
+def merged(releases: Iterable[Release]) -> Release:
+    """What several configs of a family show of it."""
+    spelling, forms = {}, {}
+    for release in releases:
+        spelling |= release.spelling
+        forms |= {name: form for name, form in release.forms.items() if isinstance(form, str)}
+    return Release(spelling=spelling, forms=forms)
+
+
+def main() -> None:
+    wanted = sys.argv[1:]
+    out: dict[str, Any] = json.loads(FILE.read_text()) if wanted else {}
+    of_family: dict[str, list[Case]] = defaultdict(list)
+    for case in CASES:
+        if not case.written_as and case.family not in OMNI and (not wanted or case.family in wanted):
+            of_family[case.family].append(case)
+    for name, cases in of_family.items():
+        models = [hf_model(case) for case in cases]
+        raws = [json.loads(model.config.to_json_string()) for model in models]
+        family = find_family(raws[0])
+        configs = [family.read_config(raw) for raw in raws]
+        found = Finder(family.table, models[0]).run(configs[0])
+        for text in found.lost:
+            print(f"{name}: no row: {text}")
+        out[family.name] = found.to_json()
+        FILE.write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
+        forget_saved()
+        pairs = zip(models, configs, strict=True)
+        read = (family.table_for(model.state_dict(), config).release for model, config in pairs)
+        out[family.name] = replace(found, release=merged(read)).to_json()
+    FILE.write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
+    print(f"{FILE.name}: {len(out)} families")
+
+
+if __name__ == "__main__":
+    main()

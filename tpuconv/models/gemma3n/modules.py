@@ -1,7 +1,0 @@
-"""Gemma 3n with what sees and hears: the modules of the text model."""
-
-from tpuconv.models.gemma3n_text import modules as gemma3n_text
-
-
-class Model(gemma3n_text.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

@@ -1,7 +1,0 @@
-"""Gemma 4 with what sees and hears: the modules of the text model."""
-
-from tpuconv.models.gemma4_text import modules as gemma4_text
-
-
-class Model(gemma4_text.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

@@ -1,7 +1,0 @@
-"""InternLM 3 (arXiv:2403.17297 has its predecessor): the modules of Llama."""
-
-from tpuconv.models.llama import modules as llama
-
-
-class Model(llama.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

@@ -1,7 +1,0 @@
-"""Ministral 8B: the modules of Llama."""
-
-from tpuconv.models.llama import modules as llama
-
-
-class Model(llama.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

@@ -1,8 +1,0 @@
-"""Qwen2.5-VL (arXiv:2502.13923): the modules of Qwen2. The three positions of a text token are equal, so that its
-rotary positions are plain."""
-
-from tpuconv.models.qwen2 import modules as qwen2
-
-
-class Model(qwen2.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

@@ -1,7 +1,0 @@
-"""Qwen2-VL (arXiv:2409.12191): the modules of Qwen2."""
-
-from tpuconv.models.qwen2 import modules as qwen2
-
-
-class Model(qwen2.Model):
-    """Token ids [B, T] to logits [B, T, V]."""

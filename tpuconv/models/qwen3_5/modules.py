@@ -1,7 +1,0 @@
-"""Qwen3.5, dense: the modules of the text model."""
-
-from tpuconv.models.qwen3_5_text import modules as text
-
-
-class Model(text.Model):
-    """Token ids [B, T] to logits [B, T, V]."""
