@@ -67,7 +67,7 @@ def test_what_safetensors_take_along_is_not_called_left_out(wrapper: Path, tmp_p
     plan = api.plan(wrapper / "hf", target="huggingface").to_json()
     assert (plan["carried"], plan["skipped"]) == (done.carried, [])
     text = tpuconv_command("convert", wrapper / "hf", tmp_path / "direct", "--target", "huggingface").stdout
-    assert f"carried along unchanged: {done.carried} tensors" in text
+    assert f"copied unchanged: {done.carried} tensors" in text
     assert "not converted" not in text
 
 

@@ -1,5 +1,5 @@
-"""What a terminal shows: text, JSON, tables. Foreign text (names, paths, messages) is made `plain` here, wherever it
-stands; it never is markup."""
+"""Writes text, JSON and tables to a terminal. Foreign text (names, paths, messages) is made `plain` here and is never
+markup."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
 COPIED = " " * 5
-"""What a command in a hint begins with, which a user copies."""
+"""The beginning of a command in a hint, which a user copies."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
 
 

@@ -15,7 +15,7 @@ from tpuconv.sizes import format_size
 from tpuconv.text import plain
 
 QUIET_SECONDS = 30
-"""Between two lines where stderr is no terminal."""
+"""The time between two lines if stderr is not a terminal."""
 FULL_WIDTH = 80
 """Columns of a terminal below which the memory is left out: the bar would take two lines."""
 
