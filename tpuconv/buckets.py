@@ -22,7 +22,7 @@ from tpuconv.location import SCHEMES, BucketPath
 from tpuconv.object_requests import UploadedBytes, delete_if
 
 Version = Mapping[str, str]
-"""What tells two contents of an object apart: `e_tag`, and `version` where the store has one."""
+"""The version of an object's contents: `e_tag`, and `version` if the store has one."""
 ABSENT_OBJECT: Version = {}
 """The condition of a write that there is no object yet."""
 
@@ -360,7 +360,7 @@ def delete_object(path: BucketPath, version: Version) -> bool | None:
 
 
 def is_same(version: Version, other: Version) -> bool:
-    """Whether two versions of an object are one, by what a store says of both."""
+    """Returns True if two versions of an object are equal, by the store's description of both."""
     common = version.keys() & other.keys()
     return bool(common) and all(version[key].strip('"') == other[key].strip('"') for key in common)
 
@@ -445,6 +445,6 @@ def _translated(path: BucketPath, *, writes: bool = False) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, without the queries of URLs: those of Azure hold signatures."""
+    """Returns the text of an error, without the queries of URLs: the queries of Azure contain signatures."""
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"\?\S*", "", line)

@@ -14,7 +14,7 @@ def largest(dtype: "np.dtype[Any]") -> float:
 
 
 def overflows(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast, or another change, has made a finite value infinite or NaN."""
+    """Returns True if a cast or another change has made a finite value infinite or NaN."""
     if before.dtype == after.dtype and np.shares_memory(before, after):
         return False
     wrong = ~np.isfinite(after)

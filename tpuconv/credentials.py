@@ -31,7 +31,7 @@ def credentials(scheme: str) -> tuple[str, Callable[[], Any] | None]:
     if names := [name for name in CREDENTIAL_VARIABLES[scheme] if name in os.environ]:
         return f"the environment ({', '.join(names)})", None
     found = _google_credentials() if scheme == "gs" else _boto3_credentials() if scheme == "s3" else None
-    return found or ("those of this machine, if it has any", None)
+    return found or ("the credentials of this machine, if it has any", None)
 
 
 def google_token() -> str | None:
@@ -43,7 +43,8 @@ def google_token() -> str | None:
 
 
 def _google_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What google-auth finds, where it is installed: a login of gcloud, a workload identity, a metadata server."""
+    """Returns the credentials that google-auth finds, if it is installed: a login of gcloud, a workload identity, a
+    metadata server."""
     try:
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError
@@ -58,7 +59,7 @@ def _google_credentials() -> tuple[str, Callable[[], Any]] | None:
 
 
 def _boto3_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What boto3 finds, where it is installed: a profile, SSO, a role."""
+    """Returns the credentials that boto3 finds, if it is installed: a profile, SSO, a role."""
     try:
         import boto3  # type: ignore[import-untyped]
         from obstore.auth.boto3 import Boto3CredentialProvider

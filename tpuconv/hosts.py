@@ -1,4 +1,4 @@
-"""Which part of the work is that of this process, where several convert one model.
+"""Finds the share of this process when several processes convert one model.
 
 Nothing here starts processes: clusters do. Each process knows its index and their count, from options or from what the
 cluster says in the environment.
@@ -83,11 +83,11 @@ CLUSTERS = (
     Cluster("Slurm, within srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     Cluster("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
 )
-"""Those that have a variable for each number, in the order in which they are looked for."""
+"""The clusters that have a variable for each number, in the order of the search."""
 TPU_ON_GKE = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 SLICES = ("MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
 INDEXED_JOB = "JOB_COMPLETION_INDEX"
-"""Of an indexed Job of Kubernetes, and so of a JobSet. It has no variable for the count."""
+"""The variable of an indexed Job of Kubernetes, and of a JobSet. There is no variable for the count."""
 TPU_VM = ("agent-worker-number", "worker-network-endpoints")
 """Attributes of a TPU VM on its metadata server."""
 

@@ -79,7 +79,7 @@ Location = Path | BucketPath
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
+    """Returns True if a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
     return _ADDRESS.match(str(text)) is not None
 
 

@@ -14,7 +14,7 @@ JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000
 
 
 def peak_memory() -> int:
-    """The peak resident memory of this process in bytes. Linux's getrusage would count that of the parent before
+    """The peak resident memory of this process in bytes. Linux's getrusage would count the memory of the parent before
     exec."""
     try:
         status = Path("/proc/self/status").read_text()

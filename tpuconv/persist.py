@@ -24,7 +24,7 @@ from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
 
 PART_BYTES = 64 << 20
-"""What is brought from the device at a time to be hashed."""
+"""The bytes that are copied from the device at a time for hashing."""
 
 
 def save(

@@ -1,4 +1,4 @@
-"""What a quantization is calibrated on."""
+"""The text and the samples of a calibration."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ class CalibrationText:
 def calibration_data(
     ckpt: Location, rules: "QuantConfig", text: str | Path | None, samples: int, length: int
 ) -> "CalibrationData | None":
-    """What a config with a calibration runs on; None for others.
+    """Returns the samples for a config with a calibration; None for other configs.
 
     Raises:
         UsageError: there is a text and no calibration, or a sample has more tokens than the model has positions; or see

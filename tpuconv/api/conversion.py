@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
-"""What `dtype` and `encoding` may be; `--dtype` of every command."""
+"""The values of `dtype` and `encoding`, and of `--dtype` of every command."""
 
 
 def convert(
@@ -137,8 +137,8 @@ def plan(
     jobs: int | None = None,
     progress: Listener = ignore,
 ) -> ConversionPlan:
-    """What `convert` with these arguments would do. No weights are downloaded or read. What does not fit is in
-    `plan.faults`; `check` raises it.
+    """Plans `convert` with these arguments. No weights are downloaded or read. `plan.faults` lists the faults; `check`
+    raises them.
 
     Raises:
         TpuconvError: the source cannot be read or its architecture is not supported.
@@ -196,7 +196,7 @@ def plan_quantization(
     max_memory: int | None = None,
     jobs: int | None = None,
 ) -> ConversionPlan:
-    """What `quantize` with these arguments would do. No weights are read.
+    """Plans `quantize` with these arguments. No weights are read.
 
     Raises:
         TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
@@ -226,7 +226,7 @@ def quantize(
     progress: Listener = ignore,
 ) -> Conversion:
     """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
-    bit. With a config that has a `calibration` the quantized values are those of its method instead.
+    bit. If the config has a `calibration`, its method chooses the quantized values instead.
 
     The output appears complete or not at all; interrupted, the same call continues.
 
@@ -272,7 +272,7 @@ def quantize(
 
 
 def is_checkpoint(path: str | Location) -> bool:
-    """Whether a folder, on a disk or in a bucket, holds a checkpoint of ours."""
+    """Returns True if a folder, on a disk or in a bucket, contains a checkpoint of tpuconv."""
     from tpuconv.storage.places import is_file
 
     return is_file(to_location(path) / MANIFEST)

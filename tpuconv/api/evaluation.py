@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         checkpoint: the folder that was checked.
-        arrays: how many arrays were checked.
-        files: how many other files were checked.
-        bytes: size of what was read.
-        faults: what is missing, damaged, changed or extra.
-        updated: files that were taken into the manifest; None if that was not asked for.
+        arrays: the number of checked arrays.
+        files: the number of other checked files.
+        bytes: the bytes that were read.
+        faults: missing, damaged, changed and extra files.
+        updated: files that were recorded in the manifest; None without `update`.
         seconds: wall-clock time.
     """
 
@@ -112,7 +112,7 @@ def verify(ckpt: str | Location, *, update: bool = False, progress: Listener = i
 
 @dataclass(frozen=True)
 class Comparison:
-    """The logits of a converted model beside those of transformers; or its scores or hidden states.
+    """The logits, scores or hidden states of a converted model, compared with transformers.
 
     Attributes:
         checkpoint: the folder of the checkpoint.
@@ -144,13 +144,13 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """What failed, a sentence each."""
+        """The failures, one sentence each."""
         first = self.first_diverging
         return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures()
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if the quantization config has none."""
+        """True if all gates hold; None if the quantization config has no gates."""
         return False if self.failures else self.statistics.passed
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class Comparison:
                 else "the source changed since the conversion: convert it again"
             )
             raise GateError(
-                f"the {what} model does not compute what the original does",
+                f"the {what} model computes other outputs than the original",
                 details=self.failures,
                 hint=changed if self.source_changed else None,
             )
@@ -250,7 +250,7 @@ def compare(
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
         layerwise = layerwise or _needs_decoded(manifest, own, mesh)
-        progress(Progress("comparing the source with that of the conversion"))
+        progress(Progress("comparing the source with the source of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         on_source(changed)
         ids = tokenized(manifest, own, prompts)
@@ -328,11 +328,11 @@ def _source_folder(manifest: "Manifest") -> Path:
 
 
 def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] | None) -> bool:
-    """Whether transformers must be given decoded weights, which is done layer by layer: by itself it would round the
-    inputs of the source's matrices, and the converted model does not.
+    """Returns True if transformers needs decoded weights, which are compared layer by layer. On the encoded source it
+    would round the inputs of matrices, and the converted model does not.
 
     Raises:
-        UsageError: it must, and this checkpoint cannot be compared layer by layer.
+        UsageError: transformers needs them, and this checkpoint cannot be compared layer by layer.
     """
     from tpuconv.encodings.schemes import quantizes_inputs
     from tpuconv.models.stored import model_config
@@ -390,8 +390,8 @@ def _room(manifest: "Manifest", dtype: str, *, layerwise: bool) -> int | None:
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts, by the tokenizer in a folder. Where there are none, those of the built-in ones, of which no
-    more is taken than the model has positions for.
+    """Returns the token ids of prompts, by the tokenizer in a folder. Without prompts it uses the built-in ones, of
+    which no more is taken than the model has positions for.
 
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.

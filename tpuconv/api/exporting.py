@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Export:
-    """What `export` wrote.
+    """The output of `export`.
 
     Attributes:
         out: the folder with the safetensors files.
         family: the family of the model.
         target: the program that the checkpoint is for.
         arrays: the folder of the Orbax checkpoint.
-        skipped: what was not exported of a trainer's checkpoint, or of what the conversion skipped.
-        files: how many safetensors files there are.
+        skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that were not exported.
+        files: the number of safetensors files.
         bytes: size of the tensors.
         already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
-        part: which of several processes this was; None if it was the only one.
+        part: the share of this process; None if there was only one process.
         published: whether OUT is complete. If not, the last of the other processes publishes it, and `files` is 0.
     """
 
@@ -76,15 +76,16 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export would write, before a value is read.
+    """The plan of an export, before a value is read.
 
     Attributes:
         ckpt: the checkpoint.
         family: the family of the model.
         target: the program that the checkpoint is for.
-        skipped: what would not be exported of a trainer's checkpoint, or of what the conversion skipped.
+        skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that would not be
+            exported.
         files: the tensors of each safetensors file.
-        encoding: what config.json would say of quantized parameters; None if there are none.
+        encoding: the description of quantized parameters for config.json; None if there are none.
     """
 
     ckpt: Location
@@ -124,7 +125,7 @@ def plan_export(
     scheme: str | None = None,
     progress: Listener = ignore,
 ) -> ExportPlan:
-    """What `export` would write with the same arguments; no values are read.
+    """Plans `export` with the same arguments; no values are read.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
@@ -183,7 +184,8 @@ def export(
 
     if config is not None and part is not None:
         raise UsageError(
-            "what a trainer saved is exported by one process", hint="leave out --process-count, --distributed and --ray"
+            "a trainer's checkpoint is exported by one process",
+            hint="leave out --process-count, --distributed and --ray",
         )
     folder = to_location(out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
@@ -240,11 +242,12 @@ def _check_options(config: object, target: str | None, with_skipped: object, sch
     """Raises UsageError for options that do not go together."""
     if config is None and target is not None:
         raise UsageError(
-            "--target is of a trainer's checkpoint, which needs --config", hint="leave it out, or give --config SRC"
+            "--target is only for a trainer's checkpoint, which needs --config",
+            hint="leave it out, or give --config SRC",
         )
     if config is not None and scheme is not None:
         raise UsageError(
-            "--scheme is for quantized checkpoints of tpuconv, and --config is for what a trainer saved",
+            "--scheme is for quantized checkpoints of tpuconv, and --config is for a trainer's checkpoint",
             hint="leave it out",
         )
     if config is not None and with_skipped is not None:

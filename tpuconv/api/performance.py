@@ -127,10 +127,10 @@ def benchmark(
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits TPU slices, by the TPU compiler.
+    """The answer of the TPU compiler to the question whether a model fits TPU slices.
 
     Attributes:
-        source: what was asked about.
+        source: the model or checkpoint.
         request: batch, context, types and mesh.
         reports: one for each slice that was compiled for.
         layouts: the file that `write_layouts` wrote; None if it wrote none.

@@ -12,7 +12,7 @@ from tpuconv.location import local_path
 
 @dataclass(frozen=True)
 class Push:
-    """What `push` uploaded, or would upload.
+    """The files that `push` uploaded, or would upload.
 
     Attributes:
         folder: the output.
@@ -46,7 +46,7 @@ def push(
     skips what is there.
 
     Args:
-        path: the folder. Its files must be those of its manifest, with their sizes; `verify` compares contents.
+        path: the folder. It must contain the files of its manifest, with their sizes; `verify` compares contents.
         repo: `org/name`; it is made if it does not exist.
         private: the repository must be private; a new one is made so.
         revision: a branch, which is made if it does not exist.

@@ -40,8 +40,8 @@ def on_ray(
     progress: Listener = ignore,
     **options: Any,
 ) -> Result:
-    """Runs a function of this package as tasks of a Ray cluster, then publishes the output: it is equal to that of one
-    process, bit for bit. Interrupted, the same call continues.
+    """Runs a function of this package as tasks of a Ray cluster, then publishes the output: it is equal to the output
+    of one process, bit for bit. Interrupted, the same call continues.
 
     Args:
         command: `convert`, `quantize` or `export`.
@@ -148,8 +148,8 @@ def _cluster(address: str) -> Iterator[Any]:
 
 @contextmanager
 def _token(out: Location) -> Iterator[bytes]:
-    """What is in a random file that is beside an output on a disk while tasks run: a node that does not see it has
-    another disk there. Empty for a bucket."""
+    """Yields the contents of a random file beside an output on a disk while tasks run: a node that does not see the
+    file has another disk there. Empty for a bucket."""
     from tpuconv.storage import disk
 
     if not isinstance(out, Path):

@@ -1,4 +1,4 @@
-"""What rounding each group of parameters costs a model, and the recipe that a budget of bits allows."""
+"""Measures the cost of rounding each group of parameters, and finds the best recipe for a budget of bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ ROUNDING_METHODS = ("gptq", "awq", "nearest")
 GATE_CANDIDATES = 64
 """Recipes among which the smallest that holds its gates is searched, evenly by bits."""
 GATE_STRIDE = 8
-"""Of the candidates each of this number is measured first."""
+"""The step between the candidates that are measured first."""
 
 
 @dataclass(frozen=True)

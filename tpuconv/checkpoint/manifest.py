@@ -37,7 +37,7 @@ from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_cu
 PARAMS = "params"
 """The folder of the Orbax checkpoint, unless the target has it elsewhere."""
 ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""What makes a folder of arrays an Orbax checkpoint."""
+"""The files that make a folder of arrays an Orbax checkpoint."""
 AS_RELEASED = "as released"
 """The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
@@ -47,7 +47,7 @@ OWN_TARGET = "tpuconv"
 """The target whose tree is ours."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
-"""Of one array, which would have 5 TB."""
+"""The most chunks of one array, which would have 5 TB."""
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
@@ -110,7 +110,7 @@ class StoredArray:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its chunks are zstd frames."""
+        """True if the chunks are zstd frames."""
         return self.shard_bytes is not None
 
 
@@ -185,7 +185,7 @@ class Manifest:
         return path_in(self.raw.get("folder", PARAMS), name)
 
     def is_of_arrays(self, path: str) -> bool:
-        """Whether a path in the folder is of the Orbax checkpoint, and not beside the arrays."""
+        """Returns True if a path in the folder belongs to the Orbax checkpoint, not to the files beside the arrays."""
         top = self.path_of("").partition("/")[0]
         return path.startswith(f"{top}/") if top else "/" in path or path in ORBAX_FILES
 
@@ -196,8 +196,8 @@ class Manifest:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What an output that is made of this checkpoint says about the source. Formats before 3 named the folder and
-        had stamps of its files, which are of the machine."""
+        """The `source` for the manifest of an output that is made of this checkpoint. Formats before 3 named the folder
+        and had stamps of its files, which depend on the machine."""
         source = {key: value for key, value in self.raw["source"].items() if key != "folder"}
         shards = {
             name: {key: value for key, value in facts.items() if key != "stamp"}
@@ -218,7 +218,7 @@ class Manifest:
         """
         if self.target != OWN_TARGET:
             raise UsageError(
-                f"{self.folder} is a checkpoint for {self.target}, with the names of that",
+                f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
                 hint="convert the source without --target, or `tpuconv export` this and convert that",
             )
 
@@ -229,22 +229,22 @@ class Manifest:
 
     @property
     def variant(self) -> str:
-        """Which of the family's tables has the source's names: see `MappingTable.variant`."""
+        """The table of the family that has the names of the source: see `MappingTable.variant`."""
         return str(self.raw.get("variant", ""))
 
     @property
     def returns(self) -> str:
-        """What the model returns if not logits: see `MappingTable.returns`."""
+        """The output of a model that does not return logits: see `MappingTable.returns`."""
         return str(self.raw.get("returns", ""))
 
     @property
     def scan_layers(self) -> bool:
-        """Whether the layers are stacked in one array each."""
+        """True if the layers are stacked in one array each."""
         return bool(self.raw["options"]["scan_layers"])
 
     @property
     def include_mtp(self) -> bool:
-        """Whether it has the layers that predict further tokens."""
+        """True if the checkpoint has the layers that predict further tokens."""
         return bool(self.raw["options"].get("include_mtp"))
 
     @property
@@ -254,14 +254,14 @@ class Manifest:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The rules of the quantization, and what became of each parameter. Without rules, the parameters are encoded
+        """The rules of the quantization, and the result for each parameter. Without rules, the parameters are encoded
         as they were released. None if no parameter is quantized."""
         quantization: Mapping[str, Any] | None = self.raw.get("quantization")
         return quantization
 
     @property
     def is_rounded(self) -> bool:
-        """Whether parameters were quantized by rules, so that their values are not the source's."""
+        """True if parameters were quantized by rules, so that their values differ from the source."""
         return self.quantization is not None and "rules" in self.quantization
 
     @property
@@ -315,7 +315,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def passthrough_facts(passthrough: Mapping[str, Passthrough]) -> dict[str, Any]:
-    """What the manifest says about parameters that stay encoded."""
+    """Returns the manifest's description of passthrough parameters."""
     titles = dict.fromkeys(parameter.scheme.title for parameter in passthrough.values())
     return {
         "name": AS_RELEASED,
@@ -383,7 +383,7 @@ def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
 
 
 def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization: Mapping[str, Any]) -> str | None:
-    """What is impossible in a quantized parameter; None if nothing."""
+    """Returns the fault of a quantized parameter; None if it has none."""
     values, scale, facts = arrays.get(name + QVALUE), arrays.get(name + SCALE), quantization["parameters"][name]
     if values is None or scale is None:
         return "has no quantized values or no scales in arrays"
@@ -406,7 +406,7 @@ def _rank(axes: str) -> int | None:
 
 
 def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) -> str | None:
-    """What is impossible in the manifest's description of an array; None if nothing."""
+    """Returns the fault of the manifest's description of an array; None if it has none."""
     is_quantized = raw.get("quantization") is not None
     is_part = "target" in raw["options"] or array.name.endswith((QVALUE, SCALE, ZERO_POINT))
     if array.dtype not in PLAIN_DTYPES and not (is_quantized and is_part):
@@ -419,7 +419,7 @@ def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) ->
     if not all((*array.chunks, *(array.shards or ()))):
         return f"has chunks {array.chunks} and shards {array.shards} without elements"
     if _rank(array.axes) != len(array.shape):
-        return f"has the axes {short(array.axes)}, which are not those of its shape"
+        return f"has the axes {short(array.axes)}, which do not match its shape"
     if array.shards is None or array.crc32c is None:
         return "has no shards or no crc32c" if is_sealed else None
     if any(s < c or s % c for s, c in zip(array.shards, array.chunks, strict=True)):

@@ -49,7 +49,7 @@ from tpuconv.storage.hashes import blocks, hash_bytes
 from tpuconv.storage.sinks import Sink
 
 MAX_ZARR_BYTES = 1 * MIB
-"""Of a zarr.json, which has about 900 bytes."""
+"""The largest zarr.json. A real one has about 900 bytes."""
 
 SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
@@ -70,7 +70,7 @@ class Checkpoint(Source):
 
     @property
     def skipped_before(self) -> Sequence[Mapping[str, Any]]:
-        """What the conversion of the original source skipped."""
+        """The tensors that the conversion of the original source skipped."""
         skipped: Sequence[Mapping[str, Any]] = self.manifest.raw["skipped"]
         return skipped
 
@@ -102,7 +102,7 @@ class Checkpoint(Source):
         """None: config.json describes the encoding of the original source."""
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the manifest says about the original source."""
+        """Returns the manifest's description of the original source."""
         return self.manifest.origin
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:

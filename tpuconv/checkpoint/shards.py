@@ -33,11 +33,12 @@ ABSENT = np.iinfo(INDEX_ENTRY).max
 
 
 MAX_SLOTS = 1 << 16
-"""Of one shard. A shard that tpuconv writes has a few hundred."""
+"""The most chunks of one shard. A shard that tpuconv writes has a few hundred."""
 
 ZSTD = "zstd"
 ZSTD_LEVEL = 1
-"""Codes are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it saves."""
+"""Quantized values are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it
+saves."""
 
 _own = threading.local()
 
@@ -103,8 +104,8 @@ class ShardedArraySpec:
         return inside.reshape(-1)
 
     def is_dense(self, index: Shape, entries: np.ndarray, size: int) -> bool:
-        """Whether the file of a shard, of `size` bytes, has the index that tpuconv writes: all chunks that lie in the
-        array and no others, one after the other. `entries` are [slots, 2]."""
+        """Returns True if the file of a shard, of `size` bytes, has the index that tpuconv writes: exactly the chunks
+        in the array, one after the other. `entries` are [slots, 2]."""
         inside = self.in_array(index)
         starts, lengths = entries[inside].T
         ends = np.cumsum(lengths)
@@ -252,7 +253,7 @@ def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """That of this thread."""
+    """Returns the compressor of this thread."""
     if not hasattr(_own, "compressor"):
         _own.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     compressor: zstandard.ZstdCompressor = _own.compressor

@@ -75,12 +75,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FamilyProposal:
-    """What is known of a checkpoint that no family reads.
+    """The description of a checkpoint that no family reads.
 
     Attributes:
-        source, model_type, architectures: of the checkpoint.
+        source, model_type, architectures: the facts of the checkpoint.
         candidates: the nearest families, the nearest first.
-        explained, left: tensors that the nearest family explains, and those that it does not.
+        explained, left: tensors that the nearest family explains, and the other tensors.
         unread: keys of config.json that the nearest family refuses or does not read, with their values.
         absent: keys that it reads and config.json does not have, with the family's defaults.
         draft: the text of a `family.py`.

@@ -81,8 +81,8 @@ def _is_multiplied(binding: Binding) -> bool:
 
 
 def _has_stacked_experts(binding: Binding) -> bool:
-    """Whether each tensor of the source holds the matrices of all experts. Kernels of convolutions have three axes
-    too."""
+    """Returns True if each tensor of the source holds the matrices of all experts. Kernels of convolutions have three
+    axes too."""
     sources = zip(binding.layout.src, binding.src, strict=True)
     return all(len(axes) == stack.depth + 3 and axes[stack.depth].letter == "E" for axes, stack in sources)
 

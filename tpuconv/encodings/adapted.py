@@ -16,7 +16,7 @@ from tpuconv.sources.adapter_experts import ExpertChange
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
-"""What the reason says for which a changed tensor is not converted."""
+"""A phrase of the reason why a changed tensor is not converted."""
 
 
 @dataclass(frozen=True)

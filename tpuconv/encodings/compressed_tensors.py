@@ -168,8 +168,8 @@ def _takes_all(group: Mapping[str, Any]) -> bool:
 
 
 def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> bool:
-    """Whether a module is a target, as compressed-tensors chooses: by name, by a pattern of its
-    beginning, or by class."""
+    """Returns True if a module is a target of compressed-tensors: by name, by a pattern of its beginning, or by
+    class."""
 
     def matches(target: str) -> bool:
         return (

@@ -94,7 +94,7 @@ class Tensor:
         return 0
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
-        """Whether its stored bytes are values of that dtype."""
+        """True if the stored bytes are values of this dtype."""
         return self.scheme is None and self.dtype == dtype
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:

@@ -43,7 +43,7 @@ class FlatParts:
     any_scales: bool
 
     def state(self, reader: Reader) -> Mapping[str, Any]:
-        """What the text says, as `FLAT_STATE` or `NESTED_STATE` describes it.
+        """Returns the parsed text, as `FLAT_STATE` or `NESTED_STATE` describes it.
 
         Raises:
             SourceError: it does not have this schema, or contradicts the shape or the number of scales.

@@ -66,5 +66,5 @@ def within(module: str) -> list[str]:
 
 
 def is_within(names: Collection[str], module: str) -> bool:
-    """Whether a module or one of its parents is named."""
+    """Returns True if a module or one of its parents is named."""
     return any(name in names for name in within(module))

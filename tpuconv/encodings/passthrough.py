@@ -46,7 +46,7 @@ class QValues(Tensor):
         return np.dtype(STORED_AS.get(self.scheme.qtype, self.scheme.qtype))
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
-        """Whether each stored byte is one quantized value."""
+        """True if each stored byte is one quantized value."""
         return self.scheme.affine is None and self._per_byte == 1
 
     @property

@@ -63,7 +63,7 @@ class Affine:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of the tensors of zero points, and of the groups of rows."""
+        """The name suffixes of zero points and of the groups of rows."""
         return tuple(filter(None, (self.zero_points, self.group_index)))
 
     def numbers(self, qvalues: np.ndarray) -> np.ndarray:
@@ -176,20 +176,20 @@ class Scheme:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of all stored names."""
+        """The suffixes of all stored names."""
         own = (self.values, self.scales, self.tensor_scale, self.column_scales, *self.extra)
         return tuple(filter(None, own)) + (self.affine.suffixes if self.affine else ())
 
     @property
     def described(self) -> tuple[str, ...]:
-        """Of the tensors that hold nothing but what the scheme says; the last ones may be absent."""
+        """The suffixes of tensors that only repeat facts of the scheme; the last ones may be absent."""
         if self.affine is None:
             return self.extra
         has_zeros = bool(self.affine.zero_points) and not self.affine.symmetric
         return (*self.extra, *self.affine.suffixes[1 if has_zeros else 0 :])
 
     def encodes(self, info: TensorInfo) -> bool:
-        """Whether a stored tensor holds values of this scheme, by its name, dtype and rank."""
+        """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank."""
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
@@ -229,7 +229,7 @@ class Scheme:
         return rows, shape[-1] if columns is None else columns
 
     def has_blocks_of_rows(self, shape: Shape, scales: Shape) -> bool:
-        """Whether each block is a part of a row, or some complete rows."""
+        """Returns True if each block is a part of a row, or some complete rows."""
         if self.flat is None:
             return True
         size, rest = divmod(prod(shape), prod(scales))
@@ -286,7 +286,7 @@ class Scheme:
         return {suffix: shapes[suffix] for suffix in self.affine.suffixes}
 
     def expected(self, suffix: str, shape: Shape, scales: Shape, dtype: str) -> np.ndarray:
-        """What the other tensor `suffix` holds that belongs to values and scales of these shapes."""
+        """Returns the contents of the other tensor `suffix` that belongs to values and scales of these shapes."""
         if suffix in self.constants:
             return self.constants[suffix]
         if self.affine and suffix == self.affine.zero_points:
@@ -350,5 +350,5 @@ def mxfp8_scheme(title: str, scales: str) -> Scheme:
 
 
 def is_block(block: Any) -> bool:
-    """Whether a value of a description is a block: [rows, columns], both positive."""
+    """Returns True if a value of a description is a block: [rows, columns], both positive."""
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)

@@ -104,7 +104,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
 
 
 def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
-    """Whether transformers, which reads this `quantization_config`, rounds the inputs of matrices too (W8A8)."""
+    """Returns True if transformers also rounds the inputs of matrices (W8A8) with this `quantization_config`."""
     if quantization is None:
         return False
     config_groups = quantization.get("config_groups")

@@ -100,7 +100,7 @@ def decode_names(
 
 
 def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the stored values have scales, and zero points, as the scheme wants them. A checkpoint may use several
+    """Returns True if the stored values have the scales and zero points of the scheme. A checkpoint may use several
     schemes."""
     base, shape = info.name.removesuffix(scheme.values), scheme.shape(info.shape)
     scales = tensors.get(base + scheme.scales)
@@ -113,7 +113,7 @@ def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, Tenso
 def _flat_fault(
     scheme: Scheme, extra: Sequence[TensorInfo], values: TensorInfo, scales: TensorInfo
 ) -> tuple[str, str] | None:
-    """What is wrong with the tensors beside flat values: the name of one, and the fault; None if nothing."""
+    """Returns the fault of the tensors beside flat values, with the name of one; None if they have none."""
     if scheme.flat is None:
         return None
     base = values.name.removesuffix(scheme.values)
@@ -136,8 +136,8 @@ def _flat_fault(
 def _affine_fault(
     scheme: Scheme, parts: Mapping[str, TensorInfo | None], shape: Shape, scales: TensorInfo, name: str
 ) -> tuple[str, str] | None:
-    """What is wrong with the zero points of a tensor or with the groups of its rows: the name of a stored tensor, and
-    the fault; None if nothing."""
+    """Returns the fault of the zero points of a tensor or of the groups of its rows, with the name of a stored tensor;
+    None if they have none."""
     if scheme.affine is None:
         return None
     if scales.dtype not in AFFINE_SCALE_DTYPES:

@@ -152,7 +152,7 @@ class QuantConfig:
         return next(i for i, rule in enumerate(self.rules) if re.fullmatch(rule.module_path, module))
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it. `from_json` is the inverse."""
+        """The manifest's description of the config. `from_json` is the inverse."""
         return {
             "name": self.name,
             "summary": self.summary,

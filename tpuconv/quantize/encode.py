@@ -42,8 +42,8 @@ Parts = tuple[list[np.ndarray], dict[str, float]]
 
 @dataclass(frozen=True)
 class QuantKind:
-    """What determines quantized values and scales besides the weights. `group_shape` is how many elements share a
-    scale."""
+    """The settings that determine quantized values and scales besides the weights. `group_shape` is the number of
+    elements along each axis that share a scale."""
 
     qtype: str
     method: str
@@ -51,7 +51,8 @@ class QuantKind:
 
     @property
     def comparison_key(self) -> "QuantKind":
-        """What is compared with Qwix once: the sizes of groups do not matter, only along which axes there are some."""
+        """The key of the comparison with Qwix, which is made once per key. It contains the axes with groups, not the
+        sizes of groups."""
         return QuantKind(self.qtype, self.method, tuple(min(group, 2) for group in self.group_shape))
 
     def transposed(self, order: Sequence[int]) -> "QuantKind":
@@ -75,8 +76,8 @@ class QuantKind:
 
 @dataclass(frozen=True)
 class QwixEncoder:
-    """Encodes one parameter; see `tpuconv.convert.plan.types.Encoder`. `dtype` is that of the weights, `scale_dtype`
-    that of stored scales."""
+    """Encodes one parameter; see `tpuconv.convert.plan.types.Encoder`. `dtype` is the dtype of the weights,
+    `scale_dtype` the dtype of stored scales."""
 
     name: str
     quant: ParamQuant
@@ -109,21 +110,21 @@ class QwixEncoder:
 
     @property
     def kind(self) -> QuantKind:
-        """What determines the result besides the weights."""
+        """The settings that determine the result besides the weights."""
         return QuantKind(self.quant.qtype, self.method, self.quant.group_shape)
 
     @property
     def by_tables(self) -> bool:
-        """Whether tables are used instead of Qwix."""
+        """True if tables are used instead of Qwix."""
         return self.dtype == BF16 and self.method.startswith("absmax")
 
     @property
     def is_asymmetric(self) -> bool:
-        """Whether there are zero points."""
+        """True if there are zero points."""
         return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it."""
+        """The manifest's description of the encoding."""
         return {
             "qtype": self.quant.qtype,
             "rule": self.quant.rule,

@@ -1,4 +1,4 @@
-"""What quantizing cost each parameter, from statistics that were added up while it was quantized.
+"""The quantization error of each parameter, from statistics that were summed while it was quantized.
 
 The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB. x' is the weight that quantized value and scale
 stand for.
@@ -38,7 +38,7 @@ class Row:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; an infinite ratio is null."""
+        """Returns the keys of `--json`; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -62,7 +62,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the keys of `--json`."""
         return {
             **({"notes": list(self.notes)} if self.notes else {}),
             "config": self.config,

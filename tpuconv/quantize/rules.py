@@ -29,7 +29,8 @@ from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_rules, check_used
 
 TOKENS = 1024
-"""Of the call that shows Qwix every product: enough that no product takes a path for few tokens."""
+"""The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
+tokens."""
 
 EMBEDDING = "embed"
 """The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
@@ -96,7 +97,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
 
 def _is_plain_qarray(x: Any) -> bool:
-    """Whether it has quantized values that are numbers themselves, and scales but no zero points."""
+    """True if the quantized values are numbers themselves, and there are scales but no zero points."""
     return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
 
 
@@ -332,7 +333,8 @@ def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
 
 
 UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): (\d+)")
-"""What Qwix says of an axis that a tile size does not divide: the shape of the parameter, the axis, the tile size."""
+"""The message of Qwix for an axis that a tile size does not divide: the shape of the parameter, the axis, the tile
+size."""
 
 
 def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: int) -> ConfigError:

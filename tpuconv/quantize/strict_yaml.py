@@ -118,11 +118,11 @@ class YamlValue:
             yield YamlValue(item, self.path, f"an item of {self.name}")
 
     def is_scalar(self, text: str) -> bool:
-        """Whether it is this word."""
+        """Returns True if the node is this word."""
         return self._tag() == "str" and self.node.value == text
 
     def is_null(self) -> bool:
-        """Whether it is null."""
+        """Returns True if the node is null."""
         return self._tag() == "null"
 
     def text(self) -> str:

@@ -53,12 +53,13 @@ class Adapter:
     is_on_hub: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it. A folder, unlike a Hub id, is of the machine."""
+        """The manifest's description of the adapter. It names a Hub id but no folder, which depends on the machine."""
         named = {"name": self.name} if self.is_on_hub else {}
         return {**named, "weight": self.weight, "xxh3_128": self.digest}
 
     def to_summary(self) -> dict[str, Any]:
-        """What a conversion says about it: `changes` is how many tensors it changes, experts of a layer as one."""
+        """Returns the description for the output of a conversion: `changes` is the number of changed tensors; the
+        experts of a layer count once."""
         return {"name": self.name, "weight": self.weight, "changes": len(self.changes) + len(self.experts)}
 
 

@@ -1,4 +1,4 @@
-"""What an adapter does to one tensor."""
+"""The changes of an adapter to one tensor."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -55,7 +55,7 @@ UNKNOWN = "not a config, tokenizer, template or license"
 OTHER_FOLDER = f"a folder that {MODULES} does not name"
 
 COMPANION_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".jinja")
-"""Of files that configs and tokenizers consist of. A folder of such a name is an error."""
+"""The name suffixes of configs and tokenizers. A folder of such a name is an error."""
 
 
 class LeftOut(NamedTuple):
@@ -93,7 +93,7 @@ def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file at the top of a folder goes with the weights. The model card does not count."""
+    """Returns True if a file at the top of a folder goes with the weights. The model card does not count."""
     return "/" not in name and why_left_out(name) is None
 
 
@@ -151,7 +151,7 @@ def find_companions(
 
 
 def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOut]:
-    """What is said of files that are not copied: of a folder that is none of the modules' once."""
+    """Returns the reasons for files that are not copied; one reason for each folder that belongs to no module."""
     folders = set()
     for name in names:
         reason = why_left_out(name, modules)

@@ -15,10 +15,10 @@ MLX_KEY = "quantization"
 """The key of MLX's description of encoded weights, of which only newer files have a copy under the first of
 `ENCODING_KEYS`."""
 EXPERT_KEY = "expert_dtype"
-"""The key of the encoding of experts, where it is not that of other weights."""
+"""The key of the encoding of experts, if other weights have another encoding."""
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Of config.json, the second in files of transformers before 5."""
+"""The keys of the dtype in config.json; files of transformers before 5 have the second."""
 
 
 INSIDE_KEYS = ("thinker_config", "text_config")

@@ -45,7 +45,7 @@ GIT_SHA1 = "git_sha1"
 """The hash that the Hub lists for files that git itself stores: the sha1 of git's blob, which begins with the size."""
 
 Promise = tuple[str, str]
-"""What the Hub promises of a file: the name of the hash, of `HASHES` or `GIT_SHA1`, and its value."""
+"""The hash that the Hub promises for a file: its name (one of `HASHES` or `GIT_SHA1`) and value."""
 
 
 def wrong_hash(path: Location, expected: str, actual: str, name: str = "sha256") -> DamagedDownload:

@@ -49,7 +49,7 @@ class Link:
                 self._address = None
 
     def has_token(self, address: str) -> bool:
-        """Whether an address is of the Hub itself: others never see the token."""
+        """Returns True if an address belongs to the Hub itself. Other hosts never see the token."""
         return urlsplit(address)[:2] == urlsplit(self.url)[:2]
 
 

@@ -39,7 +39,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_NAME_LENGTH = 512
 MAX_AXES = 64
 MAX_SHARD_TENSORS = 250_000
-"""Of one shard. The largest real checkpoints have as many in all their shards together."""
+"""The most tensors of one source file. The largest real checkpoints have as many in all their files together."""
 MAX_SIGNS = {b"{": MAX_SHARD_TENSORS + 2, b":": 5 * MAX_SHARD_TENSORS, b",": 10 * MAX_SHARD_TENSORS}
 """How often these characters may occur in a header: each tensor is an object of three keys and a few numbers."""
 

@@ -96,13 +96,13 @@ OTHER_KINDS = (
     ("modules.json", "a list of modules of sentence-transformers, and the model in one of their folders",
      "give the folder of the first module"),
 )  # fmt: skip
-"""What a folder without a model in safetensors may hold: patterns of names, what it is, what to do. The first
+"""The possible contents of a folder without safetensors: patterns of names, a description, and a hint. The first match
 counts."""
 
 
 def other_kind(names: Collection[str]) -> tuple[str, str] | None:
-    """What a folder without a model in safetensors holds, with the names that tell, and what to do; None if no one
-    knows."""
+    """Describes the contents of a folder without safetensors, with the names that show it, and a hint; None if
+    unknown."""
     for patterns, what, todo in OTHER_KINDS:
         found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
         if found:
@@ -150,6 +150,6 @@ def shard_names(folder: Location) -> set[str]:
 
 
 def is_alone(weight_map: Mapping[str, str] | None) -> bool:
-    """Whether a single file is a model by itself, which an index beside it does not name. It goes before the index, as
-    in transformers."""
+    """Returns True if a single file is a complete model that the index beside it does not name. The file takes
+    precedence over the index, as in transformers."""
     return weight_map is None or SINGLE_FILE not in weight_map.values()

@@ -3,7 +3,7 @@
 An output says nothing of the machine that made it: equal sources give equal outputs, wherever they lie. So the path of
 the source, and the stamps by which a file need not be read again, are kept in the user's cache
 (`$XDG_CACHE_HOME/tpuconv/sources`, else `~/.cache`). Without it, or on another machine, files are read and their hashes
-compared with those of the manifest.
+compared with the hashes of the manifest.
 """
 
 import json
@@ -48,7 +48,7 @@ def _inside(place: Path) -> list[Path]:
 
 
 def _is_like(folder: Path, made: Sealed) -> bool:
-    """Whether a folder has files of the names and sizes of the source, and is no output of ours."""
+    """Returns True if a folder has files with the names and sizes of the source, and is not an output of tpuconv."""
     shards = made.raw["source"]["shards"]
     with suppress(OSError):
         sizes = all((folder / name).stat().st_size == facts["bytes"] for name, facts in shards.items())

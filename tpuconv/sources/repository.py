@@ -1,6 +1,6 @@
 """One repository of the Hub at one revision, and its place in the client's cache.
 
-Cache, token, endpoint and offline mode are those of `huggingface_hub`. Weights are fetched here instead: the client
+Cache, token, endpoint and offline mode come from `huggingface_hub`. Weights are fetched here instead: the client
 throws a partial file away when it is interrupted (2.4.0), and a shard has gigabytes. A partial file lies beside the
 client's blobs until it is complete, and the client then links it into the snapshot.
 """
@@ -52,7 +52,7 @@ class Resolved:
 
     @property
     def headers_only(self) -> bool:
-        """Whether the shards hold only headers."""
+        """True if the shards hold only headers."""
         return self._temporary is not None
 
     def close(self) -> None:
@@ -430,7 +430,7 @@ class Repository:
 
 
 def _is_wanted(name: str, modules: Collection[str]) -> bool:
-    """Whether a conversion uses this file besides the weights."""
+    """Returns True if a conversion uses this file besides the weights."""
     return name == CARD or why_left_out(name, modules) is None
 
 

@@ -130,7 +130,7 @@ def changed_shards(
 
 
 def _size_and_stamp(path: Location) -> tuple[int, str] | None:
-    """Of a shard; None if it is missing."""
+    """Returns the size and stamp of a shard; None if it is missing."""
     if isinstance(path, BucketPath):
         found = buckets.facts(path)
         return None if found is None else (found.size, object_stamp(found))

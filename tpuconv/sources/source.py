@@ -61,16 +61,16 @@ class Source:
     """The folder for what was fetched; None to choose it."""
 
     hashed = True
-    """Whether its shards are hashed while they are read."""
+    """True if the shards are hashed while they are read."""
 
     @property
     def skipped_before(self) -> Sequence[Mapping[str, Any]]:
-        """What an earlier conversion skipped, as its manifest says it: of a checkpoint."""
+        """For a checkpoint: the tensors that the earlier conversion skipped, from its manifest."""
         return ()
 
     @property
     def encoding(self) -> Mapping[str, Any] | None:
-        """What config.json says about how the weights are encoded; None if nothing."""
+        """The description of the encoding of the weights in config.json; None if there is none."""
         return encoding_of(self.config)
 
     @property

@@ -30,7 +30,7 @@ WAIT_SECONDS = 0.2
 
 
 class DamagedStream(DamagedDownload):
-    """What was fetched of a file does not match what the Hub promises. It was dropped already."""
+    """The fetched bytes of a file do not match the hash that the Hub promises. They were dropped already."""
 
     def __init__(self, name: str, folder: Path, *details: str):
         super().__init__(Path(name), [folder], *details)
@@ -127,11 +127,11 @@ class StreamReader(Reader):
         return set()
 
     def _is_unproved(self, name: str, schedule: FetchSchedule) -> bool:
-        """Whether a file that is fetched again has a promised hash, which no step looks at."""
+        """Returns True if a file that is fetched again has a promised hash, which no step checks."""
         return name in self.hashes and name not in schedule.proofs and self._shards[name].sha256 is not None
 
     def _is_needed(self, segment: Segment) -> bool:
-        """Whether a segment must be here, beside its wide part."""
+        """Returns True if a segment must be on the disk, besides its wide part."""
         assert self._workspace is not None
         has_wide = self._workspace.has(self._numbers[segment.file], segment, wide=True)
         return bool(segment.users) or not has_wide

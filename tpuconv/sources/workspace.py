@@ -67,7 +67,7 @@ class Workspace:
         return self.file_folder(number) / (f"{segment.number:06d}" + (WIDE if wide else ""))
 
     def has(self, number: int, segment: Segment, *, wide: bool = False) -> bool:
-        """Whether it is there."""
+        """Returns True if the segment is on the disk."""
         try:
             size = self.path(number, segment, wide=wide).stat().st_size
         except FileNotFoundError:

@@ -134,7 +134,7 @@ class BucketJournal(JournalEntries):
         return self._take_over(*found)
 
     def _is_dead(self, held: Held, found: ObjectFacts) -> bool:
-        """Whether the process that holds a claim is dead, or all that share one."""
+        """Returns True if the process that holds a claim is dead, or all processes that share it."""
         if held.holder == ANYBODY:
             here = self.work / held.work
             processes = [name.partition("/")[0] for name in buckets.listing(here) if inside_random(name) == RUNS]
@@ -352,7 +352,7 @@ class BucketJournal(JournalEntries):
         )
 
     def _look(self) -> dict[str, ObjectFacts]:
-        """What lies in OUT, and may be replaced. Raises OutputError if it may not."""
+        """Returns the contents of OUT that may be replaced. Raises OutputError if they may not."""
         there = objects_in(self.out)
         if there and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
             raise error
@@ -379,7 +379,7 @@ class BucketJournal(JournalEntries):
         return all(self._is_recorded(part) for part in parts)
 
     def _take_back_claim(self) -> bool:
-        """Whether this process, of several, is to publish."""
+        """Returns True if this process, of several, should publish."""
         while True:
             held, found = self.claim.held, self.claim.read()
             if found is None or held is None or (found[0].work, found[0].state) != (held.work, ClaimState.WRITING):

@@ -149,7 +149,7 @@ PARTIAL = ".partial"
 
 
 STAGED_BYTES = 8 << 20
-"""Of a file that is written from start to end, what is written at a time: it stays in a cache."""
+"""The bytes that are written at a time to a file from start to end: they stay in a cache."""
 
 
 class Writer:

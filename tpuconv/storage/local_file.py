@@ -57,8 +57,8 @@ class LocalFile:
                 os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def is_cached(self, start: int, stop: int) -> bool:
-        """Whether most of the bytes [start, stop) are in the page cache, as far as the system tells. Unlike a read,
-        this brings nothing there."""
+        """Returns True if most of the bytes [start, stop) are in the page cache, as far as the system tells. Unlike a
+        read, this loads nothing into the cache."""
         if not self._is_told:
             return False
         start -= start % mmap.ALLOCATIONGRANULARITY

@@ -17,7 +17,7 @@ def real(location: Location) -> Location:
 
 
 def is_there(location: Location) -> bool:
-    """Whether a path exists, be it a link to nothing; in a bucket, whether there is an object of this name."""
+    """Returns True if a path exists, even as a broken link; in a bucket, if there is an object of this name."""
     if isinstance(location, BucketPath):
         return buckets.facts(location) is not None
     return os.path.lexists(location)
@@ -32,7 +32,7 @@ def is_readable(location: Location) -> bool:
 
 
 def is_file(location: Location) -> bool:
-    """Whether there is a regular file, or an object, of this name."""
+    """Returns True if there is a regular file, or an object, of this name."""
     return location.is_file() if isinstance(location, Path) else is_there(location)
 
 
@@ -42,7 +42,7 @@ def work_folder(out: Location) -> Location:
 
 
 def is_work_name(out: Location) -> bool:
-    """Whether a folder has the name of a work folder."""
+    """Returns True if a folder has the name of a work folder."""
     is_hidden = isinstance(out, BucketPath) or out.name.startswith(".")
     return is_hidden and out.name.endswith(WORK_SUFFIX)
 

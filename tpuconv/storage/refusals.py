@@ -28,7 +28,8 @@ def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: M
 def exists_already(
     out: Location, facts: Mapping[str, Any], contents_of: ContentsOf, *, overwrite: bool
 ) -> OutputError | None:
-    """The error for an output that exists and is not that of a plan with these facts; None if it may be replaced."""
+    """Returns the error for an output that exists and was not made by a plan with these facts; None if it may be
+    replaced."""
     if why_foreign := strangers(out, contents_of):
         return not_replaced(out, why_foreign, overwrite=overwrite)
     if overwrite:
@@ -58,7 +59,7 @@ def check_not_nested(out: Location) -> None:
     """Checks that an output may lie here.
 
     Raises:
-        UsageError: its name is that of a work folder.
+        UsageError: it has the name of a work folder.
         OutputError: it lies in another output, or in one that is being written.
     """
     if is_work_name(out):
@@ -113,7 +114,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _is_hash(value: Any) -> bool:
-    """Whether a value is a hash, which tells a reader nothing. A commit id, of 40 digits, does."""
+    """Returns True if a value is a hash, which tells a reader nothing. A commit id, of 40 digits, is not one."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
 
 

@@ -46,15 +46,15 @@ SEALED_SCHEMA = {
     "kind": Optional(str),
     "files": Optional(Each({"bytes": Size, "xxh3_128": str})),
 }
-"""What the manifests of all kinds have."""
+"""The schema that the manifests of all kinds share."""
 
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\n')
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A manifest that was read. Of formats before 2, `identity` is the hash of all its bytes. `stamp` is that of the
-    file."""
+    """A manifest that was read. In formats before 2, `identity` is the hash of all its bytes. `stamp` is the stamp of
+    the file."""
 
     raw: Mapping[str, Any]
     identity: str
@@ -68,7 +68,7 @@ class Sealed:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the format has seals and lists the files."""
+        """True if the format has seals and lists the files."""
         return int(self.raw["format"]) >= SEALED_SINCE
 
 

@@ -125,7 +125,7 @@ class SharedJournal(Journal):
         self._look_for_others()
 
     def _look_for_others(self) -> bool:
-        """Whether another process was here.
+        """Returns True if another process was here.
 
         Raises:
             OutputError: none came in time.

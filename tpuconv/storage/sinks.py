@@ -70,7 +70,7 @@ class FolderSink:
         for name in folders:
             disk.make_folder(self.folder / name)
         parents = {self.folder / parent for name in folders for parent in PurePosixPath(name).parents}
-        for folder in sorted(parents, reverse=True):  # up to that of the output, whose own name is on the disk
+        for folder in sorted(parents, reverse=True):  # up to the folder of the output, whose own name is on the disk
             disk.sync(folder)
 
     def write(self, name: str, data: bytes | np.ndarray) -> None:

@@ -204,7 +204,7 @@ def _stacks(tree: Tree) -> dict[str, list[int]]:
 
 
 def _by_place(tree: Tree) -> bool:
-    """Whether layers have names by their place in a period even where they are not scanned."""
+    """True if layers have names by their place in a period even if they are not scanned."""
     return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
@@ -246,7 +246,7 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
 
 
 def _is_named(parameter: str, name: str, letter: str) -> bool:
-    """Whether a parameter has this name in the layers of a letter, or outside of layers for the letter ""."""
+    """Returns True if a parameter has this name in the layers of a letter, or outside of layers for the letter ""."""
     layer = _LAYER.match(parameter)
     if layer is None:
         return parameter == name
@@ -298,8 +298,8 @@ class _Composer:
         return ""
 
     def _periodic(self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, index: str) -> Iterator[Map]:
-        """The rows of scanned layers: one for each array that holds some places of a period, and those of the layers
-        after the last period."""
+        """Returns the rows of scanned layers: one for each array that holds some places of a period, and the rows of
+        the layers after the last period."""
         numbers = self.axes[index]
         has = range(numbers) if isinstance(numbers, int) else numbers
         for first in self.axes[PERIODS][:1]:
@@ -344,7 +344,7 @@ _SHARED_PLACES = (f"{PERIODS}+{PLACES}", PERIODS + PLACES)
 
 
 def _with_index(row: Map, letter: str, index: str | int) -> Map:
-    """The row for other layers: those of an index, or a single one."""
+    """Returns the row for other layers: the layers of an index, or a single one."""
     new = f"{{{index}}}" if isinstance(index, str) else str(index)
     names = [tuple(name.replace(f"{{{letter}}}", new) for name in x) for x in (row.hf_names, row.jax_names)]
     return replace(row, hf=names[0], jax=names[1])

@@ -2,7 +2,7 @@
 kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays.
 
 Each program quantizes attention, MLPs and experts, each by a switch of its config. Where it multiplies what a product
-sums with the scales (those of llama3, and of attention in llama4, deepseek_r1_jax and kimi_k2), Qwix has no such
+sums with the scales (in llama3, and in the attention of llama4, deepseek_r1_jax and kimi_k2), Qwix has no such
 scales, and the parameters are not quantized.
 """
 
@@ -50,7 +50,7 @@ OWN_FORMAT = (
 
 
 def _has_head(config: Any) -> bool:
-    """Whether the head has weights of its own."""
+    """Returns True if the head has weights of its own."""
     return bool(config.has_lm_head)
 
 

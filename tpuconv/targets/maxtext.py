@@ -1,6 +1,6 @@
 """MaxText (github.com/AI-Hypercomputer/maxtext), version 0.2.5: names and shapes of its own models.
 
-The value changes are those of its `checkpoint_conversion/utils/param_mapping.py`: queries are stored with the factor
+The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: queries are stored with the factor
 1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
 """
 
@@ -199,7 +199,7 @@ LOCAL_AND_GLOBAL = (*["decoder.scanned_blocks.local_layers"] * 5, "decoder.scann
 
 
 def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:
-    """The tree of a Gemma 4, whose norms are those of the release."""
+    """Returns the tree of a Gemma 4, whose norms equal the release."""
     places: Places = {
         **_attention(),
         **mlp,

@@ -1,7 +1,7 @@
 """Times prefill and decoding on all devices, and compares the times with the hardware limits.
 
 A decode step reads every weight that it uses, and the cache, at least once: its limit is the memory bandwidth. A
-prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are those of the chip
+prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are the limits of the chip
 (`tpuconv.verify.topology.chips.CHIPS`) if it is listed there, and are measured in the same run otherwise.
 """
 
@@ -54,7 +54,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: the number of prompts in a batch, their length in tokens, and the new tokens of each."""
+    """The workload that is timed: the number of prompts in a batch, their length in tokens, and the new tokens of
+    each."""
 
     batch: int
     prompt_length: int

@@ -57,7 +57,7 @@ class LayerError:
 
     @property
     def diverges(self) -> bool:
-        """Whether `own_error` is above the gate, or NaN."""
+        """True if `own_error` is above the gate, or NaN."""
         return not self.own_error <= self.gate
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def compare_layers(
 
     Returns:
         The errors; then transformers' logits and ours, [T, V] in float32 for each window, from its first token that
-        counts on. They equal those of the complete models.
+        counts on. They equal the logits of the complete models.
 
     Raises:
         UsageError: the checkpoint is quantized, or has only a part of the layers; or its layers cannot run one by one.
@@ -242,7 +242,7 @@ class _Reference:
         return self._returned(x)
 
     def _returned(self, x: Any) -> Any:
-        """What a layer returns, with the hidden states x."""
+        """Returns the output of a layer for the hidden states x."""
         length = RETURNED.get(self.decoder.config.model_type, 0)
         return (x, *[None] * (length - 1)) if length else x
 

@@ -1,4 +1,4 @@
-"""Compares the logits of the converted model with those of transformers on the same tokens.
+"""Compares the logits of the converted model with the logits of transformers on the same tokens.
 
 The reference is transformers on the source checkpoint, without remote code. Divergences are KL(reference || ours) in
 nats per predicted token.
@@ -116,7 +116,7 @@ def quantized_gates(dtype: str, rounding_kl: float, quantization: Mapping[str, A
 
 
 def _methods(rules: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What rules round, as a key of `UNCLIPPED`, and by which calibration method."""
+    """Yields the kind of values that rules round, as a key of `UNCLIPPED`, and the calibration method."""
     for rule in rules:
         yield "weights", rule.get("weight_calibration_method") or "absmax"
         if rule.get("act_qtype"):
@@ -188,7 +188,7 @@ class LogitStatistics:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if there are no gates."""
+        """True if all gates hold; None if there are no gates."""
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def each_logits(
     rounding: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields what `model_logits` returns, one window at a time, from its first token that counts on; with `rounding`, a
-    seed, those of another rounding of the model (`tpuconv.quantize.rerounding`)."""
+    seed, the logits of another rounding of the model (`tpuconv.quantize.rerounding`)."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -289,7 +289,7 @@ def rounding_divergence(
     Args:
         prompts, dtype: as of `compare_logits`.
         ours: gives the model's logits for each prompt.
-        rerounded: gives those of another rounding of it, with a seed.
+        rerounded: gives the logits of another rounding of the model, with a seed.
     """
     from tpuconv.quantize.rerounding import SEEDS
 
@@ -342,8 +342,8 @@ def compare_logits(
 
 
 class _Compared(NamedTuple):
-    """What `compare_logits` keeps of a prompt: of each token, and of the negative log-likelihoods of the tokens that
-    are predicted."""
+    """The statistics that `compare_logits` keeps of a prompt: of each token, and the negative log-likelihoods of the
+    predicted tokens."""
 
     largest_difference: float
     sum_of_differences: float

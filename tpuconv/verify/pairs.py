@@ -37,16 +37,16 @@ BOX_VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class Side:
-    """A model that is compared: its checkpoint, the dtype that it computes in, and that of its cache, None to compute
-    without one."""
+    """A model that is compared: its checkpoint, the dtype that it computes in, and the dtype of its cache, None to
+    compute without one."""
 
     manifest: Manifest
     dtype: str
     cache_dtype: str | None = None
 
     def logits(self, prompts: Sequence[Sequence[int]], rounding: int | None = None) -> Iterator[np.ndarray]:
-        """Yields its logits [T, V] of each prompt; with `rounding`, a seed, those of another rounding. The model is in
-        memory until the last one."""
+        """Yields its logits [T, V] of each prompt; with `rounding`, a seed, the logits of another rounding. The model
+        is in memory until the last one."""
         with plain_path(self.manifest.folder) as folder:
             yield from each_logits(folder, whole_texts(prompts), self.dtype, None, self.cache_dtype, rounding=rounding)
 
@@ -138,7 +138,7 @@ class TensorDifference:
     largest: float
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; an infinite ratio is null."""
+        """Returns the keys of `--json`; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -161,7 +161,7 @@ class _Parameter:
     qtype: str | None
 
     def read(self, rows: slice) -> np.ndarray:
-        """Its values in float32, those of some rows of its first axis. `rows` begins and ends at a multiple of
+        """Returns the values in float32 of some rows of the first axis. `rows` begins and ends at a multiple of
         `step`."""
         if self.qtype is None:
             return self._part(self.stored, rows).astype(np.float32)

@@ -113,7 +113,7 @@ def empty_weights() -> Iterator[None]:
 
 
 class Reference(NamedTuple):
-    """What transformers' model returns.
+    """The outputs of transformers' model.
 
     Attributes:
         logits: [T, V] in float32 for each window, from its first token that counts on; of a model that returns them,

@@ -37,7 +37,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """A statistic of a task before and after: that of the reference, and that of the other checkpoint."""
+    """A statistic of a task for the reference and for the other checkpoint."""
 
     reference: TaskScore
     checkpoint: TaskScore

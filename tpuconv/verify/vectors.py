@@ -1,4 +1,4 @@
-"""Compares the hidden states or scores of a converted model with those of transformers on the same tokens."""
+"""Compares the hidden states or scores of a converted model with transformers on the same tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +51,7 @@ class VectorStatistics:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if there are no gates."""
+        """True if all gates hold; None if there are no gates."""
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class ArraySource(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the arrays are. Of a plan, what the manifest of its output would say before any value is known."""
+        """The manifest of the arrays. For a plan: the manifest of its output before any value is known."""
 
     @property
     def memory(self) -> int:
@@ -42,7 +42,7 @@ class ArraySource(Protocol):
         """Copies one of these files into an output, as `target`."""
 
     def check(self) -> None:
-        """Checks, before arrays are read, that they are those of the manifest."""
+        """Checks, before arrays are read, that they match the manifest."""
 
     def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
         """An array, or the box of it with these ranges of letters.
@@ -63,14 +63,16 @@ class ArraySource(Protocol):
         this process hashed while it read them, by name."""
 
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """What the manifest says about the source, from the hashes of all its files, if it is unchanged still."""
+        """Returns the manifest's description of the source, from the hashes of all its files, if it is still
+        unchanged."""
 
     def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the manifest says besides, and further files, from what was found about quantized parameters."""
+        """Returns further facts for the manifest, and further files, from the statistics of quantized parameters."""
 
     @property
     def stamps(self) -> dict[str, str]:
-        """What tells, by file of the source, that it was changed or replaced. Empty where the identity does."""
+        """Returns a stamp for each source file, which shows that the file was changed or replaced. Empty if the
+        identity shows it."""
 
     @property
     def stamps_for_hosts(self) -> dict[str, str]:
@@ -81,8 +83,8 @@ class ArraySource(Protocol):
 
 
 class IdentifiedArrays:
-    """What arrays have in common whose source has an identity: nothing else tells that it changed, no file of it is
-    hashed, and nothing of it is quantized meanwhile. See `ArraySource`."""
+    """The common part of arrays whose source has an identity: only the identity shows a change, no source file is
+    hashed, and nothing is quantized during the export. See `ArraySource`."""
 
     hashed: Sequence[str] = ()
     memory = 0

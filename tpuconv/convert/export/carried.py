@@ -110,8 +110,8 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
 
 
 def skipped_tensors(plan: Plan) -> Carried | None:
-    """What a plan leaves out of its source and is not encoded; if the output stays encoded, that too. None if it leaves
-    out nothing."""
+    """Returns the unencoded tensors that a plan leaves out of its source; if the output stays encoded, the encoded ones
+    too. None if it leaves out nothing."""
     mapped = {name for array in plan.arrays.values() for name in array.sources}
     infos = [
         info
@@ -126,7 +126,7 @@ def skipped_tensors(plan: Plan) -> Carried | None:
 
 
 def split_skipped(plan: Plan) -> tuple[tuple[Skip, ...], int]:
-    """What a plan leaves out of its output, and how many tensors it carries along unchanged."""
+    """Returns the tensors that a plan leaves out of its output, and the number of tensors that it copies unchanged."""
     if not plan.target.is_safetensors or plan.faults or (beside := skipped_tensors(plan)) is None:
         return plan.skipped, 0
     names = {tensor.name for tensor in beside.tensors}
@@ -138,14 +138,14 @@ def _as_they_are(source: Source, infos: Sequence[TensorInfo]) -> Carried:
 
 
 def _has_values_of_source(manifest: Manifest) -> bool:
-    """Whether the export has the source's own values."""
+    """Returns True if the export has the unchanged values of the source."""
     options: Mapping[str, Any] = manifest.raw["options"]
     changed = manifest.raw["source"].get("changed") or manifest.is_rounded or options.get("adapters")
     return not changed and options["dtype"] == "auto"
 
 
 def _check_same(manifest: Manifest, source: Source) -> None:
-    """Raises SourceError unless every shard is that of the conversion, by its stamp or its sha256."""
+    """Raises SourceError unless every shard is unchanged since the conversion, by its stamp or its sha256."""
     if isinstance(source.folder, BucketPath):
         raise UsageError(f"--with-skipped does not read {source.folder}", hint="give a local copy of it, or its Hub id")
     changed = changed_shards(

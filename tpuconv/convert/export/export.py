@@ -1,7 +1,7 @@
 """Exporting a checkpoint of ours to safetensors with Hugging Face's names, by the inverse of the table; or converting a
 source to such files, in one pass.
 
-If it was not cast, the exported bytes are those of the source: values, or quantized values and scales if they stayed
+If it was not cast, the exported bytes equal the source: values, or quantized values and scales if they stayed
 encoded. A few tensors are in memory at a time.
 """
 
@@ -62,7 +62,7 @@ _Made = tuple[ExportTensor, np.ndarray, dict[str, Any], bool]
 
 
 FILE_ENTRY = {"facts": {"bytes": Size, "xxh3_128": str}, "figures": Each(STATISTICS)}
-"""The journal's entry of a file: its facts, and those of the parameters whose first tensor it has."""
+"""The journal's entry of a file: its facts, and the facts of the parameters whose first tensor it has."""
 
 
 def export(
@@ -82,7 +82,7 @@ def export(
     stay.
 
     Args:
-        arrays: those of a checkpoint or of a plan.
+        arrays: the arrays of a checkpoint or of a plan.
         what: what is written of them.
         layout: how, from `lay_out`.
         out: the output folder.
@@ -216,12 +216,12 @@ def convert_to_safetensors(
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """What `convert_to_safetensors` would write.
+    """The files that `convert_to_safetensors` would write.
 
     Attributes:
         files: the tensors of each.
         room: threads and memory.
-        memory: the private memory in bytes that they need at most.
+        memory: the most private memory in bytes that the threads need.
         workspace_bytes: the most that a source which is fetched takes on the disk of the workspace.
     """
 
@@ -254,8 +254,8 @@ def planned_files(plan: Plan, limits: Limits) -> PlannedFiles:
 
 
 def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest of a checkpoint would say about safetensors that `convert_to_safetensors` wrote, whose own
-    manifest is `published`."""
+    """Returns the facts that the manifest of a checkpoint would contain, for safetensors of `convert_to_safetensors`,
+    whose manifest is `published`."""
     sizes = [facts["bytes"] for name, facts in published["files"].items() if name.endswith(".safetensors")]
     return {**describe_plan(plan), **published, "stored_bytes": sum(sizes)}
 

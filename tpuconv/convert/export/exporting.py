@@ -1,4 +1,4 @@
-"""What is exported of arrays: the table and the config with which the tensors of the release are named."""
+"""Chooses the table and the config for an export, which name the tensors of the release."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from tpuconv.targets.registry import get_target
 
 @dataclass(frozen=True)
 class Exporting:
-    """What is exported, besides the arrays.
+    """The facts of an export besides the arrays.
 
     Attributes:
         table: from released tensors to the arrays, before layers are stacked.
-        config: the family's, with the letters of the table.
-        family: its name.
-        beside: tensors of the source that are written too.
-        scheme: in which quantized parameters are written; None to leave them encoded as they were released.
+        config: the config of the family, with the letters of the table.
+        family: the name of the family.
+        beside: further tensors of the source to write.
+        scheme: the format of quantized parameters; None to leave them encoded as they were released.
     """
 
     table: MappingTable
@@ -36,13 +36,13 @@ class Exporting:
 
 
 def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: Carried | None = None) -> Exporting:
-    """What is exported of arrays that have a manifest.
+    """Returns the facts of an export of arrays that have a manifest.
 
     Args:
-        arrays: those of a checkpoint or of a plan.
-        scheme: in which quantized parameters are written. By default that of their types; parameters that are all
-            encoded as they were released stay so.
-        beside: tensors of the source that are written too.
+        arrays: the arrays of a checkpoint or of a plan.
+        scheme: the format of quantized parameters. By default their types choose it; parameters that are all encoded as
+            they were released stay so.
+        beside: further tensors of the source to write.
 
     Raises:
         UsageError: a scheme is given, and nothing is quantized.
@@ -70,8 +70,8 @@ def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: C
 
 
 def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:
-    """The scheme that servers read the types of a checkpoint in: that of compressed-tensors; MXFP4's own where releases
-    of the family have other tensors in it."""
+    """Returns the scheme in which servers read the types of a checkpoint: compressed-tensors; MXFP4's own where
+    releases of the family have other tensors in it."""
     types = {facts["qtype"] for facts in (manifest.quantization or {})["parameters"].values()}
     plain = _read(manifest, family, without_encoding(raw))
     if types == {IN_MXFP4} and _read(manifest, family, _encoded(raw, IN_MXFP4)) != plain:

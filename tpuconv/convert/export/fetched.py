@@ -35,7 +35,7 @@ def record_file(journal: RunJournal, number: int, count: int, facts: Mapping[str
 
 
 def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None) -> list[set[Extent]]:
-    """What of the source each file is made from."""
+    """Returns the extents of the source that each file is made from."""
     place = {tensor.name: number for number, file in enumerate(layout.files) for tensor in file}
     reads: list[set[Extent]] = [set() for _ in layout.files]
     for piece in layout.pieces:
@@ -85,7 +85,7 @@ class FetchedFiles:
 
     Args:
         arrays: what is exported.
-        reads: of all files, those of other processes too.
+        reads: the reads of all files, also of other processes.
         own: the numbers of the files of this process.
         part: which process this is.
         journal: takes what is done.

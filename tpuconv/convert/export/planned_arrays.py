@@ -52,7 +52,7 @@ class PlannedArrays:
 
     @cached_property
     def reader(self) -> Reader:
-        """Of the source. It is opened when the first value is read."""
+        """The reader of the source. It is opened when the first value is read."""
         return self.plan.source.open(self._check_cancelled, hashes=self.share.hashes(self.plan))
 
     @property
@@ -66,7 +66,7 @@ class PlannedArrays:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """True if `cancel` was called."""
         return self._cancelled.is_set()
 
     def _check_cancelled(self) -> None:
@@ -202,7 +202,7 @@ class PlannedArrays:
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """What the manifest of a plan's checkpoint would say, with zeros for what is found on the way."""
+    """Returns the manifest of a plan's checkpoint, with zeros for values that only the conversion finds."""
     result = UnitResult(
         checksums=dict.fromkeys(plan.arrays, (0, 0)),
         statistics={

@@ -1,4 +1,4 @@
-"""What an export makes: the rows of the table turned around, cut so that each makes one tensor of the source."""
+"""The rows of an export: the rows of the table inverted, and cut so that each makes one tensor of the source."""
 
 import math
 import re
@@ -37,8 +37,8 @@ class ExportPiece:
         rows: of complete tensors.
         slabs: the ranges of letters that a slab has: of those that the arrays have and the rows do not, since they are
             made one expert at a time, or one layer; and of `letter`.
-        letter: that of the first axis of all tensors, if there are several slabs, which are parts of them one after the
-            other.
+        letter: the letter of the first axis of all tensors, if there are several slabs, which are parts of them one
+            after the other.
     """
 
     rows: tuple[ExportRow, ...]
@@ -47,7 +47,7 @@ class ExportPiece:
 
     @property
     def tensors(self) -> list[ExportTensor]:
-        """What is made, in this order."""
+        """The tensors that are made, in this order."""
         return [tensor for row in self.rows for tensor in row.tensors]
 
     @property
@@ -145,7 +145,8 @@ def _in_slabs(binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> 
 
 
 def _leads(row: ExportRow, letter: str, ranges: Ranges, count: int) -> bool:
-    """Whether a letter of this size is alone on the first axis, after those of the ranges, of all arrays of a row."""
+    """Returns True if a letter of this size is alone on the first axis of all arrays of a row, after the axes of the
+    ranges."""
     for axes, stack in zip(row.inverse.layout.src, row.inverse.src, strict=True):
         first = next((i for i, axis in enumerate(axes) if lead(axis) not in ranges), 0)
         repeats = row.repeats.get(stack.names[0])
@@ -279,7 +280,7 @@ def _passthrough_rows(
 def _two_scales(
     scheme: Scheme, base: str, scale_name: str, stored: Stored, refine: Sequence[int]
 ) -> Iterator[ExportTensor]:
-    """The scales of blocks and that of the tensor, of which a checkpoint has the products."""
+    """Separates the scales of blocks and the scale of the tensor; a checkpoint has their products."""
 
     def separated(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = separate_scales(unrefine(products, refine, "F32", stored.shape), divided=scheme.divided)

@@ -1,5 +1,5 @@
-"""What a calibration leaves for the run that writes the output: files in the work folder with the quantized values of a
-parameter, or with other values of it. The run reads boxes of them."""
+"""The results of a calibration for the run that writes the output: files in the work folder with the quantized values
+of a parameter, or with other values of it. The run reads boxes of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,7 +93,7 @@ class CalibrationRun:
 
     @property
     def values(self) -> CalibratedValues:
-        """What it leaves."""
+        """The files of the calibration."""
         return CalibratedValues(self.journal.folder)
 
     def layers(self) -> Iterator[str]:
@@ -105,7 +105,7 @@ class CalibrationRun:
         return self.calibration.found(self.journal)
 
     def results(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the manifest says of each parameter."""
+        """The manifest's facts of each parameter."""
         return self.calibration.results(self.journal)
 
 

@@ -53,9 +53,9 @@ PART_DONE = "part done"
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a conversion is, in bytes of the source; of one of several processes, in those of its part. `resumed` are
-    those of an earlier run; `layer` is what is being calibrated, before anything is converted. `stage` is PUBLISHING
-    once all is converted; the last is "published", or PART_DONE."""
+    """The progress of a conversion in bytes of the source; for one of several processes, in bytes of its share.
+    `resumed` are the bytes of an earlier run; `layer` is the layer that is being calibrated, before anything is
+    converted. `stage` is PUBLISHING once all is converted; the last is "published", or PART_DONE."""
 
     done: int
     total: int
@@ -265,7 +265,7 @@ def companion_bytes(plan: Plan) -> int:
 
 
 def _result(plan: Plan, journal: RunJournal) -> UnitResult:
-    """What all units found together."""
+    """Returns the results of all units together."""
     result = UnitResult()
     steps = [*(unit.uid for unit in plan.units), *([FOUND_STEP] if _calibration(plan) is not None else [])]
     for step in steps:
@@ -278,7 +278,7 @@ def _result(plan: Plan, journal: RunJournal) -> UnitResult:
         or {name: set(files) for name, files in result.shard_bytes.items()} != compressed
     ):
         raise OutputError(
-            f"the entries in {journal.work} are not those of this conversion",
+            f"the entries in {journal.work} do not belong to this conversion",
             hint=f"move {journal.work} away, and run again to begin anew",
         )
     return result

@@ -100,7 +100,8 @@ class SlabConverter:
     def _calibrated(
         self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any], others: np.ndarray | None = None
     ) -> np.ndarray | None:
-        """What a calibration found for a box of a parameter, if there was one; see `CalibratedValues.read`."""
+        """Returns the result of a calibration for a box of a parameter, if there was a calibration; see
+        `CalibratedValues.read`."""
         if self.calibrated is None:
             return None
         shape = self.plan.arrays[self.plan.stored_names(name)[0]].shape

@@ -1,4 +1,4 @@
-"""What one process of several does of a plan."""
+"""The share of one process of several in a plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Share:
 
 
 def share_of(plan: Plan, part: ProcessPart | None) -> Share:
-    """What a process does of a plan: all of it if there is no other. A shard is hashed by the process that reads most
-    of it."""
+    """The share of a process in a plan: all of it if there is no other process. A shard is hashed by the process that
+    reads most of it."""
     shards = plan.source.shards if plan.hashes_shards else ()
     if part is None:
         return Share(plan.units, shards, frozenset())

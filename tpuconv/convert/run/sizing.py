@@ -17,12 +17,13 @@ QUANTIZE_MEMORY = 170 << 20
 """Measured: what jax and Qwix add."""
 
 IN_FLIGHT_BYTES = 1 << 30
-"""Of tensors of an export that are made and not written yet, unless one alone is larger or memory is scarce."""
+"""The bytes of an export's tensors that are made and not written yet, unless one tensor is larger or memory is
+scarce."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use. Does not change the output. `max_memory` is in bytes."""
+    """The limits of a run. They do not change the output. `max_memory` is in bytes."""
 
     jobs: int
     max_memory: int
@@ -103,7 +104,7 @@ def jobs(plan: Plan, limits: Limits) -> int:
 
 @dataclass(frozen=True)
 class TensorRoom:
-    """What a run that makes tensors may hold: `in_flight` are bytes of tensors that wait to be written."""
+    """The limits of a run that makes tensors: `in_flight` are bytes of tensors that wait to be written."""
 
     jobs: int
     in_flight: int = IN_FLIGHT_BYTES
@@ -144,7 +145,7 @@ def planned_memory_for_tensors(room: TensorRoom, job_bytes: int, more: int) -> i
 
 
 def _base_memory(plan: Plan) -> int:
-    """What a run needs whatever the model."""
+    """Returns the memory that a run needs whatever the model."""
     return BASE_MEMORY + (QUANTIZE_MEMORY if plan.quantization else 0)
 
 

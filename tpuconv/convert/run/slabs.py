@@ -63,7 +63,7 @@ def check_copy(
         if stored.view(DTYPES[info.dtype]).any():
             raise SourceError(
                 f"{copy} has values other than 0, and the model that config.json describes has no such bias",
-                hint="check that config.json is that of these files, its attention_bias and mlp_bias too",
+                hint="check that config.json belongs to these files, and its attention_bias and mlp_bias",
             )
         return
     a, b = (plan.tensors[name].values for name in (copy, original))
@@ -91,10 +91,10 @@ def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
 
 
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
+    """Returns True if no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
 
-    Those are the patterns from that of infinity on (of NaN, if the dtype has no infinity), of either sign. So the
-    largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
+    Such elements have the pattern of infinity (of NaN, if the dtype has no infinity) or a larger one, of either sign.
+    So the largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
     """
     if not bits.size:
         return True

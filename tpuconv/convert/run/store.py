@@ -23,12 +23,12 @@ LIST_PLACE, DICT_KEY = 1, 2
 
 @dataclass(frozen=True)
 class OrbaxTree:
-    """What Orbax's metadata say about the tree of a checkpoint besides its arrays.
+    """The facts of Orbax's metadata about the tree of a checkpoint besides its arrays.
 
     Attributes:
         empty: names that are in the tree without an array.
         has_lists: whether numbers in names are places in lists; else they are keys of dicts.
-        custom_metadata: what Orbax keeps for the program that loads it.
+        custom_metadata: the metadata that Orbax keeps for the program that loads the checkpoint.
     """
 
     empty: Sequence[str] = ()

@@ -50,7 +50,7 @@ class _OpenUnit:
         return [write.result() for write in self._writes]
 
     def result(self) -> UnitResult:
-        """What all slabs found, in their order."""
+        """Returns the results of all slabs, in their order."""
         result = UnitResult()
         for number in range(len(self.unit.slabs)):
             result.add(self._found[number])
@@ -135,7 +135,7 @@ class Workers:
             task(converter)
 
     def _tasks(self, units: Sequence[WorkUnit]) -> Iterator[Task]:
-        """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
+        """Yields the tasks of each step, in the order of the steps. From here on a remote source is fetched."""
         plan = self.plan
         names = [COMPARE_STEP, *(proof_step(i) for i in range(len(plan.source.shards)))]
         known = {name for name in names if name in self.share.others or self.journal.done(name) is not None}

@@ -42,7 +42,7 @@ class CalibrationData:
     asked: int = 0
 
     def to_json(self) -> dict[str, str | int]:
-        """What the manifest says about it."""
+        """The manifest's description of the text."""
         return {"text": self.text, "samples": self.samples, "length": self.length, "xxh3_128": self.digest}
 
 

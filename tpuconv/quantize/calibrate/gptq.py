@@ -47,7 +47,7 @@ class KernelScales:
     row_of_I: np.ndarray
 
     def outputs(self, start: int, stop: int) -> "KernelScales":
-        """Those of some outputs."""
+        """Returns the scales of some outputs."""
         return KernelScales(self.scale[:, start:stop], self.zero_point[:, start:stop], self.row_of_I)
 
     def weights(self, values: np.ndarray) -> np.ndarray:

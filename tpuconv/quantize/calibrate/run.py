@@ -139,7 +139,7 @@ class LayerwiseCalibration:
             disk.remove(states.path)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each parameter: sums over the layers of stacked ones."""
+        """Returns the manifest's facts of each parameter: sums over the layers of stacked parameters."""
         out: dict[str, dict[str, Any]] = {}
         number = 0
         while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:

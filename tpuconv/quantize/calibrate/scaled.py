@@ -52,7 +52,7 @@ def stage_inputs(runner: LayerRunner, stage: str, weights: Weights, samples: Sam
 
 
 class _Gathered:
-    """What is known of an input after some samples."""
+    """The statistics of an input after some samples."""
 
     def __init__(self) -> None:
         self.sums: list[np.ndarray] = []
@@ -69,7 +69,7 @@ class _Gathered:
 
     @property
     def statistics(self) -> smoothing.InputStatistics:
-        """Of all samples."""
+        """The statistics of all samples."""
         return smoothing.InputStatistics(np.mean(self.sums, 0), np.max(self.largest, 0), np.concatenate(self.rows))
 
 

@@ -28,7 +28,7 @@ PRODUCERS = (("up.kernel", "down.kernel"), ("v.kernel", "o.kernel"), ("v_b.kerne
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What is known of an input [tokens, I]: mean and largest absolute value of each element, and some rows."""
+    """The statistics of an input [tokens, I]: mean and largest absolute value of each element, and some rows."""
 
     mean_I: np.ndarray
     largest_I: np.ndarray

@@ -1,5 +1,5 @@
-"""What the groups of a checkpoint cost, kept beside it: measured once, and used again while all that it depends on is
-the same."""
+"""The costs of the groups of a checkpoint, in a file beside it: measured once, and reused while all inputs of the
+measurement are the same."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -116,8 +116,9 @@ def find_choices(manifest: Manifest) -> Choices:
 
 
 def _is_in_a_stage(name: str) -> bool:
-    """Whether a parameter is of a layer or the head. What makes the inputs of layers (Gemma 4) or joins the streams of
-    the last one (DeepSeek V4) stays as it is: it is small, and its cost would not be that of a layer."""
+    """Returns True if a parameter belongs to a layer or the head. The projections that make the inputs of layers (Gemma
+    4) or join the streams of the last layer (DeepSeek V4) are not quantized: they are small, and their cost would not
+    be the cost of a layer."""
     return name.partition(".")[0] in ("layers", HEAD_STAGE)
 
 

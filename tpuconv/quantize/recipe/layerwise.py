@@ -1,4 +1,4 @@
-"""What rounding a group of parameters costs, measured layer by layer: the weights of one layer are in memory, and the
+"""Measures the cost of rounding a group of parameters, layer by layer: the weights of one layer are in memory, and the
 hidden states of each variant of the model, one for each option of each group, are files.
 
 A variant begins at the first layer of its group, with the states of the unquantized model; until the last layer it runs
@@ -33,7 +33,7 @@ from tpuconv.sizes import format_size
 from tpuconv.storage import disk
 
 DTYPE = "float32"
-"""Of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""
+"""The dtype of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""
 
 Decoded = Mapping[str, np.ndarray]
 """The weights of a stage that have other values when some are quantized, by their names in a model of separate layers:
@@ -224,7 +224,7 @@ class LayerwiseProbe:
 
     @property
     def _scales(self) -> bool:
-        """Whether inputs are scaled before weights are rounded."""
+        """True if inputs are scaled before weights are rounded."""
         return self._calibration is not None and self._calibration[0].method == "awq"
 
     def _rounded(
@@ -287,7 +287,8 @@ class LayerwiseProbe:
         return following
 
     def _head(self, encoder_sets: Sequence[Mapping[str, QwixEncoder]], samples: HiddenStates | None) -> list[Weights]:
-        """What makes the logits, for each set of encoders; the last states of the samples are not needed any more."""
+        """Returns the weights that make the logits, for each set of encoders. The last states of the samples are no
+        longer needed."""
         weights = self._runner.logits_weights()
         if HEAD_STAGE in self._runner.stages:
             heads = [

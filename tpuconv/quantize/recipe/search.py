@@ -77,7 +77,7 @@ class ParamGroup:
         return max(option.kl for option in self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the keys of `--json`."""
         keys = ("qtype", "tile_size", "bits", "kl")
         options = ((o.qtype, o.tile_size, o.bits / self.count, o.kl) for o in self.options)
         return {
@@ -193,7 +193,8 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
 
 
 def _matches_others(path: str, groups: Sequence[ParamGroup]) -> bool:
-    """Whether the pattern of a path matches modules of other groups: layers that lack the path may have them."""
+    """Returns True if the pattern of a path matches modules of other groups: layers that lack the path may have
+    them."""
     others = (name for group in groups if group.path != path for name in group.names)
     modules = {"/".join(name.split(".")[:-1]) for name in others}
     pattern = re.compile(path.format(r"\d+"))

@@ -123,7 +123,7 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What to compile.
+    """The request of a compilation.
 
     Attributes:
         config: a parsed config.json.
@@ -132,8 +132,8 @@ class CompileRequest:
         dtype: of parameters and activations.
         mesh: sizes of mesh axes; None for `tpuconv.sharding.decoding_mesh`.
         quantize: the quantization, as `QuantConfig.to_json` or `source_passthrough` returns it; None for none.
-        checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` is then that
-            of its manifest. None to make the model from `config`.
+        checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` then comes
+            from its manifest. None to make the model from `config`.
         cache_dtype: of keys and values; None for `dtype`.
         programs: the programs to compile.
     """
@@ -203,7 +203,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. Bytes and seconds are those of one step on one device.
+    """One compiled program. Bytes and seconds count one step on one device.
 
     Attributes:
         name: "decode" or "prefill".
@@ -263,7 +263,7 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the model fits."""
+        """True if the model fits."""
         return not self.why
 
     @property
@@ -283,8 +283,8 @@ class FitReport:
 
     @property
     def limit(self) -> str | None:
-        """What takes most of the estimated decode step: "memory bandwidth", "compute" or "communication"; None if
-        decoding was not compiled."""
+        """The limit of the estimated decode step: "memory bandwidth", "compute" or "communication"; None if decoding
+        was not compiled."""
         decode = self.program("decode")
         if decode is None:
             return None

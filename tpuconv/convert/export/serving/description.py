@@ -145,7 +145,7 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
 
 def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) -> list[str]:
     """The modules as patterns that fit no other one, numbers left out where all have them; else names. `is_wrapped`:
-    whether the layers are those of a part of the model."""
+    True if the layers are a part of the model."""
     chosen, out = set(modules), []
     pattern = partial(_pattern, is_wrapped=is_wrapped)
     forms: dict[str, list[str]] = {}
@@ -196,7 +196,7 @@ def _check_fused(group_of: Mapping[str, WeightGroup], plain: Iterable[str]) -> N
 
 
 def _matrices_with(module: str) -> Iterator[tuple[str, int]]:
-    """What identifies each matrix of a server that has this module's."""
+    """Returns the keys of the matrices of a server that contain the matrix of this module."""
     if _is_experts(experts := _in_server(module)):
         yield experts, len(FUSED)
         return

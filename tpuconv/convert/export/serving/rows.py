@@ -1,4 +1,4 @@
-"""Quantized parameters as servers read them. Quantized values and scales are those of the checkpoint, bit for bit.
+"""Quantized parameters as servers read them. Quantized values and scales equal the checkpoint, bit for bit.
 
 A scale of the checkpoint that stands for several groups of the format is repeated. What a format cannot hold is an
 error that names the rule to change.
@@ -129,7 +129,7 @@ class _Parameters:
 
     @property
     def is_static(self) -> bool:
-        """Whether their inputs have static scales."""
+        """True if their inputs have static scales."""
         return bool(self.rule.get("act_static_scale"))
 
     def input_scales(self, manifest: Manifest) -> np.ndarray:
@@ -233,7 +233,7 @@ def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGrou
 
 
 def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
-    """Of outputs and inputs, however matrices are stored."""
+    """Returns a pair in the order [outputs, inputs], however matrices are stored."""
     return pair[::-1] if form.input_first else pair
 
 
