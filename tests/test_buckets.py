@@ -105,12 +105,12 @@ def test_a_source_in_a_bucket(bucket, source, tmp_path):
     api.convert(source, tmp_path / "near")
     far, near = contents(tmp_path / "far"), contents(tmp_path / "near")
     assert {name for name in near if far[name] != near[name]} == {"tpuconv.json"}
-    with pytest.raises(UsageError, match="lies in the source"):
+    with pytest.raises(UsageError, match="is inside the source"):
         api.convert(place, f"{place}/out")
     shard = next(name for name in objects(place) if name.endswith(".safetensors"))
     data = objects(place)[shard]
     bucket.put(f"src/{shard}", data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(OutputError, match=r"not made from|exists already"):
+    with pytest.raises(OutputError, match="exists already"):
         api.convert(place, tmp_path / "far")
     bucket.put(f"src/{shard}", data[:-1])
     with pytest.raises(SourceError, match="truncated"):

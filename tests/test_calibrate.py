@@ -745,7 +745,7 @@ def test_a_plan_says_the_memory_and_too_little_is_an_error(orbax, tmp_path):
     given = {"config": path, "calibration": "self", "samples": 2, "length": 64}
     plan = api.plan_quantization(ckpt, **given)
     assert plan.peak_memory_bytes > api.plan_quantization(ckpt, config="int4_weight_only").peak_memory_bytes
-    with pytest.raises(ResourceError, match="too few to calibrate"):
+    with pytest.raises(ResourceError, match="needs at least .* of memory; --max-memory"):
         api.quantize(ckpt, tmp_path / "out", **given, max_memory=600 << 20)
     assert not list(tmp_path.glob(".out*"))
 

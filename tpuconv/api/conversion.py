@@ -258,7 +258,9 @@ def quantize(
     place = workspace_folder(workspace)
     if place is not None and (rules.calibration is None or isinstance(to, Path)):
         raise UsageError(
-            "the workspace takes what a calibration finds for an output in a bucket, which this is not",
+            "--workspace holds the results of a calibration for an output in a bucket; this output is on a disk or "
+            "has no "
+            "calibration",
             hint="leave --workspace out",
         )
     data = calibration_data(folder, rules, calibration, samples, length)
@@ -320,12 +322,12 @@ def _run(
     from tpuconv.storage.sealed import read_sealed
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, resumed, own_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
+    began, resumed, part_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     for step in convert_plan(plan, out, limits, overwrite=overwrite, part=part):
         progress(step.shown_as(f"{stage}, {part}" if part else stage))
         if step.stage in ("convert", "export"):
-            own_bytes = step.total
+            part_bytes = step.total
         resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
         is_published = step.stage != PART_DONE
     seconds = time.monotonic() - began
@@ -351,7 +353,7 @@ def _run(
         left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
         part=part,
-        part_bytes=own_bytes,
+        part_bytes=part_bytes,
         published=is_published,
     )
     if check and done.already_there:

@@ -173,7 +173,7 @@ class ConversionPlan:
         return self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
 
     def check(self) -> None:
-        """Raises MappingError if source and family do not fit each other."""
+        """Raises MappingError if the source does not match the table of the family."""
         self.plan.check()
 
     def to_json(self) -> dict[str, Any]:

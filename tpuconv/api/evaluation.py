@@ -158,8 +158,8 @@ class Comparison:
         if self.failures:
             what = "quantized" if self.rounded else "converted"
             changed = (
-                f"{self.source} has other weights than those that were converted: give that source, or for merged "
-                "adapters one with the same adapters merged"
+                f"{self.source} has other weights than the converted source: give the converted source, or for merged "
+                "adapters a source with the same adapters merged"
                 if self.given
                 else "the source changed since the conversion: convert it again"
             )
@@ -235,7 +235,7 @@ def compare(
         check_logits(manifest)
     if manifest.raw["options"].get("adapters") and source is None:
         raise UsageError(
-            f"{ckpt} has adapters merged, and its source has not",
+            f"{ckpt} has merged adapters, and its source has not",
             hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by --source",
         )
     origin = manifest.raw["source"]
@@ -321,8 +321,8 @@ def _source_folder(manifest: "Manifest") -> Path:
     if folder is None:
         raise UsageError(
             f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
-            details=["this machine remembers none with the same weights, and there is none beside the checkpoint"],
-            hint="give it, or a copy of it, by --source FOLDER; a changed copy is told",
+            details=["this machine remembers no folder with the same weights, and there is none beside the checkpoint"],
+            hint="give this folder or a copy with --source FOLDER; a changed copy is reported",
         )
     return folder
 
@@ -353,7 +353,7 @@ def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] |
             f"{manifest.folder} does not",
             details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
             hint="compare a checkpoint in which the weights are decoded, without --mesh; `tpuconv compare` compares "
-            "that one with this",
+            "it with this one",
         )
     return True
 

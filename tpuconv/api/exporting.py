@@ -285,14 +285,14 @@ def _converted(
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
-        own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
-        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), own_config)
+        model_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
+        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), model_config)
     return arrays, describe_exporting(arrays, scheme, beside)
 
 
 def _check_whole(manifest: "Manifest") -> None:
-    """Raises UsageError if a checkpoint holds the text model of a multimodal one alone: the config.json of its export
-    would describe parts that are not there, for which transformers fills in random numbers."""
+    """Raises UsageError if a checkpoint contains only the text model of a multimodal model: the config.json of its
+    export would describe missing parts, which transformers fills with random numbers."""
     from tpuconv.models.common.wrapper import is_outside
 
     lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
@@ -300,10 +300,10 @@ def _check_whole(manifest: "Manifest") -> None:
         origin = manifest.raw["source"]
         count = sum(skip["count"] for skip in lost)
         raise UsageError(
-            f"{manifest.folder} holds the text model alone, and its config.json describes a multimodal one: "
+            f"{manifest.folder} contains only the text model, and its config.json describes a multimodal model: "
             f"{format_count(count, 'tensor')} would be missing",
             details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
-            hint="give the source, which has them, for a complete model: --with-skipped "
+            hint="for a complete model give the source, which has them: --with-skipped "
             f"{origin.get('repo') or origin.get('folder') or 'SRC'}",
         )
 
@@ -311,7 +311,7 @@ def _check_whole(manifest: "Manifest") -> None:
 def _trained(
     ckpt: Location, config: str, target: str | None, stack: ExitStack, progress: Listener
 ) -> "tuple[ArraySource, Exporting, tuple[Skip, ...]]":
-    """The arrays of what a trainer saved, what is exported of them, and what is not."""
+    """Returns the arrays of a trainer's checkpoint, the exported ones and the skipped ones."""
     from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.orbax_arrays import OrbaxArrays
@@ -323,7 +323,7 @@ def _trained(
     folder = locate_tree(ckpt)
     if is_there(ckpt / MANIFEST):
         raise UsageError(
-            f"{ckpt} has a manifest of tpuconv, which says what it is",
+            f"{ckpt} has a manifest of tpuconv, so --config is not needed",
             hint="leave out --config; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)
@@ -331,12 +331,12 @@ def _trained(
     raw = without_encoding(source.config)
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
-    own_config = family.read_config(raw, tensors=source.tensors, returns=returns)
-    own_table = family.table_for(source.tensors, returns)
-    explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
+    model_config = family.read_config(raw, tensors=source.tensors, returns=returns)
+    model_table = family.table_for(source.tensors, returns)
+    explained = explain_tree(tree, family, raw["model_type"], model_table, model_config, target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
-    skipped = (*explained.skipped, *padded, *_outside(source, own_table, own_config))
+    skipped = (*explained.skipped, *padded, *_outside(source, model_table, model_config))
     return arrays, Exporting(explained.table, explained.config, family.name), skipped
 
 

@@ -258,9 +258,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     allowed: Sequence[str] = ()
     if is_checkpoint(src):
         if encoding == "keep":
-            raise UsageError(
-                f"{src} is converted already: its weights are taken as stored", hint="leave --encoding out"
-            )
+            raise UsageError(f"{src} is converted already: its weights are used as stored", hint="leave --encoding out")
         manifest = read_manifest(to_location(src))
         check_logits(manifest)
         stored, allowed = manifest.dtype, manifest.allow_config
@@ -281,7 +279,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     config = without_keys(fetch_config(src), allowed)
     if returned := find_family(config).returns(config):
         raise UsageError(
-            f"{src} has a model that returns {returned}: it does not decode, which is what is compiled",
+            f"{src} has a model that returns {returned}: it cannot decode, and `fit` compiles decoding",
             hint="give a language model",
         )
     if encoding == "keep":

@@ -118,11 +118,11 @@ def _make_plan(
     target = get_target(options.target)
     if target.is_safetensors and (options.scan_layers or options.layers):
         raise UsageError(
-            f"the target {target.name} has every layer, by itself", hint="leave out --scan-layers and --layers"
+            f"the target {target.name} always has all layers, unstacked", hint="leave out --scan-layers and --layers"
         )
     if options.scheme is not None and not target.is_safetensors:
         raise UsageError(
-            f"the target {target.name} has no schemes of servers",
+            f"the target {target.name} does not write formats of servers",
             hint="leave out --scheme, or use --target huggingface",
         )
     if rules is not None and target.quantized is None:
@@ -130,7 +130,7 @@ def _make_plan(
     if rules is not None and target.fp8_block:
         raise UsageError(
             f"the target {target.name} has no parameters that are quantized by rules",
-            hint="leave out --quantize, or keep the FP8 of a release by --encoding keep",
+            hint="leave out --quantize, or keep the FP8 weights of a release with --encoding keep",
         )
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
     report = family.check_config(source.config, options.allow_config, source.tensors, returns)

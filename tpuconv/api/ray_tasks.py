@@ -80,7 +80,7 @@ def on_ray(
             raise
         except ray.exceptions.RayError as error:
             raise ResourceError(
-                "a task of Ray died, and so did those that repeated it",
+                "a task of Ray died, and so did its repetitions",
                 details=str(error).splitlines()[:10],
                 hint="the same command continues; with too little memory on a node give --max-memory",
             ) from error

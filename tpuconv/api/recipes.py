@@ -266,7 +266,7 @@ def _smallest(
         found = first_of(range(before + 1, found[0])) or found
     if found is None:
         raise GateError(
-            "no recipe holds the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
+            "no recipe passes the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
             hint="give gates that allow more, or leave the model unquantized",
         )
     return found[1:]

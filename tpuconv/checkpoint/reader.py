@@ -132,7 +132,7 @@ def check_logits(manifest: Manifest) -> None:
     """
     if manifest.returns:
         raise UsageError(
-            f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it has no next token",
+            f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it predicts no next token",
             hint="take a checkpoint of a language model; `tpuconv.load` gives a model to call",
         )
 
@@ -151,7 +151,7 @@ def check_mtp(manifest: Manifest) -> None:
     if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
         raise UsageError(
             f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
-            f"{len(quantized) - 1} more, and they are computed from dequantized weights only",
+            f"{len(quantized) - 1} more, and the model computes them only from dequantized weights",
             hint="convert the model again without --encoding keep",
         )
 

@@ -383,11 +383,11 @@ def _stacked(
             out[name] = quant
             continue
         prefix, place = stacks.find(int(match[1]))
-        own_name = f"{prefix}.{match[2]}"
+        layer_name = f"{prefix}.{match[2]}"
         if place is None:
-            out[own_name] = quant
+            out[layer_name] = quant
         elif place == 0:
-            out[own_name] = replace(quant, shape=(stacks.count, *quant.shape), group_shape=(1, *quant.group_shape))
+            out[layer_name] = replace(quant, shape=(stacks.count, *quant.shape), group_shape=(1, *quant.group_shape))
     return out
 
 

@@ -83,7 +83,7 @@ OTHER_KINDS = (
      "export it to the form of transformers with Megatron Bridge or NeMo"),
     ("checkpoint-[0-9]*", "checkpoints of a trainer", "give one of these folders"),
     ("_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt", "a checkpoint of Orbax",
-     "`tpuconv export FOLDER OUT --config SRC` writes safetensors of what a trainer saved"),
+     "`tpuconv export FOLDER OUT --config SRC` writes safetensors from a trainer's checkpoint"),
     ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
     ("*.bin", "pickled weights (.bin), which can run code and are not read",

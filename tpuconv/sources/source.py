@@ -197,13 +197,13 @@ def open_source(
     for name in shard_names:
         try:
             size, _, infos = read_header(folder / name)
-            digest, own_stamp = read_digest(folder / name)
+            digest, stamp = read_digest(folder / name)
         except SourceError as error:
             if (promised := (sha256 or {}).get(name)) is not None:  # a damaged download is downloaded again
                 check_download(folder / name, ("sha256", promised))
             faults += [error.message, *error.details]
             continue
-        shards.append(SourceShard(name, size, digest, own_stamp, (sha256 or {}).get(name)))
+        shards.append(SourceShard(name, size, digest, stamp, (sha256 or {}).get(name)))
         for info in infos:
             if info.name in tensors:
                 faults.append(f"{info.name} is in {tensors[info.name].shard} and in {name}")

@@ -202,8 +202,8 @@ class BucketJournal(JournalEntries):
         self._entries, self._known, self._state = {}, set(), State.NEW
 
     def _check_folder(self) -> None:
-        """Raises OutputError if the work folder holds what is not ours. Objects under random prefixes are what late
-        requests left."""
+        """Raises OutputError if the work folder holds objects that are not ours. Objects under random prefixes come
+        from late requests."""
         foreign = [name for name in objects_in(self.work) if name != CLAIM and inside_random(name) is None]
         if foreign:
             raise OutputError(

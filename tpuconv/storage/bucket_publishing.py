@@ -82,7 +82,7 @@ def probe(folder: BucketPath) -> Abilities:
     buckets.remove_objects(folder, [one.name, other.name])
     if left := {*PROBES} & buckets.listing(folder).keys():
         raise BucketError(
-            f"{folder / min(left)} was deleted, and is there still",
+            f"{folder / min(left)} was deleted and still exists",
             hint="ask for the right to delete, or for a bucket without a retention policy",
         )
     return Abilities(keeps, deletes, has_unique_versions, creates)
@@ -159,7 +159,7 @@ class Publication:
             raise OutputError(
                 f"{self.out} holds files that were written or changed since this conversion began",
                 details=shorten(sorted(foreign)),
-                hint="move them away, and run the same command again: it publishes what is converted",
+                hint="move them away, and run the same command again: it publishes the finished conversion",
             )
         return there
 
@@ -303,7 +303,7 @@ class Publication:
         return OutputError(
             f"{self.out} was changed while it was published",
             details=shorten(sorted(names)),
-            hint="stop what writes there, move its files away, and run the same command again",
+            hint="stop the program that writes there, move its files away, and run the same command again",
         )
 
 

@@ -21,7 +21,7 @@ def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: M
     return OutputError(
         f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
         details=_differences(began["facts"], facts),
-        hint="run it with what it began with to finish it, or give --overwrite to begin anew",
+        hint="run the command with its source and options to finish it, or give --overwrite to begin anew",
     )
 
 
@@ -35,14 +35,14 @@ def exists_already(
     if overwrite:
         return None
     return OutputError(
-        f"{out} exists already, and is not what this command writes",
+        f"{out} exists already, and this command would write another output",
         details=_differences(_made_with(out, facts), facts, was="made"),
         hint="choose another OUT, or give --overwrite to replace it",
     )
 
 
 def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> OutputError:
-    """The error for a place that holds what is not tpuconv's, by these reasons."""
+    """Returns the error for a place with files that do not belong to tpuconv, by these reasons."""
     stays = ", so --overwrite does not replace it" if overwrite else ""
     is_changed = all(reason.endswith(REWRITTEN) for reason in why)
     return OutputError(
@@ -51,7 +51,7 @@ def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> Outpu
         details=shorten(why),
         hint="choose another OUT, or move them away; `tpuconv verify --update` accepts a change"
         if is_changed
-        else "choose another OUT, or move away what is not tpuconv's",
+        else "choose another OUT, or move these files away",
     )
 
 
@@ -69,11 +69,13 @@ def check_not_nested(out: Location) -> None:
         )
     for parent in out.parents:
         if is_readable(parent / MANIFEST) and sealed.identity(parent) is not None:
-            raise OutputError(f"{out} lies in another output of tpuconv, {parent}", hint="choose an OUT outside of it")
+            raise OutputError(
+                f"{out} is inside another output of tpuconv, {parent}", hint="choose an OUT outside of it"
+            )
         is_top = not (parent.key if isinstance(parent, BucketPath) else parent.name)
         if not is_top and is_readable(work_folder(parent) / (CLAIM if isinstance(parent, BucketPath) else WORK)):
             raise OutputError(
-                f"{out} lies in {parent}, which another process writes, or was to write",
+                f"{out} is inside {parent}, which another process writes, or has begun to write",
                 details=[f"its unfinished work is in {work_folder(parent)}"],
                 hint="choose an OUT outside of it, or finish that conversion first",
             )

@@ -87,16 +87,16 @@ def read_sealed(folder: Location) -> Sealed:
         CorruptOutput: the manifest cannot be read, or does not match its seal.
     """
     path = folder / MANIFEST
-    own_stamp, data = stamp_of(path), _read_manifest(path)
+    stamp, data = stamp_of(path), _read_manifest(path)
     raw = check(parse(data, str(path), CorruptOutput), SEALED_SCHEMA, str(path), CorruptOutput)
     if raw["format"] < SEALED_SINCE:
-        return Sealed(raw, xxhash.xxh3_128_hexdigest(data), own_stamp)
+        return Sealed(raw, xxhash.xxh3_128_hexdigest(data), stamp)
     found = seal_of(data)
     if found is None:
         raise CorruptOutput(
             f"{path} was changed: it does not hold its own hash", hint="move the checkpoint away, and convert it again"
         )
-    return Sealed(raw, found, own_stamp)
+    return Sealed(raw, found, stamp)
 
 
 def seal_of(data: bytes) -> str | None:

@@ -69,7 +69,7 @@ def target_table(
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out --scan-layers")
-    config = WithAxes(config, {**config.axes, **_own_letters(config, tree, scan_layers)})
+    config = WithAxes(config, {**config.axes, **_tree_letters(config, tree, scan_layers)})
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
     own = [
@@ -88,10 +88,10 @@ def target_table(
 
 
 def same_parameters(
-    own: MappingTable, own_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
+    own: MappingTable, default_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
 ) -> dict[str, str]:
     """Returns the target's names of the parameters that are ours but for the name: not joined, not changed."""
-    ours = {_sources(binding): binding for binding in own.bind(own_config, include_mtp)}
+    ours = {_sources(binding): binding for binding in own.bind(default_config, include_mtp)}
     out: dict[str, str] = {}
     for binding in theirs.bind(config, include_mtp):
         other = ours.get(_sources(binding))
@@ -156,7 +156,7 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     )
 
 
-def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
+def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
     """Half of the head dimension; the first layers of all periods, the places of a period that share an array, and the
     layers after the last period.
 

@@ -224,7 +224,8 @@ def tensor_differences(reference: Manifest, other: Manifest) -> Iterator[TensorD
         first = min(name for name in {**theirs, **ours} if shapes[0].get(name) != shapes[1].get(name))
         said = [str(list(side[first])) if first in side else "none" for side in shapes]
         raise UsageError(
-            f"{reference.folder} and {other.folder} hold models of other shapes: {first} is {said[0]} in one and "
+            f"{reference.folder} and {other.folder} contain models of different shapes: {first} is {said[0]} in one "
+            "and "
             f"{said[1]} in the other",
             hint="compare a checkpoint with one that was made from it, or from the same release",
         )

@@ -59,7 +59,7 @@ class Carried:
 
 
 def carried(manifest: Manifest, source: Source, table: MappingTable, config: HasAxes) -> Carried:
-    """Returns what the conversion of a checkpoint skipped.
+    """Returns the tensors that the conversion of a checkpoint skipped.
 
     A copy of another tensor is carried too, unless the export may hold other values of that.
 
@@ -70,12 +70,12 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
         config: the family's reading of the source's config.json.
 
     Raises:
-        UsageError: the conversion skipped nothing; or what it skipped is encoded, and the export is not.
-        SourceError: it is not the source of the checkpoint, or that cannot be proved.
+        UsageError: the conversion skipped nothing; or the skipped tensors are encoded, and the export is not.
+        SourceError: it is not the source of the checkpoint, or this cannot be proved.
     """
     if any(BY_ADAPTER in skip["reason"] for skip in manifest.raw["skipped"]):
         raise UsageError(
-            f"an adapter that was merged changes what the conversion of {source.name} skipped",
+            f"a merged adapter changes tensors that the conversion of {source.name} skipped",
             hint="merge the adapter with peft first, and convert that",
         )
     _check_same(manifest, source)
@@ -99,7 +99,7 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
     is_multimodal = any(is_outside(why_ignored(info.name) or "") for info in infos)
     if encoded and not (is_multimodal and all(why_ignored(name) == FURTHER_TOKENS for name in encoded)):
         raise UsageError(
-            f"what the conversion of {source.name} skipped is encoded, and the export is not",
+            f"the tensors that the conversion of {source.name} skipped are encoded, and the export is not",
             details=shorten(list(collapse(encoded))),
             hint="convert with --encoding keep, and export that",
         )

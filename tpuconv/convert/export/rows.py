@@ -81,8 +81,8 @@ def export_pieces(
     target = get_target(manifest.target)
     known = {scheme.title: scheme for scheme in schemes(encoding_of(arrays.config))}
     quantized = manifest.quantization["parameters"] if manifest.quantization and scheme else {}
-    own_table = table.stack_layers(config) if manifest.scan_layers else table
-    for whole in own_table.bind(config, manifest.include_mtp):
+    layer_table = table.stack_layers(config) if manifest.scan_layers else table
+    for whole in layer_table.bind(config, manifest.include_mtp):
         is_quantized = any(stack.names[0] in quantized for stack in whole.dst)
         if not is_quantized:
             plain += _linear_modules(whole)
@@ -264,10 +264,10 @@ def _passthrough_rows(
                 affine = scheme.affine
                 assert affine is not None
                 zeros_shape = affine.zero_words.stored_shape(stored_scales.shape)
-                own_name = base + affine.zero_points
+                zeros_name = base + affine.zero_points
                 zero_points.append(
                     ExportTensor(
-                        *(own_name, "I32", zeros_shape, own_name),
+                        *(zeros_name, "I32", zeros_shape, zeros_name),
                         lambda x, affine=affine, refine=refine: pack_zero_points(affine, x, refine),  # type: ignore[misc]
                     )
                 )

@@ -1,4 +1,4 @@
-"""The way back of what a trainer saved: which target's table explains the arrays of an Orbax tree.
+"""The way back of a trainer's checkpoint: finds the target whose table explains the arrays of an Orbax tree.
 
 A tree may have its parameters below other names (`params` of a train state), with or without the leaf `value` of Flax
 NNX, and the state of an optimizer beside them. Everything else must be a parameter of the table.
@@ -118,7 +118,8 @@ def explain_tree(
             f"{tree.folder} is not a checkpoint of this {family.name}: as {best.form} has it, "
             f"{len(best.missing)} arrays are missing and {len(best.unknown)} are not explained",
             details=shorten(lines),
-            hint="give the config of the model that was trained; what is no part of the model must not be in the tree",
+            hint="give the config of the model that was trained; arrays that do not belong to the model must not be "
+            "in the tree",
         )
     return best
 

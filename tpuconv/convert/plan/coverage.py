@@ -91,9 +91,7 @@ def make_plan(
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     if options.adapters and options.encoding == "keep":
-        raise UsageError(
-            "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
-        )
+        raise UsageError("an adapter changes weights, so they cannot stay encoded", hint="leave out --encoding keep")
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
     tensors, misfits = adapt(tensors, options.adapters, input_first)
@@ -220,16 +218,18 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
             )
         table = table.stack_layers(config)
     if options.layers is not None and any(PERIODS in (*loop, *stack) for loop, stack in map(row_indices, table)):
-        raise UsageError("--layers does not go with layers that are stacked by periods", hint="leave out one of them")
+        raise UsageError(
+            "--layers and layers that are stacked by periods exclude each other", hint="leave out one of them"
+        )
     mtp = options.include_mtp
     if mtp and not config.axes.get(MTP):
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
     if mtp and options.layers is not None:
-        raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
+        raise UsageError("--include-mtp and --layers exclude each other", hint="leave out one of them")
     if (tensor_count := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
         raise MappingError(
             f"config.json asks for {tensor_count} tensors, and {source.name} has {len(source.tensors)}",
-            hint="num_hidden_layers and the number of experts are not those of these weights",
+            hint="num_hidden_layers or the number of experts does not belong to these weights",
         )
     return table
 

@@ -401,17 +401,18 @@ class Plan:
             raise MappingError(
                 f"{self.source.name} has no head, and config.json does not say that it is tied to the embedding",
                 details=self.faults,
-                hint="if it is an embedding model, without a head, set architectures in config.json to "
-                f"[{named or '...Model'}]; of a language model the head is lost, or tie_word_embeddings is wrong",
+                hint="if it is an embedding model without a head, set architectures in config.json to "
+                f"[{named or '...Model'}]; if it is a language model, the head is lost or tie_word_embeddings is wrong",
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
             raise MappingError(
-                f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
-                f"{self.family} do not fit each other",
+                f"{count} tensor {'patterns' if count > 1 else 'pattern'} of {self.source.name} "
+                f"{'do' if count > 1 else 'does'} not match the {self.family} table",
                 details=shorten(self.faults),
-                hint=f"check {adapters}that config.json is that of these files, its numbers of layers and sizes too, "
-                f"and that all files are there; `tpuconv families {self.family} --table` shows what the family reads",
+                hint=f"check {adapters}that config.json belongs to these files, with the same numbers of layers and "
+                "sizes, "
+                f"and that no file is missing; `tpuconv families {self.family} --table` shows what the family reads",
             )
 
 

@@ -157,7 +157,7 @@ def check_outside(folder: Location, out: Location) -> None:
     """Raises UsageError if an output is the folder of its source, lies in it, or holds it."""
     inside, target = real(folder), real(out)
     if target == inside or inside in target.parents:
-        raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
+        raise UsageError(f"{out} is inside the source folder", hint="give an OUT outside of it")
     if target in inside.parents:
         raise UsageError(f"{out} holds the source folder, {folder}", hint="give another OUT")
 
@@ -195,13 +195,12 @@ def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgre
         promise = known_hash(facts)
         if promise is None:
             raise OutputError(
-                f"{out} exists already, and it is not known whether it was made from {path} as it is now: only a part "
-                "of the file was read",
+                f"{out} exists already, and {path} may have changed since: only a part of the file was read then",
                 hint="choose another OUT, or give --overwrite to replace it",
             )
         if hash_of(path, promise[0]) != promise[1]:
             raise OutputError(
-                f"{out} exists already, and was not made from {path} as it is now",
+                f"{out} exists already, and {path} has changed since it was made",
                 hint="choose another OUT, or give --overwrite to replace it",
             )
     remember(made, source.folder, {**then, **{shard.name: shard.stamp for shard in unpromised}})
@@ -297,10 +296,10 @@ def _write_rest(
         for i, s in enumerate(plan.source.shards)
     }
     sink = journal.sink
-    for name, own_facts in plan.source.companions.items():
+    for name, companion_facts in plan.source.companions.items():
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, sink, target)
-        files[target] = own_facts
+        files[target] = companion_facts
     if plan.target.step_item:
         parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
         files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})

@@ -92,9 +92,9 @@ class SlabConverter:
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
-                own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
-                own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
-                writes.append(self._write(array, own_box, own_values, result))
+                array_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
+                array_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
+                writes.append(self._write(array, array_box, array_values, result))
         return writes
 
     def _calibrated(

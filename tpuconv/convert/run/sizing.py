@@ -80,22 +80,24 @@ def buffers(plan: Plan) -> Buffers:
 
 
 def jobs(plan: Plan, limits: Limits) -> int:
-    """The number of jobs: those wanted, as far as the memory suffices.
+    """Returns the number of jobs: the wanted number, as far as the memory suffices.
 
     Raises:
-        ResourceError: it does not suffice for one.
+        ResourceError: the memory does not suffice for one job.
     """
     job_bytes, base = buffers(plan).nbytes, _base_memory(plan)
     fitting = (limits.max_memory - base) // max(1, job_bytes)
     if fitting < 1:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to convert {plan.source.name}",
+            f"the conversion of {plan.source.name} needs at least {-(-(base + job_bytes) // 1_000_000)} MB of memory; "
+            f"--max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
         )
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to calibrate {plan.source.name}",
+            f"the calibration of {plan.source.name} needs at least {-(-calibration.memory // 1_000_000)} MB of memory; "
+            f"--max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
             "a smaller --length need less",
         )
@@ -127,7 +129,8 @@ def room_for_tensors(name: str, limits: Limits, job_bytes: int, total: int, more
     left = limits.max_memory - BASE_MEMORY - more
     if left < job_bytes:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to write {name} as safetensors",
+            f"writing {name} as safetensors needs at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)} MB of "
+            f"memory; --max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
         )
     for jobs in range(

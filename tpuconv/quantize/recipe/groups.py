@@ -148,14 +148,14 @@ def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str,
             by_parent.setdefault(parent or module, []).append(name)
     out: dict[tuple[str, int | None], list[str]] = {}
     for parent, members in by_parent.items():
-        own_modules = [modules[name] for name in members]
+        group_modules = [modules[name] for name in members]
         inside = [module for module in modules.values() if re.fullmatch(f"{parent}/.*", module)]
-        if own_modules == [parent]:
+        if group_modules == [parent]:
             tail = ""
         elif len(inside) == len(members):
             tail = "/.*"
         else:  # a router is beside them, or another group below
-            tail = f"/({'|'.join(module.rpartition('/')[2] for module in own_modules)})"
+            tail = f"/({'|'.join(module.rpartition('/')[2] for module in group_modules)})"
         layer = re.fullmatch(r"layers/(\d+)(/.*)", parent)
         if layer and stacks and stacks.find(int(layer[1]))[1] is not None:
             mates = stacks.at_place(int(layer[1]) % stacks.period)

@@ -100,7 +100,7 @@ class LayerwiseProbe:
         limit = min((rope.original_max_position_embeddings for rope in changing), default=length)
         if length > limit and min(map(len, prompts)) < length:
             raise UsageError(
-                f"the rotary positions of this model are others beyond {limit} tokens, and prompts run side by side",
+                f"the rotary positions of this model change beyond {limit} tokens, and prompts run in one batch",
                 hint=f"give prompts of at most {limit} tokens",
             )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
@@ -117,8 +117,8 @@ class LayerwiseProbe:
             needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples)
         if needed > (free := shutil.disk_usage(folder).free):
             raise ResourceError(
-                f"what is computed of {tokens} tokens takes {format_size(needed)}, and {folder.parent} has "
-                f"{format_size(free)}",
+                f"the hidden states of {tokens} tokens need {format_size(needed)}, and {folder.parent} has "
+                f"{format_size(free)} free",
                 hint="measure on fewer or shorter prompts, or name a recipe on a larger disk",
             )
         self._layers = [stage for stage in self._runner.stages if stage != HEAD_STAGE]

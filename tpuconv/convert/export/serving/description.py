@@ -82,7 +82,7 @@ def _fp8(groups: Groups, plain: list[str]) -> dict[str, Any]:
             sorted({f"{rows or 'all'}x{columns or 'all'}" for rows, columns in (g.block for g in groups)})
         )
         raise UsageError(
-            f"weights have FP8 scales for blocks of {found}, and fp8 has one size of blocks for all",
+            f"weights have FP8 scales for blocks of {found}, and fp8 has one size of blocks for all weights",
             hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
         )
     return {
@@ -99,7 +99,7 @@ def _awq(groups: Groups, plain: list[str]) -> dict[str, Any]:
     if len(sizes := {group.group_size for group in groups}) > 1:
         found = " and ".join(sorted(str(size or "all") for size in sizes))
         raise UsageError(
-            f"weights have scales for groups of {found} inputs, and awq has one size of groups for all",
+            f"weights have scales for groups of {found} inputs, and awq has one size of groups for all weights",
             hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
         )
     return {
@@ -133,7 +133,7 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
     for module in (module for modules in groups.values() for module in modules):
         if is_head(module):
             raise UsageError(
-                f"{module} is quantized, and servers read a plain head with {scheme}",
+                f"{module} is quantized, and servers expect an unquantized head with {scheme}",
                 hint="leave the head out of the quantization config, or export with --scheme compressed-tensors",
             )
         if name := next((name for name in plain if takes(name, module)), None):
