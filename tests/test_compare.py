@@ -135,7 +135,7 @@ def test_stacked_layers_and_passthrough_are_read_alike(hf, orbax, tmp_path):
 
 
 def test_what_cannot_be_compared_is_said_before_a_weight_is_read(example, orbax, tmp_path):
-    with pytest.raises(UsageError, match="models of other shapes: embed"):
+    with pytest.raises(UsageError, match="models of different shapes: embed"):
         api.compare_checkpoints(example, orbax(ONE_OF_EACH["qwen3"], "bfloat16"))
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UsageError, match="no text file"):

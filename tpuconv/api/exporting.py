@@ -163,12 +163,12 @@ def export(
             the latest step is taken.
         out: the folder to write; it appears complete or not at all.
         config: a folder or a Hub id with the config.json and the tokenizer of the model that was trained. If it has
-            safetensors, their names are those of `out`.
+            safetensors, `out` has their names.
         target: the program that a trainer's checkpoint is of; by default each is tried.
         with_skipped: the source that the checkpoint was converted from, a folder or a Hub id, which gives the tensors
             that the conversion skipped. It is proved to be the same.
         scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
-            "mxfp4" (gpt-oss); by default that of their types.
+            "mxfp4" (gpt-oss); by default their types choose it.
         overwrite, check, max_memory, jobs, part, progress: as of `convert`. A part is some of the files.
 
     Raises:
@@ -285,8 +285,8 @@ def _converted(
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
-        model_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
-        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), model_config)
+        own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
+        beside = carried(manifest, source, family.table_of(manifest.variant, manifest.returns), own_config)
     return arrays, describe_exporting(arrays, scheme, beside)
 
 
@@ -331,12 +331,12 @@ def _trained(
     raw = without_encoding(source.config)
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
-    model_config = family.read_config(raw, tensors=source.tensors, returns=returns)
-    model_table = family.table_for(source.tensors, returns)
-    explained = explain_tree(tree, family, raw["model_type"], model_table, model_config, target)
+    own_config = family.read_config(raw, tensors=source.tensors, returns=returns)
+    own_table = family.table_for(source.tensors, returns)
+    explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
-    skipped = (*explained.skipped, *padded, *_outside(source, model_table, model_config))
+    skipped = (*explained.skipped, *padded, *_outside(source, own_table, own_config))
     return arrays, Exporting(explained.table, explained.config, family.name), skipped
 
 

@@ -73,7 +73,7 @@ def add_checksums(parts: Iterable[int]) -> int:
 
 
 def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
-    """Adds the statistics of a part of a parameter to those of other parts."""
+    """Adds the statistics of a part of a parameter to the statistics of other parts."""
     for name, value in part.items():
         total[name] = total.get(name, 0) + value
 
@@ -272,7 +272,7 @@ class Manifest:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the model computes: that of most of its bytes, quantized parameters aside."""
+        """The dtype in which the model computes: the dtype of most of its bytes, without quantized parameters."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
             if array.name.endswith((QVALUE, SCALE, ZERO_POINT)):

@@ -88,8 +88,8 @@ def lines(items: Iterable[str]) -> "Text":
 
 @dataclass
 class Table:
-    """A table that fits its console: names are broken at dots, then columns are left out, those of `optional` in that
-    order, and a line says which.
+    """A table that fits its console: names are broken at dots, then the columns in `optional` are left out in this
+    order, and a line names them.
 
     Attributes:
         title: a line above it.

@@ -181,7 +181,7 @@ def quantize(
             found = api.sensitivity(
                 chosen,
                 prompts=read_prompts(prompts),
-                prompts_from=f"those of {prompts}" if prompts else "the default ones",
+                prompts_from=f"the prompts of {prompts}" if prompts else "the default ones",
                 method=method,
                 calibration=calibration,
                 samples=samples,

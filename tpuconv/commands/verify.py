@@ -166,7 +166,7 @@ def _show_verdict(found: api.Comparison) -> None:
     if found.passed is None:
         show(no_gates, worst)
     else:
-        what = "is close enough to the original" if found.rounded else "computes what the original does"
+        what = "is close enough to the original" if found.rounded else "gives the same outputs as the original"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
     for horizon in found.horizons:
         where = f"  beyond {horizon.tokens:,} tokens, the length of a window, chunk or indexer: "

@@ -27,7 +27,7 @@ WEIGHT_DTYPE, BUFFER_DTYPE = "BF16", "F32"
 SHARD = "model.safetensors"
 
 MAX_MODEL_BYTES = 4 << 40
-"""Twice those of the largest model: a plan holds all slabs of the conversion."""
+"""Twice the bytes of the largest model: a plan holds all slabs of the conversion."""
 
 NEVER_ENCODED = ("embed", "router")
 """How the names of modules begin whose matrix is looked up, or in which small differences decide."""
@@ -88,8 +88,8 @@ def _has_stacked_experts(binding: Binding) -> bool:
 
 
 def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape, stacked: bool) -> Scheme | None:
-    """The scheme of a matrix, or of those of all experts if they are `stacked`; None if it is not encoded. Stacks have
-    blocks of a fixed size: a scale for each row or tensor is that of a matrix."""
+    """Returns the scheme of a matrix, or of the matrices of all experts if they are `stacked`; None if it is not
+    encoded. Stacks have blocks of a fixed size: a scale for each row or tensor belongs to one matrix."""
     for group in known:
         scheme = group.schemes[0]
         is_stack = scheme.groups_apart or (stacked and not scheme.affine and None not in scheme.blocks)

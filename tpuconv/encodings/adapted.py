@@ -46,7 +46,7 @@ class Adapted(Tensor):
         first, last = start // columns, -(-(start + out.size) // columns)
         inside = slice(start - first * columns, start - first * columns + out.size)
         if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
-            # A norm is that of a complete row.
+            # A norm belongs to a complete row.
             rows = np.empty((last - first) * columns, out.dtype)
             stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
             self.base.read(reader, first * columns, stored, rows)

@@ -69,7 +69,7 @@ def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
 
 
 def gptq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The groups of a GPTQ description: those of `dynamic`, and all other modules.
+    """Returns the groups of a GPTQ description: the groups of `dynamic`, and all other modules.
 
     Raises:
         UnsupportedConfig: another `checkpoint_format`, or number of bits.

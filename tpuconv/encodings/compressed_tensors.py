@@ -93,7 +93,7 @@ STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]
 PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
 """Formats that tell which of two ways is used."""
 STORED_SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
-"""By type and strategy, the dtype of scales if it is not that of the original weights."""
+"""By type and strategy, the dtype of scales if it differs from the original weights."""
 
 
 def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:

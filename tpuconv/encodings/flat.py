@@ -60,7 +60,7 @@ class FlatParts:
             raise SourceError(
                 f"{info.name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
                 f"{list(self.shape)}, and there are {self.scales.size} scales",
-                hint="the weights are not those of this config.json: download both again",
+                hint="the weights do not belong to this config.json: download both again",
             )
         return state
 

@@ -48,7 +48,7 @@ compiled_pattern = cache(re.compile)
 
 def unless_named(schemes: tuple[Scheme, ...], names: Sequence[str], key: str) -> SchemeGroup:
     """All weights except the modules that are named, as transformers chooses: a name is a pattern for the beginning of
-    a module's name, up to a dot, or the end of it. `key` is that of the names."""
+    a module's name, up to a dot, or the end of it. `key` is the key of the names."""
     patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
 
     def takes(module: str) -> bool:

@@ -1,9 +1,8 @@
 """Schemes as ModelOpt describes them: what that library exports.
 
-NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the tensor; the names of algorithms are those
-of hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
-take it, a scale for each input.
-"""
+NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the tensor; the names of algorithms come from
+hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
+take it, a scale for each input."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -61,7 +61,7 @@ class Recut(Tensor):
 def recut(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], groups: Iterable[Sequence[str]]
 ) -> dict[str, Tensor]:
-    """The tensors, cut as a table wants them where those of a group are equal parts of as many rows.
+    """Cuts the tensors as a table wants them, if the tensors of a group are equal parts of as many rows.
 
     Args:
         tensors: of the source.

@@ -38,7 +38,7 @@ def place_of(number: int, shape: Shape) -> list[int]:
 def check_scales(
     name: str, scales: np.ndarray, shape: Shape | None = None, start: int = 0, *, any_sign: bool = False
 ) -> None:
-    """Checks scales: those of a whole tensor, or some of a tensor of the shape `shape`, from number `start` on.
+    """Checks all scales of a tensor, or some scales of a tensor of the shape `shape`, from number `start` on.
 
     Raises:
         SourceError: one is infinite or NaN, or not positive unless they may have `any_sign`. The message has the index

@@ -132,7 +132,7 @@ class Scheme:
         extra: suffixes of other tensors that belong to it.
         groups_apart: whether the groups are an axis of their own: [..., groups, bytes of a group].
         xor_mask: the bits in which a stored integer differs from its two's complement.
-        tensor_scale: suffix of one more scale, of the whole tensor, which multiplies those of the blocks.
+        tensor_scale: suffix of one more scale, of the whole tensor, which multiplies the scales of the blocks.
         divided: whether the tensor's scale divides them instead.
         factor: what each product of a value and a scale is multiplied by.
         any_sign: whether scales may be zero or negative: auto-round chooses their sign, float16 rounds small ones to

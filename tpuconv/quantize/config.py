@@ -128,7 +128,7 @@ class QuantConfig:
     """The rules of one file.
 
     Attributes:
-        scale_dtype: the dtype of stored scales; None for that of the weights.
+        scale_dtype: the dtype of stored scales; None for the dtype of the weights.
         gates: the limits that the quantized model must hold, compared with the original; None for what roundings of
             this size change, empty where the user wants none.
         calibration: None to round each weight to the nearest value.
@@ -383,7 +383,7 @@ def _static_scale(value: YamlValue, fields: Mapping[str, YamlValue], given: Mapp
         )
     if "tile_size" in given:
         raise fields["tile_size"].error(
-            "works with scales of each token: a static scale is that of complete inputs",
+            "works with scales of each token: a static scale belongs to complete inputs",
             hint="leave out tile_size, or act_static_scale",
         )
     if _is_asymmetric(given.get("act_calibration_method", "absmax")):

@@ -102,7 +102,7 @@ def _is_plain_qarray(x: Any) -> bool:
 
 
 def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
-    """Qwix's einsum; on a TPU that of `tiled` if it is faster."""
+    """Qwix's einsum; on a TPU the einsum of `tiled` if it is faster."""
     if (
         isinstance(lhs, qarray.QArray)
         or not _is_plain_qarray(rhs)
@@ -146,7 +146,7 @@ class ParamQuant:
 
 def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: LayerStacks | None = None) -> QuantConfig:
     """A config that quantizes exactly the modules of these parameters, each to the type that it is encoded in. The
-    scales are those of the checkpoint, not Qwix's. `stacks` says which layers the names are those of, if some are
+    scales come from the checkpoint, not from Qwix. `stacks` says which layers the names belong to, if some are
     stacked."""
     layers: dict[str, list[str]] = {}
     for layer in range(stacks.layers if stacks else 0):
@@ -363,7 +363,7 @@ def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axi
 def _stacked(
     param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider, stacks: LayerStacks
 ) -> dict[str, ParamQuant]:
-    """The result for stacked layers, from that of one layer: each layer has its own scales.
+    """Returns the result for stacked layers, from the result of one layer: each layer has its own scales.
 
     Raises:
         UnsupportedConfig: layers that are in one array are not quantized alike.

@@ -59,10 +59,11 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are parts of
-    `file`, perhaps with their axes swapped, and are read when they are needed. PEFT computes changes in float32; those
-    of embeddings and of experts it rounds to the dtype of the weight before it adds them (`rounded`). Those of stacked
-    experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it (DoRA)."""
+    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are parts of `file`,
+    perhaps with their axes swapped, and are read when they are needed. PEFT computes changes in float32; it rounds the
+    changes of embeddings and of experts to the dtype of the weight before it adds them (`rounded`). The changes of
+    stacked experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it
+    (DoRA)."""
 
     left: np.ndarray
     right: np.ndarray

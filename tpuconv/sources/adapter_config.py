@@ -1,4 +1,4 @@
-"""The keys of adapter_config.json, those of peft 0.21's `LoraConfig`: which are read, which have no effect on merged
+"""The keys of adapter_config.json, from peft 0.21's `LoraConfig`: which are read, which have no effect on merged
 weights, and which change them in a way that is not implemented."""
 
 import re

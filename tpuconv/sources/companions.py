@@ -211,7 +211,7 @@ def check_inside(folder: Location, names: "list[str] | Mapping[str, object]") ->
     inside = Path(os.path.realpath(folder))
     roots = [inside]
     if inside.parent.name == "snapshots" and inside.parents[1].name.startswith("models--"):
-        roots += [inside.parents[1] / "blobs", inside.parents[2] / "blobs"]  # the repository's, and those of all
+        roots += [inside.parents[1] / "blobs", inside.parents[2] / "blobs"]  # the repository's, and the blobs of all
     for name in names:
         target = Path(os.path.realpath(folder / name))
         if target.is_file() and not any(root in target.parents for root in roots):

@@ -56,7 +56,7 @@ class HubShard:
             yield from chunks_of(self.link, start, stop, stopped)
 
     def check_unchanged(self) -> None:
-        """See `RemoteFile`: it is that of the commit."""
+        """See `RemoteFile`: it is the version of the commit."""
 
     def planned_start(self, stop: int) -> bytes:
         """See `RemoteFile`."""

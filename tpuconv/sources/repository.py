@@ -125,8 +125,8 @@ class Repository:
         return self.snapshot(commit) / CONFIG_FILE
 
     def fetch(self, names: Collection[str]) -> Path:
-        """The repository's folder in the cache, with those of these files that it has. Works offline if something of it
-        is cached."""
+        """Returns the repository's folder in the cache, with the files that it already has. Works offline if something
+        of it is cached."""
         try:
             commit, files = self._listing()
         except Exception as error:

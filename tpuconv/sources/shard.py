@@ -101,7 +101,7 @@ def samples(fd: int, start: int, size: int) -> Iterator[bytes]:
 def changed_shards(
     folder: Location, known: Mapping[str, Mapping[str, Any]], stamps: Mapping[str, str]
 ) -> list[str] | None:
-    """The shards of a source that are missing, or differ from those of a conversion.
+    """Returns the shards of a source that are missing, or differ from the shards of a conversion.
 
     Args:
         folder: the source.

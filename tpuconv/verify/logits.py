@@ -63,8 +63,8 @@ parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two imp
 
 def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:
     """Returns the gates of two models that compute in a dtype. How far roundings move the logits depends on the model;
-    the reference itself shows it. Where it did, the most likely token has no gate, since that of a right model changes
-    too.
+    the reference itself shows it. Where it did, the most likely token has no gate, since the most likely token of a
+    right model changes too.
 
     Args:
         dtype: of parameters and activations.

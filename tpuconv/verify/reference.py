@@ -82,8 +82,8 @@ def reference_config(source: Path) -> Any:
 
 def reference_class(config: Any, returns: str = LOGITS) -> Any:
     """Returns transformers' class of automatic models that has a model for a config that returns this
-    (`tpuconv.models.common.heads`). For logits it is that of causal models; of multimodal models, of which the text is
-    computed, it is mostly another one."""
+    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models, of which the
+    text is computed, it is mostly another one."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModel,
@@ -119,8 +119,8 @@ class Reference(NamedTuple):
         logits: [T, V] in float32 for each window, from its first token that counts on; of a model that returns them,
             hidden states [T, D] or scores [1, O].
         rounding_kl: how much one rounding changes: the mean divergence in nats from the logits with each number of the
-            tokens' embeddings moved by half a spacing, up or down, and rounded again. None of other models than those
-            of logits, and in float32.
+            tokens' embeddings moved by half a spacing, up or down, and rounded again. None for models without logits,
+            and in float32.
     """
 
     logits: list[np.ndarray]

@@ -203,7 +203,8 @@ class LayerRunner:
         return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
 
     def names(self, stage: str) -> dict[str, Any]:
-        """The names of a stage's arrays, with their dtypes in the model; those of the head with the norm before it."""
+        """Returns the names of a stage's arrays, with their dtypes in the model; the names of the head include the norm
+        before it."""
         return _names(self._modules(stage))
 
     def weights(self, stage: str) -> Weights:
@@ -249,8 +250,8 @@ class LayerRunner:
         }
 
     def input_bytes(self, stage: str) -> tuple[int, int]:
-        """The bytes of the inputs that `observe` returns of a sample, and those of all their Hessians [I, I]. Nothing
-        is computed."""
+        """Returns the bytes of the inputs that `observe` returns of a sample, and the bytes of all their Hessians [I,
+        I]. Nothing is computed."""
         if stage == HEAD_STAGE:
             return 4 * len(self.steps[0].pos_BT[0]) * self.hidden, 4 * self.hidden**2
         found = self._shapes(stage).values()
