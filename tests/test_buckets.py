@@ -105,7 +105,7 @@ def test_a_source_in_a_bucket(bucket, source, tmp_path):
     api.convert(source, tmp_path / "near")
     far, near = contents(tmp_path / "far"), contents(tmp_path / "near")
     assert {name for name in near if far[name] != near[name]} == {"tpuconv.json"}
-    with pytest.raises(UsageError, match="is inside the source"):
+    with pytest.raises(UsageError, match="lies in the source"):
         api.convert(place, f"{place}/out")
     shard = next(name for name in objects(place) if name.endswith(".safetensors"))
     data = objects(place)[shard]

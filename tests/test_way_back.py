@@ -303,14 +303,14 @@ def test_options_and_folders_that_do_not_fit(maxtext, qwen3, tmp_path):
         with pytest.raises(kind, match=message):
             api.export(place, tmp_path / "back", **options)
     for place in (ckpt / "back", qwen3, qwen3 / "back"):
-        with pytest.raises(UsageError, match="is inside the source folder"):
+        with pytest.raises(UsageError, match="lies in the source folder"):
             api.export(ckpt, place, config=qwen3, overwrite=True)
     api.convert(qwen3, tmp_path / "ours")
     for place, options in [
         (tmp_path / "ours", {}),
         (tmp_path / "ours" / "params" / "back", {}),
     ]:
-        with pytest.raises(UsageError, match="is inside the source folder"):
+        with pytest.raises(UsageError, match="lies in the source folder"):
             api.export(tmp_path / "ours", place, overwrite=True, **options)
     api.verify(tmp_path / "ours").check()
     with pytest.raises(UsageError, match="has a manifest of tpuconv"):

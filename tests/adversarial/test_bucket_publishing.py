@@ -319,13 +319,13 @@ def test_outputs_in_outputs_are_refused(sources, monkeypatch):
     plan = made.plan_of(sources.other)
     inner = to_location(f"{ROOT}/out/llama")
     make_old(False)
-    with pytest.raises(OutputError, match="is inside another output of tpuconv, gs://bkt/out"):
+    with pytest.raises(OutputError, match="lies in another output of tpuconv, gs://bkt/out"):
         made.drain(run(plan, inner, made.LIMITS))
     bucket = in_memory(monkeypatch)
     new = made.plan_of(sources.new)
     with BucketJournal(OUT, new.fingerprint, new.facts, planned_names(new)) as journal:
         journal.begin()
-        with pytest.raises(OutputError, match="is inside gs://bkt/out, which another process writes"):
+        with pytest.raises(OutputError, match="lies in gs://bkt/out, which another process writes"):
             made.drain(run(plan, inner, made.LIMITS))
     made.drain(run(plan, inner, made.LIMITS))
     before = objects(ROOT)

@@ -140,7 +140,7 @@ def test_files_that_come_while_an_output_is_replaced_stay(sources, out, monkeypa
 
 
 def test_outputs_in_outputs(sources, out, tmp_path):
-    refused(lambda: made.convert(sources[0], out / "inner"), tmp_path, "is inside another output of tpuconv", str(out))
+    refused(lambda: made.convert(sources[0], out / "inner"), tmp_path, "lies in another output of tpuconv", str(out))
     plan = made.plan_of(sources[0])
     with Journal(tmp_path / "models", plan.fingerprint, plan.facts) as journal:
         journal.begin()

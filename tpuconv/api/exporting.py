@@ -168,7 +168,7 @@ def export(
         with_skipped: the source that the checkpoint was converted from, a folder or a Hub id, which gives the tensors
             that the conversion skipped. It is proved to be the same.
         scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
-            "mxfp4" (gpt-oss); by default their types choose it.
+            "mxfp4" (gpt-oss); by default that of their types.
         overwrite, check, max_memory, jobs, part, progress: as of `convert`. A part is some of the files.
 
     Raises:

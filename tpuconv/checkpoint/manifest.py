@@ -196,8 +196,8 @@ class Manifest:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The `source` for the manifest of an output that is made of this checkpoint. Formats before 3 named the folder
-        and had stamps of its files, which depend on the machine."""
+        """What an output that is made of this checkpoint says about the source. Formats before 3 named the folder and
+        had stamps of its files, which are of the machine."""
         source = {key: value for key, value in self.raw["source"].items() if key != "folder"}
         shards = {
             name: {key: value for key, value in facts.items() if key != "stamp"}
@@ -229,7 +229,7 @@ class Manifest:
 
     @property
     def variant(self) -> str:
-        """The table of the family that has the names of the source: see `MappingTable.variant`."""
+        """Which of the family's tables has the source's names: see `MappingTable.variant`."""
         return str(self.raw.get("variant", ""))
 
     @property

@@ -186,7 +186,7 @@ def _show_table(family: "Family") -> None:
     for copy, original in family.table.copies.items():
         show(f"  not converted: {copy}, if it is a copy of {original}")
     for names in family.table.recut:
-        show(f"  may be split at other rows: {', '.join(names)}")
+        show(f"  may be cut at other rows: {', '.join(names)}")
     for other in family.variants:
         show(f"  other releases have other names: {other.rows[0].hf_names[0]} ({other.variant.strip()})")
     used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}

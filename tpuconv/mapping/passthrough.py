@@ -59,7 +59,7 @@ class Stored:
         return scale_dtype(self.dtype, self.tensor_scale)
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it; `from_json` reads it back."""
+        """The manifest's description of the tensor; `from_json` is the inverse."""
         facts: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "extra": list(self.extra)}
         return facts | ({"tensor_scale": True} if self.tensor_scale else {})
 
@@ -104,7 +104,7 @@ class Passthrough:
     stored: tuple[Stored, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it."""
+        """The manifest's description of the parameter."""
         bits, with_zeros = QTYPE_BITS[self.scheme.qtype], has_zero_points(self.scheme)
         shared = 8 * self.stored[0].scale_dtype.itemsize + (bits if with_zeros else 0)
         return {
@@ -118,7 +118,7 @@ class Passthrough:
 
 
 def has_zero_points(scheme: Scheme) -> bool:
-    """Whether zero points are kept beside the scales."""
+    """True if zero points are stored beside the scales."""
     return scheme.affine is not None and not scheme.affine.symmetric
 
 
@@ -128,8 +128,8 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
     `part` names the arrays that hold the parameters.
 
     Raises:
-        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter; or the
-            row changes values.
+        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, the axes of the parameter; or
+            the row changes values.
     """
     if scheme.affine is not None and scheme.affine.any_order:
         raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has")
@@ -248,7 +248,7 @@ def pass_through(
                 assert scaled.scheme is not None
                 raise UnsupportedConfig(
                     f"each of its columns has a scale of its own too ({scaled.scheme.column_scales.removeprefix('.')}, "
-                    "of its inputs), and a QArray has those of groups only"
+                    "of its inputs), and a QArray has only scales of groups"
                 )
             parts = split(binding, first.scheme, [each.shape for each in stored], part)
         except UnsupportedConfig as e:

@@ -214,14 +214,14 @@ class Generator:
         return [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
 
     def _decode_step(self, weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
-        """What `decode` compiles."""
+        """The function that `decode` compiles."""
         return self._prefill_step(weights, ids_B[:, None], None, cache, key)
 
     def _prefill_step(
         self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array
     ) -> Any:
-        """What `prefill` compiles: the next token [B] of each sequence after `ids_BT`, and the cache with these
-        tokens."""
+        """The function that `prefill` compiles. Returns the next token [B] of each sequence after `ids_BT`, and the
+        cache with these tokens."""
         model = self._merged(weights)
         logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, first=-1)
         return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache

@@ -168,7 +168,7 @@ class Speculator(Generator):
         seed: int = 0,
         width: int = 0,
     ) -> Iterator[np.ndarray]:
-        """Generates tokens; arguments, results and errors are those of `Generator`."""
+        """Generates tokens; arguments, results and errors as in `Generator`."""
         if not prompts or not all(prompts) or max_new_tokens < 1:
             raise UsageError(NOTHING_TO_DO)
         rows: list[list[int]] = [[] for _ in prompts]

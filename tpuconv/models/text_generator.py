@@ -51,7 +51,7 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
@@ -145,7 +145,7 @@ class TextGenerator:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return self.encoder.has_chat_template
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
@@ -199,7 +199,7 @@ class TextGenerator:
                 return
 
     def __call__(self, prompts: Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[Completion]:
-        """Returns the completions of all prompts. Arguments and errors are those of `stream`."""
+        """Returns the completions of all prompts. Arguments and errors as in `stream`."""
         out: list[Completion] = []
         for _, completions in self.stream(prompts, max_new_tokens, **options):
             out = completions

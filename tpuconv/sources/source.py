@@ -80,7 +80,7 @@ class Source:
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         """Returns what the manifest says about the source: nothing of the machine or the folder. `hashes` has the hash
-        of each shard, named by `hash_name`; None if it was not hashed. Objects in a bucket have versions."""
+        of each shard, that of `hash_name`; None if it was not hashed. Objects in a bucket have versions."""
         versions = {s.name: {"version": s.stamp} for s in self.shards if isinstance(self.folder, BucketPath)}
         return {
             "name": plain(self.title),

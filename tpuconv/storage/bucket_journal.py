@@ -352,7 +352,7 @@ class BucketJournal(JournalEntries):
         )
 
     def _look(self) -> dict[str, ObjectFacts]:
-        """Returns the contents of OUT that may be replaced. Raises OutputError if they may not."""
+        """What lies in OUT, and may be replaced. Raises OutputError if it may not."""
         there = objects_in(self.out)
         if there and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
             raise error

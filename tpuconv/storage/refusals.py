@@ -69,13 +69,11 @@ def check_not_nested(out: Location) -> None:
         )
     for parent in out.parents:
         if is_readable(parent / MANIFEST) and sealed.identity(parent) is not None:
-            raise OutputError(
-                f"{out} is inside another output of tpuconv, {parent}", hint="choose an OUT outside of it"
-            )
+            raise OutputError(f"{out} lies in another output of tpuconv, {parent}", hint="choose an OUT outside of it")
         is_top = not (parent.key if isinstance(parent, BucketPath) else parent.name)
         if not is_top and is_readable(work_folder(parent) / (CLAIM if isinstance(parent, BucketPath) else WORK)):
             raise OutputError(
-                f"{out} is inside {parent}, which another process writes, or has begun to write",
+                f"{out} lies in {parent}, which another process writes, or was to write",
                 details=[f"its unfinished work is in {work_folder(parent)}"],
                 hint="choose an OUT outside of it, or finish that conversion first",
             )

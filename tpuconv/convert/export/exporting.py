@@ -36,13 +36,13 @@ class Exporting:
 
 
 def describe_exporting(arrays: ArraySource, scheme: str | None = None, beside: Carried | None = None) -> Exporting:
-    """Returns the facts of an export of arrays that have a manifest.
+    """What is exported of arrays that have a manifest.
 
     Args:
-        arrays: the arrays of a checkpoint or of a plan.
-        scheme: the format of quantized parameters. By default their types choose it; parameters that are all encoded as
-            they were released stay so.
-        beside: further tensors of the source to write.
+        arrays: those of a checkpoint or of a plan.
+        scheme: in which quantized parameters are written. By default that of their types; parameters that are all
+            encoded as they were released stay so.
+        beside: tensors of the source that are written too.
 
     Raises:
         UsageError: a scheme is given, and nothing is quantized.

@@ -111,7 +111,7 @@ class OrbaxArrays(IdentifiedArrays):
         return self.tree.stamps
 
     def check_made(self, out: Location, made: Sealed) -> None:
-        """See `ArraySource`. Raises OutputError if it is unknown: a trainer's checkpoint has no hashes."""
+        """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
         if known_stamps(made, self.tree.folder) != self.stamps and isinstance(self.tree.folder, Path):
             raise OutputError(
                 f"{out} exists already, and {self.tree.folder} may have changed since it was made",

@@ -139,7 +139,7 @@ def make_plan(
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and target.squeezes_scales:
         raise UnsupportedConfig(
-            f"{target.name} has scales of whole channels, not those of a release",
+            f"{target.name} has scales of whole channels, not the scales of a release",
             hint="decode by --encoding dequantize, or quantize to another type than the release has",
         )
     if wanted and not faults:
@@ -242,7 +242,7 @@ def _coverage_faults(
     unmapped: Sequence[str],
     copies: Mapping[str, str],
 ) -> list[str]:
-    """What of tensors and table does not fit each other, by pattern of names."""
+    """Returns the mismatches between tensors and table, by pattern of names."""
     faults = [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]

@@ -142,7 +142,8 @@ class _Cut:
                     shape
                 ):
                     raise UnsupportedConfig(
-                        f"{target.name} has scales of whole channels, and those of {name} are of shape {list(shape)}",
+                        f"{target.name} has scales of whole channels, and the scales of {name} have the shape "
+                        f"{list(shape)}",
                         hint="quantize without tile_size, or decode by --encoding dequantize",
                     )
                 array = array.squeezed(dropped)

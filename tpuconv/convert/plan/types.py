@@ -42,20 +42,20 @@ FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the output.
+    """The options that change the output.
 
     Attributes:
         dtype: "auto" (as in the source), "bfloat16" or "float32".
         scan_layers: stack the layers in one array each.
         layers: the layers to convert; all if None.
         include_mtp: convert the layers that predict further tokens too.
-        encoding: what becomes of encoded tensors; "dequantize" or "keep".
-        compress: compress all arrays, not only those of codes of less than 8 bits.
+        encoding: the treatment of encoded tensors: "dequantize" or "keep".
+        compress: compress all arrays, not only quantized values of less than 8 bits.
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
         target: the name of the program that the output is for.
-        adapters: what is added to weights, in this order.
-        scheme: in which a target with safetensors has quantized weights; None to choose it by their types.
+        adapters: the adapters that change weights, in this order.
+        scheme: the format of quantized weights for a target with safetensors; None to choose it by their types.
     """
 
     dtype: str = "auto"
@@ -82,7 +82,7 @@ class Options:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about them."""
+        """Returns the manifest's description of the options."""
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
         return {
             "dtype": self.dtype,
@@ -129,8 +129,8 @@ class OutputArray(ShardedArraySpec):
 
 @dataclass(frozen=True)
 class Slab:
-    """What is read, transformed and written at once: a box of every target of a binding, in complete chunks. `ranges`
-    are its ranges of letters; `dtype` is that of the values, before a target is encoded."""
+    """The data that is read, transformed and written at once: a box of every target of a binding, in complete chunks.
+    `ranges` are its ranges of letters; `dtype` is the dtype of the values, before a target is encoded."""
 
     binding: Binding
     ranges: Ranges
@@ -286,8 +286,8 @@ class Plan:
 
     @property
     def hashes_shards(self) -> bool:
-        """Whether shards are read completely, and so hashed. A trial on some layers would read all others only to hash
-        them."""
+        """True if shards are read completely, and so hashed. A trial on some layers would read all other shards only to
+        hash them."""
         return self.source.hashed and self.options.layers is None
 
     def shards_of(self, unit: WorkUnit) -> set[str]:
@@ -295,20 +295,21 @@ class Plan:
         return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
 
     def is_encoded(self, slab: Slab) -> bool:
-        """Whether the slab has a target that is quantized."""
+        """Returns True if the slab has a target that is quantized."""
         return any(name in self.encoders for stack in slab.binding.dst for name in stack.names)
 
     def is_stored_as_wanted(self, slab: Slab) -> bool:
-        """Whether the stored bytes are already the values. Of a stack an adapter may change some tensors."""
+        """Returns True if the stored bytes are already the values. An adapter may change some tensors of a stack."""
         return all(self.tensors[name].is_stored_as(slab.dtype) for name in slab.names())
 
     def is_plain(self, slab: Slab) -> bool:
-        """Whether the stored bytes are already the values, in no encoding."""
+        """Returns True if the stored bytes are already the values, without an encoding."""
         tensors = (self.tensors[name] for name in slab.names())
         return all(tensor.scheme is None and tensor.is_stored_as(slab.dtype) for tensor in tensors)
 
     def is_box(self, slab: Slab) -> bool:
-        """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
+        """Returns True if the slab is a box of a single tensor of the source, stored as plain values of the same
+        dtype."""
         layout, stack = slab.binding.layout, slab.binding.src[0]
         return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and self.is_plain(slab)
 
@@ -357,7 +358,7 @@ class Plan:
         return _digest(self.facts)
 
     def to_json(self, peak_memory: int) -> dict[str, Any]:
-        """What `convert --dry-run --json` prints."""
+        """Returns the keys of `convert --dry-run --json`."""
         return {
             "family": self.family,
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},

@@ -157,7 +157,7 @@ def check_outside(folder: Location, out: Location) -> None:
     """Raises UsageError if an output is the folder of its source, lies in it, or holds it."""
     inside, target = real(folder), real(out)
     if target == inside or inside in target.parents:
-        raise UsageError(f"{out} is inside the source folder", hint="give an OUT outside of it")
+        raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
     if target in inside.parents:
         raise UsageError(f"{out} holds the source folder, {folder}", hint="give another OUT")
 

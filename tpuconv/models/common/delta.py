@@ -24,7 +24,7 @@ from tpuconv.models.common.recurrence import (
 )
 
 NORM_EPS = 1e-6
-"""Epsilon of the length of queries and keys. config.json has that of other norms only."""
+"""Epsilon of the length of queries and keys. config.json has only the epsilon of other norms."""
 
 
 @jax.tree_util.register_dataclass

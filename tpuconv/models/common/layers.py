@@ -222,7 +222,8 @@ def deinterleave(x_BTNH: jax.Array) -> jax.Array:
 
 def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) -> jax.Array:
     """Returns the causal mask [B, T, S]: a token sees the keys at its own position and at the `window` - 1 positions
-    before it. `pos_BT` are the positions of tokens, `pos_BS` those of keys, -1 for padding, which is not seen."""
+    before it. `pos_BT` are the positions of tokens, `pos_BS` the positions of keys, -1 for padding, which is not
+    seen."""
     distance_BTS = pos_BT[:, :, None] - pos_BS[:, None, :]
     visible_BTS: jax.Array = (pos_BS[:, None, :] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
     return visible_BTS

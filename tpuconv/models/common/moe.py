@@ -176,7 +176,7 @@ def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:
 
 
 def _letters(expert: Expert, x: jax.Array) -> str:
-    """The axes of an array of an expert's state. Quantized values and scales have those of the kernel."""
+    """The axes of an array of an expert's state. Quantized values and scales have the axes of the kernel."""
     return expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
 
 

@@ -141,13 +141,13 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether angles depend on the length of the sequence; with a cache that is the number of its slots."""
+        """True if angles depend on the length of the sequence; with a cache this is the number of its slots."""
         return self.type in ("longrope", "dynamic")
 
     def inverse_frequencies(self, head_dim: int, length: int = 0) -> tuple[FloatArray, float]:
         """Returns the angular frequencies [H/2] in radians per position, and a factor for cosine and sine. The float32
-        operations are those of transformers, in the same order: at position 100,000 the last bit of a frequency changes
-        the angle noticeably. The types `longrope` and `dynamic` depend on the length of the sequence."""
+        operations equal transformers, in the same order: at position 100,000 the last bit of a frequency changes the
+        angle noticeably. The types `longrope` and `dynamic` depend on the length of the sequence."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         theta = self.theta
         if self.type == "dynamic":

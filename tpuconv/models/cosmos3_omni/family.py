@@ -18,7 +18,7 @@ GENERATOR = dict.fromkeys(
     ),
     GENERATES,
 )
-"""The tensors beside those of the text model in releases."""
+"""The tensors beside the text model in releases."""
 
 RENAMED = {
     **{f"self_attn.{x}_proj.": f"self_attn.to_{x}." for x in "qkv"},

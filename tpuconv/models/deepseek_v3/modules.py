@@ -19,7 +19,7 @@ from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.sharding import ACTIVATIONS, Rules
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latent vectors. config.json has that of the other norms only."""
+"""Epsilon of the norms of latent vectors. config.json has only the epsilon of the other norms."""
 
 
 @jax.tree_util.register_dataclass

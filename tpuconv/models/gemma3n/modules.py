@@ -1,4 +1,4 @@
-"""Gemma 3n with what sees and hears: the modules of the text model."""
+"""Gemma 3n with vision and audio towers: the modules of the text model."""
 
 from tpuconv.models.gemma3n_text import modules as gemma3n_text
 

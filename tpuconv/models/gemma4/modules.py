@@ -1,4 +1,4 @@
-"""Gemma 4 with what sees and hears: the modules of the text model."""
+"""Gemma 4 with vision and audio towers: the modules of the text model."""
 
 from tpuconv.models.gemma4_text import modules as gemma4_text
 

@@ -36,7 +36,7 @@ INDEX_KEYS = {
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
-"""Keys, and those of `sparse_attention_config` that releases have for them."""
+"""Keys, and the keys of `sparse_attention_config` that releases have for them."""
 
 SPARSE_ONLY = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
 """Keys of `sparse_attention_config` that have one value."""

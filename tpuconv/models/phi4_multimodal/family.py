@@ -14,7 +14,7 @@ ADAPTS = "an adapter for images or sound, without effect on text alone"
 
 @dataclass(frozen=True)
 class Config(WrapperConfig, phi3.Config):
-    """The keys of config.json, those of what sees and hears beside those of the text model."""
+    """The keys of config.json: the keys of vision and audio modules beside the keys of the text model."""
 
     model_type: ClassVar[str] = "phi4_multimodal"
     flat: ClassVar[bool] = True
