@@ -10,7 +10,7 @@ from tpuconv.models.qwen3 import family as qwen3
 from tpuconv.models.qwen3_vl import family as qwen3_vl
 from tpuconv.models.registry import Family
 
-GENERATES = "generates images, sound or actions: the text model alone is converted"
+GENERATES = "generator of images, sound or actions: the text model alone is converted"
 GENERATOR = dict.fromkeys(
     (
         *("*moe_gen*", "*_for_gen.*", "*.self_attn.add_*", "*.self_attn.to_add_out.*", "*.self_attn.norm_added_*"),

@@ -8,7 +8,7 @@ from tpuconv.models.common.wrapper import WrapperConfig, tables
 from tpuconv.models.phi3 import family as phi3
 from tpuconv.models.registry import Family
 
-BRINGS_BOTH = "brings images and sound to the text model, which alone is converted"
+BRINGS_BOTH = "image and audio projector: the text model alone is converted"
 ADAPTS = "an adapter for images or sound, without effect on text alone"
 
 
