@@ -17,7 +17,7 @@ LIST_RIGHTS = {"gs": "storage.objects.list", "s3": "s3:ListBucket", "az": "Stora
 
 
 def endpoint(scheme: str) -> str | None:
-    """The address of another server than the cloud's own, if the environment names one."""
+    """Returns the address of another server than the cloud's own, if the environment names one."""
     return next((os.environ[name] for name in ENDPOINTS[scheme] if name in os.environ), None)
 
 
@@ -35,7 +35,7 @@ def credentials(scheme: str) -> tuple[str, Callable[[], Any] | None]:
 
 
 def google_token() -> str | None:
-    """A token for GCS; None if this machine has none."""
+    """Returns a token for GCS; None if this machine has none."""
     if "GOOGLE_BEARER_TOKEN" in os.environ:
         return os.environ["GOOGLE_BEARER_TOKEN"]
     found = _google_credentials()

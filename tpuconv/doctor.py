@@ -92,7 +92,7 @@ class Diagnosis:
         return max((item.status for item in self.items), key=STATUSES.index)
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"status": self.status, "items": [asdict(item) for item in self.items]}
 
 
@@ -118,7 +118,7 @@ def examine(folder: Location, *, network: bool = True) -> Diagnosis:
 
 
 def _checked(name: str, check: Callable[..., Item], *args: Any) -> Item:
-    """The item that a check returns, or one with status "fail" if the check raises."""
+    """Returns the item that a check returns, or one with status "fail" if the check raises."""
     try:
         return check(*args)
     except Exception as e:
@@ -161,7 +161,8 @@ def _package(name: str) -> Item:
 
 
 def _requirement(name: str) -> "Requirement | None":
-    """The requirement for a package in the metadata of tpuconv or of jax, extras included; None if there is none."""
+    """Returns the requirement for a package in the metadata of tpuconv or of jax, extras included; None if there is
+    none."""
     for owner in ("tpuconv", "jax"):
         for extra in ("", "hf", "tpu"):
             for wanted in _requirements(owner):
@@ -274,8 +275,8 @@ def _disk(folder: Path) -> Item:
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """The speed in bytes per second of writing, fsync included, and of reading past the page cache. Writes random
-    bytes, which no file system can compress."""
+    """Returns the speed in bytes per second of writing, fsync included, and of reading past the page cache. Writes
+    random bytes, which no file system can compress."""
     block = os.urandom(BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=folder, prefix=".tpuconv-doctor-", buffering=0) as file:
         start = time.perf_counter()

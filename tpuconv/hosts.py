@@ -45,7 +45,7 @@ class ProcessPart:
         return f"process {self.index} of {self.count}"
 
     def to_json(self) -> dict[str, int]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"index": self.index, "count": self.count}
 
 
@@ -93,7 +93,7 @@ TPU_VM = ("agent-worker-number", "worker-network-endpoints")
 
 
 def find_part(count: int | None = None, environment: Environment = os.environ) -> ProcessPart:
-    """The part of this process, from what its cluster says.
+    """Returns the part of this process, from what its cluster says.
 
     Args:
         count: of processes, if it was given.
@@ -154,7 +154,7 @@ def _from_tpu_vm(ask: Callable[[str], str | None] | None = None) -> ProcessPart 
 
 
 def _metadata(attribute: str) -> str | None:
-    """An attribute of this virtual machine of Google Cloud; None elsewhere."""
+    """Returns an attribute of this virtual machine of Google Cloud; None elsewhere."""
     from urllib.request import ProxyHandler, Request, build_opener
 
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")

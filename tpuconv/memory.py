@@ -14,8 +14,8 @@ JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000
 
 
 def peak_memory() -> int:
-    """The peak resident memory of this process in bytes. Linux's getrusage would count the memory of the parent before
-    exec."""
+    """Returns the peak resident memory of this process in bytes. Linux's getrusage would count the memory of the parent
+    before exec."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -71,7 +71,7 @@ def check_address_space_for_jax(more: int = 0) -> None:
 
 
 def address_space_limit() -> int | None:
-    """The limit on the addresses of this process (`ulimit -v`) in bytes; None without one."""
+    """Returns the limit on the addresses of this process (`ulimit -v`) in bytes; None without one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -88,12 +88,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
-    """The inverse of `parse_mesh`."""
+    """Returns the inverse of `parse_mesh`."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def _letters(axes: str) -> list[str]:
-    """The letter whose rule each axis follows. Query heads that lie in groups are query heads."""
+    """Returns the letter whose rule each axis follows. Query heads that lie in groups are query heads."""
     return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
 
 
@@ -173,7 +173,7 @@ def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
 
 
 def _largest_divisor(number: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor for which `fits` holds; 1 if there is none."""
+    """Returns the largest divisor for which `fits` holds; 1 if there is none."""
     return next((n for n in range(number, 1, -1) if number % n == 0 and fits(n)), 1)
 
 

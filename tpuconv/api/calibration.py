@@ -70,7 +70,7 @@ class CalibrationText:
             progress(Progress("", message=f"warning: {self.warning}"))
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {**asdict(self), "tokens": self.tokens, "warning": self.warning or None}
 
 

@@ -61,7 +61,7 @@ class CheckpointComparison:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = asdict(self.statistics)
         facts["perplexity"] = {"reference": facts.pop("perplexity_reference"), "checkpoint": facts["perplexity"]}
         return {
@@ -199,7 +199,7 @@ def compare_checkpoints(
 def _windows(
     manifest: "Manifest", prompts: Sequence[str], text: Path | None, length: int, stride: int
 ) -> "Sequence[Window]":
-    """The windows of a text, or a window for each prompt, all of whose predictions but the last count.
+    """Returns the windows of a text, or a window for each prompt, all of whose predictions but the last count.
 
     Raises:
         UsageError: the text cannot be read, or is too short; there is no tokenizer, or a window is too long.

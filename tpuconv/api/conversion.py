@@ -281,7 +281,7 @@ def is_checkpoint(path: str | Location) -> bool:
 
 
 def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "QuantConfig | None":
-    """The quantization config of a name or path; None where none is given.
+    """Returns the quantization config of a name or path; None where none is given.
 
     Raises:
         ConfigError: it is no valid config.

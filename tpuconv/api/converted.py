@@ -79,7 +79,7 @@ class Conversion:
         return self.published and self.resumed_bytes == self.source_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
             "out": str(self.out),
             "family": self.family,
@@ -177,7 +177,7 @@ class ConversionPlan:
         self.plan.check()
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = self.plan.to_json(self.peak_memory_bytes) | {
             "workspace_bytes": self.workspace_bytes,
             "disk_bytes": self.disk_bytes,

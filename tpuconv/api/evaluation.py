@@ -63,7 +63,7 @@ class Verification:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {
             "passed": self.passed,
             "checkpoint": str(self.checkpoint),
@@ -170,7 +170,7 @@ class Comparison:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = {"checkpoint": str(self.checkpoint), "source": self.source, **self.statistics.to_json()}
         facts["source_changed"] = None if self.source_changed is None else bool(self.source_changed)
         if self.mesh:
@@ -309,7 +309,7 @@ def compare(
 
 
 def _source_folder(manifest: "Manifest") -> Path:
-    """The local folder that a checkpoint was converted from, or a copy of it.
+    """Returns the local folder that a checkpoint was converted from, or a copy of it.
 
     Raises:
         UsageError: nobody knows it on this machine.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load(
     ckpt: str | Location, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None, *, mtp: bool = False
 ) -> "nnx.Module":
-    """The model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
+    """Returns the model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
     from tpuconv import restore
 
     with plain_path(to_location(ckpt)) as folder:

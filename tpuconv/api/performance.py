@@ -39,7 +39,7 @@ class Benchmark:
     timings: Sequence["Timing"]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {
             "checkpoint": str(self.checkpoint),
             "source": self.source,
@@ -169,7 +169,7 @@ class Fit:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         request = self.request
         return {
             "source": self.source,

@@ -38,7 +38,7 @@ class Origin:
 
 
 def workspace_folder(workspace: str | Path | None) -> Path | None:
-    """The folder of a workspace, if there is one.
+    """Returns the folder of a workspace, if there is one.
 
     Raises:
         UsageError: it is not on a local disk.
@@ -50,7 +50,7 @@ def workspace_folder(workspace: str | Path | None) -> Path | None:
 def planned_conversion(
     origin: Origin, options: "Options", rules: "QuantConfig | None", *, runs: bool, progress: Listener
 ) -> "Iterator[Plan]":
-    """The plan of a conversion; the source is held while it is used."""
+    """Yields the plan of a conversion; the source is held while it is used."""
     from tpuconv.models.registry import find_family
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import fetched_meanwhile, open_source
@@ -79,7 +79,7 @@ def planned_conversion(
 def planned_quantization(
     ckpt: Location, rules: "QuantConfig", data: "CalibrationData | None", compress: bool, *, runs: bool
 ) -> "Plan":
-    """The plan to quantize a checkpoint."""
+    """Returns the plan to quantize a checkpoint."""
     from tpuconv.checkpoint.reader import open_checkpoint
     from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
@@ -109,7 +109,7 @@ def _make_plan(
     *,
     runs: bool,
 ) -> "Plan":
-    """The plan for a table, or for the family's and the target's if it is None."""
+    """Returns the plan for a table, or for the family's and the target's if it is None."""
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.targets.compose import check_quantized, find_tree, same_parameters, target_table
     from tpuconv.targets.registry import get_target

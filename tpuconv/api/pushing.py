@@ -34,7 +34,7 @@ class Push:
         return sum(self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = {"folder": str(self.folder), "repo": self.repo, "revision": self.revision, "commit": self.commit}
         return {**facts, "bytes": self.bytes, "files": dict(self.files)}
 
@@ -88,7 +88,7 @@ def push(
 
 
 def _complete(folder: Path) -> dict[str, int]:
-    """The files of an output and their sizes, after checking that it is complete and holds nothing else."""
+    """Returns the files of an output and their sizes, after checking that it is complete and holds nothing else."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.names import MANIFEST
     from tpuconv.storage.places import size_faults

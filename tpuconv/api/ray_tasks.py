@@ -103,8 +103,8 @@ def _do_part(
     folder: str,
     token: bytes,
 ) -> int:
-    """The task: one part, in the working directory of the driver, if this node has it. Returns how many bytes of the
-    source an earlier run had converted."""
+    """Returns the task: one part, in the working directory of the driver, if this node has it. Returns how many bytes
+    of the source an earlier run had converted."""
     from tpuconv.storage.shared_journal import PartRunning
 
     libtpu.hide_without_tpu()
@@ -178,7 +178,7 @@ def _check_shared(out: Location, token: bytes) -> None:
 
 
 def _absolute(place: Any) -> Any:
-    """A path that holds in other working directories; a Hub id as it is."""
+    """Returns a path that holds in other working directories; a Hub id as it is."""
     location = to_location(place)
     if isinstance(location, Path) and (location.exists() or isinstance(place, Path)):
         return Path(os.path.abspath(location))

@@ -81,7 +81,7 @@ class Sensitivity:
     calibration: "CalibrationText | None" = None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
             "checkpoint": str(self.checkpoint),
             "dtype": self.dtype,
@@ -241,9 +241,9 @@ def _smallest(
     ids: Sequence[Sequence[int]],
     gates: Mapping[str, float],
 ) -> "tuple[list[Option], LogitStatistics]":
-    """The choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates. They are
-    measured from the fewest bits on, since more bits do not always lose less: each `GATE_STRIDE`th up to the first that
-    holds, then those between it and the one before.
+    """Returns the choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates. They
+    are measured from the fewest bits on, since more bits do not always lose less: each `GATE_STRIDE`th up to the first
+    that holds, then those between it and the one before.
 
     Raises:
         GateError: none does.

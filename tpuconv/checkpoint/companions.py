@@ -15,7 +15,7 @@ from tpuconv.storage.sinks import FolderSink, Sink
 
 
 def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """The files that came with the weights, with size and hash."""
+    """Returns the files that came with the weights, with size and hash."""
     if not manifest.sealed.is_sealed:
         return find_companions(manifest.folder, SOURCE_CARD).copied
     files = manifest.sealed.files.items()

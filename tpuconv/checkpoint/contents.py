@@ -48,7 +48,7 @@ class CheckpointFiles:
 
 
 def contents_of(folder: Location, sealed: Sealed) -> Contents:
-    """The contents of an output of any kind.
+    """Returns the contents of an output of any kind.
 
     Raises:
         CorruptOutput: the manifest is not valid.

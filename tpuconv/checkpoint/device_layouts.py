@@ -31,7 +31,7 @@ class DeviceLayout(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str, major_to_minor: Iterable[int], tiling: Iterable[Iterable[int]]) -> "DeviceLayout":
-        """A layout from lists, as JSON has them."""
+        """Returns a layout from lists, as JSON has them."""
         return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
 
 

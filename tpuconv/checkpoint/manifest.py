@@ -60,7 +60,8 @@ def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray)
 
 
 def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
-    """The part of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks, `crcs`."""
+    """Returns the part of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks,
+    `crcs`."""
     number = 0
     for n, i in zip(grid, index, strict=True):
         number = number * n + i
@@ -68,7 +69,7 @@ def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
 
 
 def add_checksums(parts: Iterable[int]) -> int:
-    """The sum of parts of a checksum, modulo 2^64."""
+    """Returns the sum of parts of a checksum, modulo 2^64."""
     return sum(parts) % (1 << 64)
 
 
@@ -136,7 +137,7 @@ class Manifest:
         check_current(self.folder, self.sealed)
 
     def read_file(self, name: str) -> bytes:
-        """The bytes of a small file beside the arrays.
+        """Returns the bytes of a small file beside the arrays.
 
         Raises:
             CorruptOutput: it cannot be read, or does not match the manifest.
@@ -181,7 +182,7 @@ class Manifest:
         return self.folder / str(self.raw.get("folder", PARAMS))
 
     def path_of(self, name: str) -> str:
-        """The path in the folder of a file or folder of the Orbax checkpoint."""
+        """Returns the path in the folder of a file or folder of the Orbax checkpoint."""
         return path_in(self.raw.get("folder", PARAMS), name)
 
     def is_of_arrays(self, path: str) -> bool:
@@ -305,12 +306,12 @@ class Manifest:
 
 
 def path_in(folder: str, name: str) -> str:
-    """The path of a name in a folder, of which "." is the output itself."""
+    """Returns the path of a name in a folder, of which "." is the output itself."""
     return name if folder == "." else f"{folder}/{name}"
 
 
 def element_bytes(dtype: str) -> int:
-    """The number of bytes of an element as numpy holds it."""
+    """Returns the number of bytes of an element as numpy holds it."""
     return np.dtype(dtype).itemsize
 
 
@@ -335,7 +336,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
-    """The manifest of a converted checkpoint, whose file was read. Raises as `read_manifest` does."""
+    """Returns the manifest of a converted checkpoint, whose file was read. Raises as `read_manifest` does."""
     raw, path = sealed.raw, folder / MANIFEST
     if raw["format"] > MANIFEST_FORMAT:
         raise UsageError(f"{folder} was made by a newer tpuconv (format {raw['format']})", hint="update tpuconv")
@@ -363,7 +364,7 @@ def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
 
 
 def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """The arrays of a parsed manifest."""
+    """Returns the arrays of a parsed manifest."""
     return {
         name: StoredArray(
             name=name,
@@ -398,7 +399,7 @@ def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization:
 
 @cache
 def _rank(axes: str) -> int | None:
-    """The number of axes that letters stand for; None if they are not valid."""
+    """Returns the number of axes that letters stand for; None if they are not valid."""
     try:
         return len(parse_axes(axes)) if len(axes) <= 200 else None
     except ValueError:

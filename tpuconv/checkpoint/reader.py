@@ -85,7 +85,7 @@ class Checkpoint(Source):
     def open(
         self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
     ) -> "CheckpointReader":
-        """A reader of the arrays. Waits until their contents are checked.
+        """Returns a reader of the arrays. Waits until their contents are checked.
 
         Raises:
             CorruptOutput, SourceError: see `check_contents`.
@@ -106,7 +106,7 @@ class Checkpoint(Source):
         return self.manifest.origin
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """The shard files of an array: file, first byte and number of bytes."""
+        """Returns the shard files of an array: file, first byte and number of bytes."""
         folder = self.manifest.params / info.name
         if isinstance(folder, BucketPath):
             return []
@@ -117,7 +117,7 @@ class Checkpoint(Source):
         copy_companion(self.manifest, name, sink, target, self.companions[name])
 
     def table(self) -> MappingTable:
-        """A table that maps every array to the parameter of the same name."""
+        """Returns a table that maps every array to the parameter of the same name."""
         rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
         periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
         axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
@@ -183,7 +183,7 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint.
+    """Returns the parsed config.json of a checkpoint.
 
     Raises:
         CorruptOutput: it does not match the manifest.
@@ -282,7 +282,7 @@ def _read_box(folder: Location, spec: ShardedArraySpec, box: Sequence[slice], ou
 
 
 def read_checksum(manifest: Manifest, name: str) -> str:
-    """The checksum of an array as it is stored, in hex. Every byte is read once, past the page cache.
+    """Returns the checksum of an array as it is stored, in hex. Every byte is read once, past the page cache.
 
     Raises:
         CorruptOutput: it cannot be read, or a chunk does not match its crc32c.

@@ -124,22 +124,22 @@ class ShardedArraySpec:
         )
 
     def shard_names(self) -> list[str]:
-        """The names of all shard files."""
+        """Returns the names of all shard files."""
         return [shard_name(index) for index in product(*map(range, self.grid))]
 
     def size_of(self, index: Shape) -> int:
-        """The size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed and not
-        written yet."""
+        """Returns the size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed
+        and not written yet."""
         if self.file_bytes:
             return self.file_bytes[int(np.ravel_multi_index(index, self.grid)) if index else 0]
         return self.chunks_of(index) * self.slot_bytes + self.index_bytes
 
     def shard_sizes(self) -> dict[str, int]:
-        """The sizes of all shard files, by name; see `size_of`."""
+        """Returns the sizes of all shard files, by name; see `size_of`."""
         return {shard_name(index): self.size_of(index) for index in product(*map(range, self.grid))}
 
     def zarr_json(self) -> dict[str, Any]:
-        """The array's zarr metadata, as JSON."""
+        """Returns the array's zarr metadata, as JSON."""
         crc = {"name": "crc32c"}
         little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
         zstd = {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
@@ -163,7 +163,7 @@ class ShardedArraySpec:
 
 
 def shard_name(index: Shape) -> str:
-    """The file name of a shard, in the folder of its array."""
+    """Returns the file name of a shard, in the folder of its array."""
     return ".".join(("c", *map(str, index)))
 
 
@@ -183,7 +183,7 @@ class ShardBuilder:
         return self.spec.starts(self.index)
 
     def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
-        """The memory of a chunk, in its shape, as unsigned integers of the dtype `bits`."""
+        """Returns the memory of a chunk, in its shape, as unsigned integers of the dtype `bits`."""
         start = self._places[slot] = len(self._places) * self.spec.slot_bytes
         return self.buffer[start : start + self.spec.chunk_bytes].view(bits).reshape(self.spec.chunks)
 
@@ -202,7 +202,7 @@ class ShardBuilder:
         self.offsets[slot] = start, self._used - start
 
     def crcs(self) -> bytes:
-        """The crc32c of each chunk, in the order of the file. Call it after all are built."""
+        """Returns the crc32c of each chunk, in the order of the file. Call it after all are built."""
         return bytes(self._crcs)
 
     @property
@@ -237,7 +237,7 @@ def checked(data: np.ndarray, what: str) -> np.ndarray:
 
 
 def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
-    """The values of a chunk as bytes, from what its file holds without the checksum.
+    """Returns the values of a chunk as bytes, from what its file holds without the checksum.
 
     Raises:
         ValueError: it does not hold a chunk of the array; `what` names it.

@@ -51,7 +51,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def console(err: bool = False) -> "Console":
-    """The console that draws everything. A string has no markup in it and is made `plain`."""
+    """Returns the console that draws everything. A string has no markup in it and is made `plain`."""
     from rich.console import Console
     from rich.text import Text
 
@@ -135,7 +135,7 @@ class Table:
             yield Text(f"  not shown at this width: {', '.join(left_out)} (--json has all)", style="dim")
 
     def _fitting(self, width: int) -> tuple[list[str], list[str]]:
-        """The columns that are shown, and those that are left out."""
+        """Returns the columns that are shown, and those that are left out."""
         shown, left_out = list(self.columns), []
         for name in (name for name in self.optional if name in self.columns):
             if self._width(shown, NAME_WIDTH) <= width:
@@ -164,12 +164,12 @@ class Table:
 
 
 def _framed(widths: Iterable[int]) -> int:
-    """The width of a table with columns of these widths: padding, a space between columns, and edges."""
+    """Returns the width of a table with columns of these widths: padding, a space between columns, and edges."""
     return sum(width + 3 for width in widths) + 1
 
 
 def _broken(cell: "Text", width: int) -> "Text":
-    """The cell with lines longer than `width` broken after dots, commas and spaces; text with styles stays."""
+    """Returns the cell with lines longer than `width` broken after dots, commas and spaces; text with styles stays."""
     from rich.text import Text
 
     if cell.spans or all(line.cell_len <= width for line in cell.split()):

@@ -22,7 +22,7 @@ FULL_WIDTH = 80
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Listener]:
-    """A listener that shows progress while the block runs; with `as_json` only messages."""
+    """Yields a listener that shows progress while the block runs; with `as_json` only messages."""
     if as_json:
         yield _messages
     elif sys.stderr.isatty():

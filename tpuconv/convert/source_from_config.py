@@ -34,7 +34,7 @@ NEVER_ENCODED = ("embed", "router")
 
 
 def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
-    """A source without bytes.
+    """Returns a source without bytes.
 
     Args:
         name: of the model.

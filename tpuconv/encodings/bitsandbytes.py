@@ -74,7 +74,7 @@ def is_bitsandbytes(quantization: Mapping[str, Any]) -> bool:
 
 
 def bitsandbytes_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The group of a bitsandbytes description.
+    """Returns the group of a bitsandbytes description.
 
     Raises:
         UnsupportedConfig: neither 4 nor 8 bits, or both; weights that are stored in half precision; or a type or

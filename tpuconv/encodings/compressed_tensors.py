@@ -97,7 +97,7 @@ STORED_SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", 
 
 
 def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The groups of a compressed-tensors description.
+    """Returns the groups of a compressed-tensors description.
 
     Raises:
         UnsupportedConfig: a format, strategy or number of bits that is not implemented.
@@ -180,7 +180,7 @@ def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> b
 
 
 def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
-    """The blocks in words and as numbers; None if the strategy is not known."""
+    """Returns the blocks in words and as numbers; None if the strategy is not known."""
     strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if isinstance(block, str):  # as older ones have it: "128x128"
         block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]

@@ -65,7 +65,8 @@ class FlatParts:
         return state
 
     def block_scales(self, reader: Reader, first: int, last: int, state: Mapping[str, Any]) -> np.ndarray:
-        """The scales of some blocks, in float32; of nested ones (number * scale) + offset, each rounded to float32.
+        """Returns the scales of some blocks, in float32; of nested ones (number * scale) + offset, each rounded to
+        float32.
 
         Raises:
             SourceError: one is not finite, unless `any_scales`.

@@ -15,8 +15,8 @@ from tpuconv.sources.reader import Reader
 
 
 def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors, where flat ones that hold so many values have the shape that a table wants: only a text that is read
-    with their values says it."""
+    """Returns the tensors, where flat ones that hold so many values have the shape that a table wants: only a text that
+    is read with their values says it."""
     out = dict(tensors)
     for name, shape in shapes.items():
         tensor = out.get(name)

@@ -31,7 +31,7 @@ def _bad_scale(name: str, place: list[int], value: np.floating[Any], count: int,
 
 
 def place_of(number: int, shape: Shape) -> list[int]:
-    """The index of element `number` in an array of this shape."""
+    """Returns the index of element `number` in an array of this shape."""
     return list(map(int, np.unravel_index(number, shape)))
 
 

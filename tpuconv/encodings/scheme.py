@@ -67,7 +67,7 @@ class Affine:
         return tuple(filter(None, (self.zero_points, self.group_index)))
 
     def numbers(self, qvalues: np.ndarray) -> np.ndarray:
-        """The quantized values of bytes, in float32."""
+        """Returns the quantized values of bytes, in float32."""
         if self.zero_points:
             return qvalues.astype(np.float32)
         half = np.int8(1 << (self.words.bits - 1))  # two's complement
@@ -84,7 +84,7 @@ class Affine:
         return zeros
 
     def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
-        """The inverse of `zeros_of`, in words."""
+        """Returns the inverse of `zeros_of`, in words."""
         return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
 
 
@@ -196,7 +196,7 @@ class Scheme:
         return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
-        """The shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""
+        """Returns the shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""
         if self.affine:
             return self.affine.words.shape(stored)
         if self.flat:
@@ -206,7 +206,7 @@ class Scheme:
         return (*stored[:-1], stored[-1] * self.per_element)
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The inverse of `shape`."""
+        """Returns the inverse of `shape`."""
         if self.affine:
             return self.affine.words.stored_shape(shape)
         if self.flat:
@@ -236,7 +236,7 @@ class Scheme:
         return not rest and size in (self.blocks[1], *FLAT_BLOCKS) and (shape[-1] % size == 0 or size % shape[-1] == 0)
 
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
-        """The shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
+        """Returns the shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
         if self.flat:
             assert self.blocks[1] is not None
             counts = [(-(-prod(shape) // size),) for size in (self.blocks[1], *FLAT_BLOCKS)]
@@ -252,7 +252,8 @@ class Scheme:
         return (*shape[:-2], *grid)
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
-        """The dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this shape."""
+        """Returns the dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this
+        shape."""
         base = name.removesuffix(self.name)
         shape = shape[::-1] if self.input_first else shape
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else () if self.flat else (1,))
@@ -265,7 +266,8 @@ class Scheme:
         }
 
     def extra_kinds(self, shape: Shape, scales: Shape) -> dict[str, tuple[str, Shape]]:
-        """The dtype and shape, by suffix, of the other tensors that belong to values and scales of these shapes."""
+        """Returns the dtype and shape, by suffix, of the other tensors that belong to values and scales of these
+        shapes."""
         kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
         if self.flat is None:
             return {suffix: kinds.get(suffix, ("I32", (len(shape),))) for suffix in self.extra}
@@ -276,7 +278,7 @@ class Scheme:
         return kinds
 
     def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
-        """The stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
+        """Returns the stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
         if self.affine is None:
             return {}
         shapes = {
@@ -339,7 +341,7 @@ FP4_BY_32 = Scheme(
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
-    """A scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
+    """Returns a scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
     return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
 
 

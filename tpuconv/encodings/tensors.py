@@ -19,7 +19,7 @@ from tpuconv.sources.headers import TensorInfo
 def decode_names(
     tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None, *, any_scales: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a source as tables see them.
+    """Returns the tensors of a source as tables see them.
 
     Args:
         tensors: what is stored, by name.

@@ -33,7 +33,7 @@ class Completion:
     stopped: str
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"prompt": self.prompt, "text": self.text, "ids": list(self.ids), "stopped": self.stopped}
 
 
@@ -235,8 +235,8 @@ class _Text:
         return new
 
     def _before_stop(self) -> str | None:
-        """The text before the first stop string; None if there is none. A stop string may have special tokens, which
-        the text has not."""
+        """Returns the text before the first stop string; None if there is none. A stop string may have special tokens,
+        which the text has not."""
         if (at := self._first_stop(self.text)) is not None:
             return self.text[:at]
         if not self.stop or (whole := self._new_text(len(self.ids), special=True)) == self.text:

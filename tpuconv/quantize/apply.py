@@ -105,8 +105,8 @@ def _is_by_the_way(name: str, quants: "Mapping[str, ParamQuant]") -> bool:
 
 
 def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:
-    """The parameters that the source has in exactly the type that is asked for, row by row, with the numbers of their
-    rules."""
+    """Returns the parameters that the source has in exactly the type that is asked for, row by row, with the numbers of
+    their rules."""
     passthrough: dict[str, int] = {}
     for binding in plain.bindings:
         tensors = [plain.tensors[name] for stack in binding.src for name in stack.names]

@@ -84,12 +84,12 @@ class Rule:
     act_batch_axes: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that differ from Qwix's defaults."""
+        """Returns the fields that differ from Qwix's defaults."""
         fields = {name: getattr(self, name) for name in RULE_FIELDS}
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
     def to_qwix(self) -> dict[str, Any]:
-        """The fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
+        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
         ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
         return {name: value for name, value in self.to_json().items() if name not in ours}
 
@@ -119,7 +119,7 @@ class Calibration:
     act_order: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """The method and its settings."""
+        """Returns the method and its settings."""
         return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
@@ -148,11 +148,11 @@ class QuantConfig:
         return [QTYPES[str(r.weight_qtype)] + (16 / r.group_size if r.group_size else 0) for r in rules]
 
     def rule_of(self, module: str) -> int:
-        """The number of the first rule that matches a module."""
+        """Returns the number of the first rule that matches a module."""
         return next(i for i, rule in enumerate(self.rules) if re.fullmatch(rule.module_path, module))
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's description of the config. `from_json` is the inverse."""
+        """Returns the manifest's description of the config. `from_json` is the inverse."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -164,7 +164,7 @@ class QuantConfig:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "QuantConfig":
-        """The config of a manifest. The line of a rule is its number.
+        """Returns the config of a manifest. The line of a rule is its number.
 
         Raises:
             CorruptOutput: it is no valid config.
@@ -180,14 +180,14 @@ class QuantConfig:
 
 
 def config_names() -> list[str]:
-    """The names of the configs of this package."""
+    """Returns the names of the configs of this package."""
     return sorted(
         entry.name.removesuffix(".yaml") for entry in configs_folder().iterdir() if entry.name.endswith(".yaml")
     )
 
 
 def find_config(name_or_path: str) -> QuantConfig:
-    """A config of this package by its name, with or without `.yaml`, or any file by its path.
+    """Returns a config of this package by its name, with or without `.yaml`, or any file by its path.
 
     Raises:
         UsageError: there is no such config or file.
@@ -209,7 +209,7 @@ def find_config(name_or_path: str) -> QuantConfig:
 
 
 def configs_folder() -> Any:
-    """The folder of the configs of this package."""
+    """Returns the folder of the configs of this package."""
     return files("tpuconv") / "quant_configs"
 
 
@@ -290,7 +290,7 @@ def _gates(value: YamlValue) -> dict[str, float]:
 
 
 def gate_from_text(text: str) -> tuple[str, float]:
-    """A gate written as `top1=0.99`: the name of the statistic and its bound.
+    """Returns a gate written as `top1=0.99`: the name of the statistic and its bound.
 
     Raises:
         UsageError: it is none of `GATE_LIMITS`, or outside of its range.
@@ -356,7 +356,7 @@ def _check_types(value: YamlValue, rule: Rule) -> None:
 
 
 def _tile_axes(value: YamlValue, given: Mapping[str, Any]) -> str:
-    """The value of `tile_axes` in a rule with these other fields."""
+    """Returns the value of `tile_axes` in a rule with these other fields."""
     axes = str(value.choice(TILE_AXES, null=False))
     if axes != "last" and not isinstance(given.get("tile_size"), int):
         raise value.error("needs a tile_size, a number of elements")
@@ -399,7 +399,7 @@ def _is_asymmetric(method: str) -> bool:
 
 
 def _method(value: YamlValue) -> str:
-    """A calibration method with its numbers: absmax, minmax, rms or fixed."""
+    """Returns a calibration method with its numbers: absmax, minmax, rms or fixed."""
     name, *numbers = value.text().split(",")
     try:
         factors = [float(number) for number in numbers]

@@ -56,12 +56,12 @@ class QuantKind:
         return QuantKind(self.qtype, self.method, tuple(min(group, 2) for group in self.group_shape))
 
     def transposed(self, order: Sequence[int]) -> "QuantKind":
-        """The kind of a transposed parameter; `order` is as for `np.transpose`."""
+        """Returns the kind of a transposed parameter; `order` is as for `np.transpose`."""
         return QuantKind(self.qtype, self.method, tuple(self.group_shape[axis] for axis in order))
 
     def in_qwix(self, shape: tuple[int, ...]) -> Any:
-        """The kind in Qwix's terms: groups of one element are channelwise axes, groups of the complete
-        axis are none."""
+        """Returns the kind in Qwix's terms: groups of one element are channelwise axes, groups of the complete axis are
+        none."""
         return qarray.HowToQuantize(
             qtype=self.qtype,
             channelwise_axes=[i for i, group in enumerate(self.group_shape) if group == 1],
@@ -124,7 +124,7 @@ class QwixEncoder:
         return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's description of the encoding."""
+        """Returns the manifest's description of the encoding."""
         return {
             "qtype": self.quant.qtype,
             "rule": self.quant.rule,
@@ -195,13 +195,13 @@ class QwixEncoder:
 
 @cache
 def stored_dtype(qtype: str) -> np.dtype[Any]:
-    """The dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
+    """Returns the dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
     value = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
     return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), value).dtype)
 
 
 def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which quantized values of the dtype `dtype` are stored."""
+    """Returns the dtype in which quantized values of the dtype `dtype` are stored."""
     return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
 
 
@@ -272,8 +272,8 @@ def _value_table(qtype: str) -> np.ndarray:
 
 
 def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes, scales,
-    and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
+    """Returns the weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes,
+    scales, and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
     table = _value_table(qtype)
     qvalues, scales, *zero_points = parts
     groups = tuple(n // scale for n, scale in zip(qvalues.shape, scales.shape, strict=True))
@@ -292,8 +292,8 @@ def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def values_of_bytes(qtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte of
-    each."""
+    """Returns the numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte
+    of each."""
     known = np.unique(_qvalue_byte_table(qtype))
     values, first = np.unique(_value_table(qtype)[known], return_index=True)
     return values, known[first]

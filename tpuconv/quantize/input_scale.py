@@ -29,7 +29,7 @@ class InputScale:
 
 
 def input_scales(config: QuantConfig, model: Any, last_module: Callable[[], str]) -> dict[str, InputScale]:
-    """The static scales of a quantized model, by module.
+    """Returns the static scales of a quantized model, by module.
 
     Args:
         config: the rules that it is quantized by.

@@ -25,7 +25,7 @@ def absmax(bits: np.ndarray, group_row: np.ndarray, group: int, out: np.ndarray)
 
 @compiled  # type: ignore[untyped-decorator]
 def absmax_of_run(bits: np.ndarray) -> np.uint16:
-    """The largest absolute value of adjacent weights [n], by its bits."""
+    """Returns the largest absolute value of adjacent weights [n], by its bits."""
     most = np.uint16(0)
     for j in range(bits.size):
         most = np.uint16(max(most, np.uint16(bits[j] & np.uint16(0x7FFF))))

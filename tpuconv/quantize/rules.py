@@ -52,7 +52,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
         self.module = ""
 
     def unused(self) -> set[int]:
-        """The numbers of the config's rules that matched nothing."""
+        """Returns the numbers of the config's rules that matched nothing."""
         return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
 
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
@@ -145,8 +145,8 @@ class ParamQuant:
 
 
 def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: LayerStacks | None = None) -> QuantConfig:
-    """A config that quantizes exactly the modules of these parameters, each to the type that it is encoded in. The
-    scales come from the checkpoint, not from Qwix. `stacks` says which layers the names belong to, if some are
+    """Returns a config that quantizes exactly the modules of these parameters, each to the type that it is encoded in.
+    The scales come from the checkpoint, not from Qwix. `stacks` says which layers the names belong to, if some are
     stacked."""
     layers: dict[str, list[str]] = {}
     for layer in range(stacks.layers if stacks else 0):
@@ -173,7 +173,7 @@ ENTRIES = ("run_layers", "head")
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
-    """The model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
+    """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
     model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
     for name in ENTRIES if isinstance(model, Decoder) else ():
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
@@ -184,7 +184,8 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
 def abstract_quantized_model(
     build: Callable[[], Any], quantization: Mapping[str, Any], stacks: LayerStacks | None = None
 ) -> Any:
-    """The model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was released.
+    """Returns the model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was
+    released.
 
     Args:
         build: makes the model with separate layers, which rules name.
@@ -282,7 +283,7 @@ def resolve_rules(
 
 
 def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQuant:
-    """The same with the tiles of its rule that Qwix does not know.
+    """Returns the same with the tiles of its rule that Qwix does not know.
 
     Raises:
         ConfigError: blocks do not divide the parameter `name`.
@@ -325,7 +326,7 @@ def _block_shape(quant: ParamQuant, tile: int) -> tuple[int, ...] | int:
 
 
 def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
-    """The same with scales of its own for each element of the summed axes but the last, which Qwix tiles."""
+    """Returns the same with scales of its own for each element of the summed axes but the last, which Qwix tiles."""
     first = quant.summed[:-1]
     how = replace(quant.qwix_how, channelwise_axes=sorted([*quant.qwix_how.channelwise_axes, *first]))
     group_shape = tuple(1 if axis in first else size for axis, size in enumerate(quant.group_shape))
@@ -338,7 +339,7 @@ size."""
 
 
 def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: int) -> ConfigError:
-    """The error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
+    """Returns the error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
     state = nnx.to_flat_state(nnx.state(nnx.eval_shape(build), nnx.Param))
     wrong: dict[str, Rule] = {}
     for path, leaf in state:
@@ -392,7 +393,8 @@ def _stacked(
 
 
 def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
-    """The rules that quantize a module's products: those that match it, up to the first that is for all products."""
+    """Returns the rules that quantize a module's products: those that match it, up to the first that is for all
+    products."""
     out: list[Rule | None] = []
     for rule in config.rules:
         if re.fullmatch(rule.module_path, module):
@@ -434,5 +436,5 @@ def _group_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _modules(model: Any) -> list[str]:
-    """The names of all modules of a model, as rules name them."""
+    """Returns the names of all modules of a model, as rules name them."""
     return ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]

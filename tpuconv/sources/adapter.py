@@ -53,7 +53,8 @@ class Adapter:
     is_on_hub: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's description of the adapter. It names a Hub id but no folder, which depends on the machine."""
+        """Returns the manifest's description of the adapter. It names a Hub id but no folder, which depends on the
+        machine."""
         named = {"name": self.name} if self.is_on_hub else {}
         return {**named, "weight": self.weight, "xxh3_128": self.digest}
 
@@ -187,7 +188,7 @@ _FETCHED: "list[TemporaryDirectory[str]]" = []
 
 
 def _fetched(place: BucketPath) -> Path:
-    """A local copy of an adapter in a bucket."""
+    """Returns a local copy of an adapter in a bucket."""
     _FETCHED.append(TemporaryDirectory())
     folder = Path(_FETCHED[-1].name)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):

@@ -25,7 +25,7 @@ class AdapterFile:
         self.bytes = np.memmap(path, np.uint8, "r")
 
     def matrix(self, info: TensorInfo) -> np.ndarray:
-        """A tensor of the file, of which `values` reads parts."""
+        """Returns a tensor of the file, of which `values` reads parts."""
         return np.ndarray(info.shape, DTYPES[info.dtype], self.bytes, info.offset)
 
     def values(self, part: np.ndarray) -> np.ndarray:

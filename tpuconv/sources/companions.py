@@ -98,7 +98,7 @@ def is_companion(name: str) -> bool:
 
 
 def module_folders(folder: Location) -> list[str]:
-    """The folders that the list of modules names, if there is one.
+    """Returns the folders that the list of modules names, if there is one.
 
     Raises:
         SourceError: it is no such list, or names what is not a folder inside.
@@ -124,7 +124,7 @@ def find_companions(
     weights: Collection[str] = (),
     listed: Collection[str] = (),
 ) -> Beside:
-    """The files beside the weights of a folder, with its model card.
+    """Returns the files beside the weights of a folder, with its model card.
 
     Args:
         folder: the checkpoint.
@@ -163,7 +163,8 @@ def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOu
 
 
 def _files_in(folder: Location, inside: Collection[str]) -> list[str]:
-    """The files at the top of a folder and in some folders of it; of others the name, with a slash at its end."""
+    """Returns the files at the top of a folder and in some folders of it; of others the name, with a slash at its
+    end."""
     tops = {name.partition("/")[0] for name in inside}
     if isinstance(folder, BucketPath):
         names = names_in(folder)

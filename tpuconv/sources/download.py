@@ -274,7 +274,7 @@ class Meter:
             raise Stopped
 
     def bar(self, name: str) -> Any:
-        """A class that the client takes for a progress bar. It draws nothing and reports to this meter."""
+        """Returns a class that the client takes for a progress bar. It draws nothing and reports to this meter."""
         meter = self
 
         class Bar:

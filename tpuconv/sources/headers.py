@@ -112,7 +112,8 @@ def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
 
 @contextmanager
 def _random_access(path: Location) -> Iterator[tuple[int, int, Callable[[int, int], bytes]]]:
-    """The size of a file, its modification time in ns, and a function that reads bytes of it: how many, from where."""
+    """Yields the size of a file, its modification time in ns, and a function that reads bytes of it: how many, from
+    where."""
     if isinstance(path, BucketPath):
         found = buckets.facts(path)
         if found is None:

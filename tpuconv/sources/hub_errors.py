@@ -85,7 +85,7 @@ def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -
 
 
 def _system_error(error: OSError, repo: str, to_write: bool) -> TpuconvError | None:
-    """The error for a call that the system refused; None for others."""
+    """Returns the error for a call that the system refused; None for others."""
     from huggingface_hub import constants
 
     if exhausted := no_descriptors(f"a file or connection of {repo}", error):

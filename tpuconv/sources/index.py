@@ -18,7 +18,7 @@ _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the shards and, if there is an index, the shard of every tensor.
+    """Returns the names of the shards and, if there is an index, the shard of every tensor.
 
     Raises:
         UsageError: the folder holds no safetensors.
@@ -121,7 +121,7 @@ def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> l
 
 
 def read_weight_map(index: Location) -> dict[str, str]:
-    """The shard of every tensor, from an index file: names of safetensors files in its folder.
+    """Returns the shard of every tensor, from an index file: names of safetensors files in its folder.
 
     Raises:
         SourceError: it has no such map, or names other files.
@@ -142,7 +142,7 @@ def read_weight_map(index: Location) -> dict[str, str]:
 
 
 def shard_names(folder: Location) -> set[str]:
-    """The names of the shards in a folder, by its index if there is one and no single file."""
+    """Returns the names of the shards in a folder, by its index if there is one and no single file."""
     weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
     if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
         return {SINGLE_FILE}

@@ -28,14 +28,14 @@ MOST_FOLDERS = 8
 
 
 def known_stamps(made: Sealed, folder: Location) -> Mapping[str, str]:
-    """The stamps by name that the files in a folder had when the output with this manifest was made of them; none if it
-    was made elsewhere, or nobody knows."""
+    """Returns the stamps by name that the files in a folder had when the output with this manifest was made of them;
+    none if it was made elsewhere, or nobody knows."""
     return dict(_folders(made)).get(str(_absolute(folder)), {})
 
 
 def find_folder(made: Sealed, output: Location) -> Path | None:
-    """The folder on this machine that the output with this manifest was made of, or one beside it or in the current
-    folder with files of the same names and sizes; None if there is none."""
+    """Returns the folder on this machine that the output with this manifest was made of, or one beside it or in the
+    current folder with files of the same names and sizes; None if there is none."""
     remembered = (Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder))
     near = [*([output.absolute().parent] if isinstance(output, Path) else []), Path()]
     return next(remembered, None) or next((x for place in near for x in _inside(place) if _is_like(x, made)), None)
@@ -81,8 +81,8 @@ def _folders(made: Sealed) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _entry(made: Sealed) -> Path | None:
-    """The file of the cache for the source of an output. Two outputs of the same bytes share one: it is named by the
-    hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
+    """Returns the file of the cache for the source of an output. Two outputs of the same bytes share one: it is named
+    by the hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
     shards = made.raw.get("source", {}).get("shards", {})
     hashes = [[name, known_hash(facts)] for name, facts in sorted(shards.items())]
     is_known = hashes and all(found is not None for _, found in hashes)

@@ -101,12 +101,12 @@ class Repository:
         self.meter = Meter(None)
 
     def snapshot(self, commit: str) -> Path:
-        """The cache folder of a commit."""
+        """Returns the cache folder of a commit."""
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """The path of config.json in the cache, with what stands beside it about encodings. Works offline if it is
-        cached."""
+        """Returns the path of config.json in the cache, with what stands beside it about encodings. Works offline if it
+        is cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         try:  # the client would retry many times and print a warning each time
@@ -138,7 +138,8 @@ class Repository:
         return self.snapshot(commit)
 
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
-        """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
+        """Returns the checkpoint's folder in the cache, downloaded as far as needed. See
+        `tpuconv.sources.hub.resolve`."""
         from huggingface_hub import constants
 
         try:
@@ -256,7 +257,7 @@ class Repository:
         return [files[name] for name in names]
 
     def _modules(self, commit: str, files: Mapping[str, HubFile]) -> list[str]:
-        """The folders of modules of sentence-transformers."""
+        """Returns the folders of modules of sentence-transformers."""
         if MODULES not in files:
             return []
         self._proved(commit, files[MODULES])
@@ -384,7 +385,7 @@ class Repository:
     # --- without network -------------------------------------------------------------------------------------------
 
     def _cached(self, cause: Exception) -> tuple[str, Path]:
-        """The commit of the revision and its folder in the cache, as far as it is there."""
+        """Returns the commit of the revision and its folder in the cache, as far as it is there."""
         ref = self.storage / "refs" / self.revision
         commit = self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
         if not commit and ref.is_file():
@@ -397,7 +398,8 @@ class Repository:
         return commit, snapshot
 
     def _from_cache(self, cause: Exception) -> Resolved:
-        """The snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub promises."""
+        """Returns the snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub
+        promises."""
         commit, snapshot = self._cached(cause)
         promised: dict[str, str] = {}
         unproved: list[str] = []

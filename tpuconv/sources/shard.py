@@ -43,12 +43,12 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def hash_stamp(status: os.stat_result) -> str:
-    """The hash of a file's stamp, in hex; see `tpuconv.storage.hashes.stamp`."""
+    """Returns the hash of a file's stamp, in hex; see `tpuconv.storage.hashes.stamp`."""
     return xxhash.xxh3_64_hexdigest(repr(stamp(status)).encode())
 
 
 def object_stamp(found: buckets.ObjectFacts) -> str:
-    """The stamp of a shard in a bucket, in hex: the hash of its size and version."""
+    """Returns the stamp of a shard in a bucket, in hex: the hash of its size and version."""
     return xxhash.xxh3_64_hexdigest(repr((found.size, *sorted(found.version.items()))).encode())
 
 
@@ -68,7 +68,7 @@ def _object_digest(path: BucketPath) -> tuple[str, str]:
 
 
 def read_digest(path: Location) -> tuple[str, str]:
-    """The digest and the stamp of a shard.
+    """Returns the digest and the stamp of a shard.
 
     Raises:
         SourceError: it cannot be read.

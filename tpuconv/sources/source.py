@@ -103,8 +103,8 @@ class Source:
     def open(
         self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
     ) -> Reader:
-        """A reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` are the shards to be
-        hashed while they are read, all if None."""
+        """Returns a reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` are the shards
+        to be hashed while they are read, all if None."""
         here = SafetensorsReader(self.folder, self.shards, check_cancelled, hashes=hashes)
         if not self.remote:
             return here
@@ -147,7 +147,8 @@ class Source:
 
 
 def fetched_meanwhile(source: Source, files: Mapping[str, RemoteFile] | None, workspace: Path | None) -> Source:
-    """The source with shards that are fetched while they are read: the shards of the Hub by name, or all in a bucket.
+    """Returns the source with shards that are fetched while they are read: the shards of the Hub by name, or all in a
+    bucket.
 
     What the Hub promises identifies its shards: here they have only headers.
     """

@@ -137,7 +137,7 @@ class StreamReader(Reader):
         return bool(segment.users) or not has_wide
 
     def _also_here(self, work: Location, reserved: int) -> int:
-        """The bytes that the output takes on the disk of the workspace."""
+        """Returns the bytes that the output takes on the disk of the workspace."""
         assert self._workspace is not None
         if not isinstance(work, Path) or not work.is_dir():
             return 0

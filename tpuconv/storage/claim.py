@@ -85,7 +85,7 @@ class Held:
     host: str
 
     def to_bytes(self) -> bytes:
-        """The object."""
+        """Returns the object."""
         return json.dumps({"format": CLAIM_FORMAT, "by": BY, **asdict(self)}).encode()
 
 
@@ -150,7 +150,7 @@ class Claim:
         return self.age(held, found) >= LAPSED_SECONDS
 
     def age(self, held: Held, found: ObjectFacts) -> float:
-        """The age of a claim in seconds, by the clock of the server: clocks of hosts differ.
+        """Returns the age of a claim in seconds, by the clock of the server: clocks of hosts differ.
 
         Raises:
             BucketError: the server does not show what was just written.
@@ -239,7 +239,7 @@ class Claim:
             raise self.lost()
 
     def lost(self) -> ClaimLost:
-        """The error of a process that has lost the claim."""
+        """Returns the error of a process that has lost the claim."""
         return ClaimLost(
             f"another process writes to {self.out}", hint="wait for it; the same command then finds its output"
         )
@@ -297,8 +297,8 @@ def _clocks() -> tuple[float, float]:
 
 
 def this_machine() -> str:
-    """The name of this process among all that ran on this machine: boot, space of process numbers, number, and when it
-    began. Empty where the system has no /proc."""
+    """Returns the name of this process among all that ran on this machine: boot, space of process numbers, number, and
+    when it began. Empty where the system has no /proc."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getpid()}/{_began(os.getpid())}"

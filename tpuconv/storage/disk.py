@@ -50,7 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def write_error(path: Path, error: OSError) -> TpuconvError:
-    """The error to raise for a path that could not be written, created or removed: it says what to do."""
+    """Returns the error to raise for a path that could not be written, created or removed: it says what to do."""
     if error.errno in FULL:
         return ResourceError(
             f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
@@ -79,7 +79,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _translated(function: Function) -> Function:
-    """A decorator for functions whose first argument is the path: their OSErrors become `write_error`s."""
+    """Returns a decorator for functions whose first argument is the path: their OSErrors become `write_error`s."""
 
     @wraps(function)
     def call(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class Writer:
         self._used = self._written = 0
 
     def facts(self) -> dict[str, Any]:
-        """The size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
+        """Returns the size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
         return self._hash.facts()
 
     def __enter__(self) -> "Writer":
@@ -341,7 +341,7 @@ def sync_all(folder: Path) -> None:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The files and folders in a folder, and the folder itself."""
+    """Yields the files and folders in a folder, and the folder itself."""
     for name in entries(folder):
         path = folder / name
         if path.is_dir():

@@ -123,7 +123,7 @@ class RunJournal(Protocol):
         plan."""
 
     def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part; None if it is not done."""
+        """Returns the recorded results of a part; None if it is not done."""
 
     def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
         """Marks a part as done, which wrote these files of the output."""

@@ -12,7 +12,7 @@ from tpuconv.storage.hashes import stamp
 
 
 def real(location: Location) -> Location:
-    """The location without links."""
+    """Returns the location without links."""
     return location if isinstance(location, BucketPath) else Path(os.path.realpath(location))
 
 
@@ -51,7 +51,7 @@ WORK_SUFFIX = ".tpuconv"
 
 
 def names_in(folder: Location) -> list[str]:
-    """The names of what a folder holds, sorted. A folder in a bucket that does not exist holds nothing.
+    """Returns the names of what a folder holds, sorted. A folder in a bucket that does not exist holds nothing.
 
     Raises:
         OSError: a local folder cannot be read.
@@ -62,7 +62,7 @@ def names_in(folder: Location) -> list[str]:
 
 
 def stamp_of(location: Location) -> tuple[object, ...] | None:
-    """The stamp of a file, or the version of an object; None if it does not exist."""
+    """Returns the stamp of a file, or the version of an object; None if it does not exist."""
     if isinstance(location, BucketPath):
         found = buckets.facts(location)
         return None if found is None else (found.size, *sorted(found.version.items()))

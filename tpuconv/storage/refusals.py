@@ -80,7 +80,7 @@ def check_not_nested(out: Location) -> None:
 
 
 def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a plan as the manifest of an output has them. What that does not say is as in the plan."""
+    """Returns the facts of a plan as the manifest of an output has them. What that does not say is as in the plan."""
     try:
         raw = sealed.read_sealed(out).raw
     except BucketError:
@@ -98,8 +98,8 @@ def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", *, was: str = "began") -> list[str]:
-    """The differences between two mappings, one line per key: `options.dtype: began with 'auto', now 'float32'`. For
-    two hashes it only says that they differ."""
+    """Returns the differences between two mappings, one line per key: `options.dtype: began with 'auto', now
+    'float32'`. For two hashes it only says that they differ."""
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)

@@ -73,7 +73,7 @@ class Sealed:
 
 
 def seal(facts: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest with these facts, which must not be empty."""
+    """Returns the bytes of a manifest with these facts, which must not be empty."""
     unsealed = {key: value for key, value in facts.items() if key != "seal"}
     body = json.dumps(unsealed, indent=1).encode()[: -len(b"\n}")]
     return body + b',\n "seal": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
@@ -127,7 +127,7 @@ def _read_manifest(path: Location) -> bytes:
 
 
 def kind_of(folder: Location) -> str | None:
-    """The kind of an output of ours. None if its manifest cannot be read."""
+    """Returns the kind of an output of ours. None if its manifest cannot be read."""
     try:
         return str(read_sealed(folder).raw.get("kind", CHECKPOINT))
     except BucketError:
@@ -149,7 +149,7 @@ def check_current(folder: Location, sealed: Sealed) -> None:
 
 
 def identity(folder: Location) -> str | None:
-    """The identity of a folder's contents. None if it has no valid manifest."""
+    """Returns the identity of a folder's contents. None if it has no valid manifest."""
     try:
         return read_sealed(folder).identity
     except BucketError:

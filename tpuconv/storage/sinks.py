@@ -24,7 +24,7 @@ class FileWriter(Protocol):
         """Writes all bytes of a buffer."""
 
     def facts(self) -> dict[str, Any]:
-        """The size and hash of what was written, as a manifest has them."""
+        """Returns the size and hash of what was written, as a manifest has them."""
 
 
 class Sink(Protocol):
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Makes files durable, and the names in folders."""
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
-        """Each file that is missing or has the wrong size, and what is wrong with it."""
+        """Yields each file that is missing or has the wrong size, and what is wrong with it."""
 
     def check_room(self, need: int, what: str) -> None:
         """Checks that there is room for `need` bytes. Raises ResourceError if there is not."""

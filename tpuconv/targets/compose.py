@@ -190,12 +190,12 @@ def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
 
 
 def _layer_letters(axes: Mapping[str, Any]) -> list[str]:
-    """The letters of some of the layers."""
+    """Returns the letters of some of the layers."""
     return [letter for letter in LAYER_INDICES if letter in axes and not isinstance(axes[letter], int)]
 
 
 def _stacks(tree: Tree) -> dict[str, list[int]]:
-    """The places of a period, by the names of the arrays that hold their layers if they are scanned."""
+    """Returns the places of a period, by the names of the arrays that hold their layers if they are scanned."""
     stacks: dict[str, list[int]] = {}
     for place in range(tree.period):
         for name in {layers.stack(place) for layers in tree.layers}:
@@ -217,13 +217,13 @@ def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
 
 
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
-    """The table with our own names between the target's root and leaf."""
+    """Returns the table with our own names between the target's root and leaf."""
     rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
     return table.with_rows(rows)
 
 
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
-    """The rows, those merged into one whose parameters a place joins."""
+    """Returns the rows, those merged into one whose parameters a place joins."""
     out = list(rows)
     for letter, places in (("", tree.places), *((layers.letter, layers.places) for layers in tree.layers)):
         for joined in places:
@@ -290,7 +290,7 @@ class _Composer:
                 yield from self._periodic(row, placed, layers, own, index)
 
     def _index(self, own: str, layers: LayerPlaces) -> str:
-        """The layers of both a row and a part of the tree, as an index in names; empty if there are none."""
+        """Returns the layers of both a row and a part of the tree, as an index in names; empty if there are none."""
         if layers.letter in (LAYERS, own):
             return own
         if own == LAYERS or set(self.axes.get(layers.letter, (None,))) <= set(self.axes[own]):
@@ -355,7 +355,7 @@ _Placed = list[tuple[tuple[int, ...], Place]]
 
 
 def _find(places: Places, names: Collection[str]) -> _Placed | None:
-    """The places of a row's parameters; None unless all have one."""
+    """Returns the places of a row's parameters; None unless all have one."""
     number = {name: i for i, name in enumerate(names)}
     found: _Placed = []
     for ours, theirs in places.items():
@@ -368,8 +368,8 @@ def _find(places: Places, names: Collection[str]) -> _Placed | None:
 
 
 def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
-    """The axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H as
-    (X + X), is taken apart in the sources too."""
+    """Returns the axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H
+    as (X + X), is taken apart in the sources too."""
     stack = "".join(row_indices(row)[1])
     layout = Layout.parse(row.layout, stack)
     apart: dict[str, Axis] = {}

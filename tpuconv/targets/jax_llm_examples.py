@@ -26,12 +26,12 @@ NORM_PLACES: Places = {
 
 
 def _mlp(name: str) -> Places:
-    """The places of a dense MLP."""
+    """Returns the places of a dense MLP."""
     return {f"mlp.{x}.kernel": f"{name}w_{x}" for x in ("gate", "up", "down")}
 
 
 def _experts(name: str) -> Places:
-    """The places of experts, their router and the expert that all tokens share."""
+    """Returns the places of experts, their router and the expert that all tokens share."""
     return {
         "moe.router.kernel": f"{name}.w_router",
         "moe.router.correction": f"{name}.b_router",

@@ -28,7 +28,7 @@ ROUTED: Places = {
 
 
 def _tree(places: Places, note: str = "") -> Tree:
-    """The tree of a model."""
+    """Returns the tree of a model."""
     return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), note=note)
 
 

@@ -95,7 +95,8 @@ def _threads(folder: Location) -> int:
 
 
 def _files(manifest: Manifest) -> list[str]:
-    """All files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax needs."""
+    """Returns all files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax
+    needs."""
     return list(manifest.sealed.files) or [manifest.path_of(name) for name in ORBAX_FILES]
 
 

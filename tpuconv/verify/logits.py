@@ -178,7 +178,7 @@ class LogitStatistics:
         return self.max_abs_difference / max(self.max_abs_logit, float(np.finfo(np.float32).tiny))
 
     def failures(self) -> list[str]:
-        """The gates that failed, one sentence each."""
+        """Returns the gates that failed, one sentence each."""
         out = [] if "mean_kl" in self.gates or np.isfinite(self.mean_kl) else [f"mean_kl is {self.mean_kl}"]
         for name, gate in self.gates.items():
             value = float(self.top1_decided if name == "top1" else getattr(self, name))
@@ -192,7 +192,7 @@ class LogitStatistics:
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = asdict(self)
         facts["perplexity"] = {"hf": facts.pop("perplexity_reference"), "jax": self.perplexity}
         return {"passed": self.passed, **facts, "failures": self.failures()}

@@ -88,7 +88,7 @@ def compare_windows(
                 yield np.frombuffer(file.read(size * count * vocabulary), np.float32).reshape(count, vocabulary)
 
         def storing(logits: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-            """The logits, each of which takes the place of what `stored` yielded before it."""
+            """Yields the logits, each of which takes the place of what `stored` yielded before it."""
             for start, logits_TV in zip(starts, scored_logits(windows, logits), strict=True):
                 file.seek(size * vocabulary * start)
                 file.write(np.ascontiguousarray(logits_TV, np.float32).data)
@@ -183,7 +183,7 @@ class _Parameter:
 
 
 def _parameters(manifest: Manifest) -> dict[str, _Parameter]:
-    """The parameters by the names that they have in a model of separate layers."""
+    """Returns the parameters by the names that they have in a model of separate layers."""
     quantized: Mapping[str, Any] = (manifest.quantization or {}).get("parameters", {})
     suffixes = (QVALUE, SCALE, ZERO_POINT, INPUT_SCALE)
     names = [name for name in manifest.arrays if not name.endswith(suffixes)]

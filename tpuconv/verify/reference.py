@@ -191,7 +191,8 @@ def reference(
 
 @contextlib.contextmanager
 def without_adapter(source: Path, adapted: bool) -> Iterator[Path]:
-    """A folder with the files of a source; without the adapter that it may hold, unless that is to be applied."""
+    """Yields a folder with the files of a source; without the adapter that it may hold, unless that is to be
+    applied."""
     if adapted or not (source / ADAPTER_CONFIG).exists():
         yield source
         return

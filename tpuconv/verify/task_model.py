@@ -52,9 +52,9 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, by the tokenizer's chat template. Without the prompt for an answer, the last
-        message is the beginning of one. The system message is left out if the template refuses it, as lm_eval's model
-        of transformers does.
+        """Returns the text of a conversation, by the tokenizer's chat template. Without the prompt for an answer, the
+        last message is the beginning of one. The system message is left out if the template refuses it, as lm_eval's
+        model of transformers does.
 
         Raises:
             UsageError: the template fails.

@@ -45,7 +45,7 @@ class VectorStatistics:
     gates: Mapping[str, float]
 
     def failures(self) -> list[str]:
-        """The gates that failed, one sentence each."""
+        """Returns the gates that failed, one sentence each."""
         values = [(name, float(getattr(self, name)), gate) for name, gate in self.gates.items()]
         return [f"{name} is {value:.3g}, the gate is {gate:g}" for name, value, gate in values if not value <= gate]
 
@@ -55,7 +55,7 @@ class VectorStatistics:
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"passed": self.passed, **asdict(self), "failures": self.failures()}
 
 

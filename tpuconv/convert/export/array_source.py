@@ -45,7 +45,7 @@ class ArraySource(Protocol):
         """Checks, before arrays are read, that they match the manifest."""
 
     def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
-        """An array, or the box of it with these ranges of letters.
+        """Returns an array, or the box of it with these ranges of letters.
 
         Args:
             name: of the array.
@@ -143,17 +143,17 @@ class CheckpointArrays(IdentifiedArrays):
 
 
 def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:
-    """The box of an array with these ranges of letters, each of which is alone on its axis."""
+    """Returns the box of an array with these ranges of letters, each of which is alone on its axis."""
     sizes = zip((lead(axis) for axis in parse_axes(array.axes)), array.shape, strict=True)
     return tuple(slice(*ranges[letter]) if letter in ranges else slice(0, n) for letter, n in sizes)
 
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
-    """The config.json of a checkpoint to export: the source's, without the description of an encoding that was
+    """Returns the config.json of a checkpoint to export: the source's, without the description of an encoding that was
     undone."""
     return exported_config(CheckpointArrays(manifest))
 
 
 def exported_config(arrays: ArraySource) -> dict[str, Any]:
-    """The same of arrays that are exported."""
+    """Returns the same of arrays that are exported."""
     return dict(arrays.config) if arrays.manifest.passthrough else without_encoding(arrays.config)

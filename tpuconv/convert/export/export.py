@@ -261,7 +261,7 @@ def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_done(arrays: ArraySource, journal: RunJournal, count: int, changed: set[str]) -> Stale:
-    """All files that are done: each may hold tensors of a file of the source that changed."""
+    """Returns all files that are done: each may hold tensors of a file of the source that changed."""
     hashes = [proof_step(i) for i, name in enumerate(arrays.hashed) if name in changed]
     return Stale([file_entry(i) for i in range(count) if journal.done(file_entry(i), FILE_ENTRY)], hashes)
 
@@ -369,7 +369,8 @@ class _Run:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, piece: ExportPiece, ranges: Ranges) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """The values of all tensors of a piece, or of a slab of them; and what was found about its parameters."""
+        """Returns the values of all tensors of a piece, or of a slab of them; and what was found about its
+        parameters."""
         made: dict[str, np.ndarray] = {}
         figures: dict[str, Any] = {}
         values = []
@@ -391,8 +392,8 @@ class _Run:
     def _array(
         self, row: ExportRow, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
     ) -> np.ndarray:
-        """An array without the changes that its row makes, as unsigned integers: these are faster to move than floats
-        and keep every bit."""
+        """Returns an array without the changes that its row makes, as unsigned integers: these are faster to move than
+        floats and keep every bit."""
         values = self.arrays.read(name, ranges, made, figures)
         if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -404,7 +405,7 @@ class _Run:
         return values.view(f"u{values.itemsize}")
 
     def _contiguous(self, array: np.ndarray, row: ExportRow) -> np.ndarray:
-        """The values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
+        """Returns the values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
         out = array
         if not array.flags.c_contiguous:  # what comes back as it was read is
             out = np.empty(array.shape, array.dtype)

@@ -80,7 +80,7 @@ def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> st
 
 
 def _encoded(raw: Mapping[str, Any], scheme: str) -> dict[str, Any]:
-    """A parsed config.json that says that weights are encoded in this scheme."""
+    """Returns a parsed config.json that says that weights are encoded in this scheme."""
     return without_encoding(raw) | {ENCODING_KEYS[0]: {"quant_method": scheme}}
 
 

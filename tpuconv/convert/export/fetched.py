@@ -25,7 +25,7 @@ Reads = Sequence[Collection[Extent]]
 
 
 def file_entry(number: int) -> str:
-    """The name of the journal's entry, and of the step, for a file of an export."""
+    """Returns the name of the journal's entry, and of the step, for a file of an export."""
     return f"file-{number:05d}"
 
 
@@ -51,8 +51,8 @@ def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None
 def file_steps(
     plan: Plan, reads: Reads, left: Sequence[int], proved: Collection[str], known: Collection[str]
 ) -> list[ReadStep]:
-    """The files that are left to write in their order, each followed by the proofs of the shards that no further one
-    reads; then copies are compared.
+    """Returns the files that are left to write in their order, each followed by the proofs of the shards that no
+    further one reads; then copies are compared.
 
     Args:
         plan: of the source.
@@ -73,7 +73,7 @@ def file_steps(
 
 
 def workspace_of_files(arrays: PlannedArrays, reads: Reads) -> int:
-    """The most that the source takes on the disk of the workspace while all files are written."""
+    """Returns the most that the source takes on the disk of the workspace while all files are written."""
     plan = arrays.plan
     sizes = {shard.name: shard.size for shard in plan.source.shards if shard.name in plan.source.remote}
     steps = file_steps(plan, reads, range(len(reads)), arrays.hashed, ())

@@ -101,7 +101,8 @@ class PlannedArrays:
             check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
 
     def extents(self, name: str, ranges: Ranges) -> Iterable[Extent]:
-        """The bytes of the source that are read for an array, or for the box of it with these ranges of letters."""
+        """Yields the bytes of the source that are read for an array, or for the box of it with these ranges of
+        letters."""
         binding, dtype = self._made_by[name]
         return slab_reads(self.plan, Slab(binding, ranges, dtype))
 

@@ -59,7 +59,7 @@ class ExportPiece:
 def export_pieces(
     arrays: ArraySource, table: MappingTable, config: HasAxes, beside: Sequence[str], scheme: str | None
 ) -> tuple[list[ExportPiece], dict[str, Any] | None]:
-    """All pieces, and the description for config.json of what is quantized.
+    """Returns all pieces, and the description for config.json of what is quantized.
 
     Args:
         arrays: what is exported.
@@ -100,8 +100,9 @@ def export_pieces(
 
 
 def _by_layer(pieces: Sequence[ExportPiece]) -> list[ExportPiece]:
-    """The pieces layer by layer, as releases have them, where the table has row by row: what a file is made of lies
-    together in the source, and a server that loads a layer reads one file. What has no layer stays before or behind."""
+    """Returns the pieces layer by layer, as releases have them, where the table has row by row: what a file is made of
+    lies together in the source, and a server that loads a layer reads one file. What has no layer stays before or
+    behind."""
     layers = [re.search(r"\.(\d+)\.", piece.tensors[0].name) for piece in pieces]
     first = next((i for i, found in enumerate(layers) if found), 0)
     keys = [int(found[1]) if found else -1 if i < first else math.inf for i, found in enumerate(layers)]
@@ -109,7 +110,7 @@ def _by_layer(pieces: Sequence[ExportPiece]) -> list[ExportPiece]:
 
 
 def _cut(whole: Binding) -> Iterator[tuple[Binding, Ranges]]:
-    """The row for each source tensor alone, with its ranges of the letters on which the sources are stacked; the
+    """Yields the row for each source tensor alone, with its ranges of the letters on which the sources are stacked; the
     complete row if nothing is, or the parameters cannot be cut there."""
     letters = [axis.letter for axis in whole.layout.src[0][: whole.src[0].depth]]
     merged = any(axis.op and lead(axis) in letters for axes in whole.layout.dst for axis in axes)
@@ -124,8 +125,8 @@ def _cut(whole: Binding) -> Iterator[tuple[Binding, Ranges]]:
 
 
 def _in_slabs(binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> ExportPiece:
-    """The piece of a row, in slabs along the first axis of its tensors if it is large and that is the first axis of the
-    arrays too: others would be read again for each slab."""
+    """Returns the piece of a row, in slabs along the first axis of its tensors if it is large and that is the first
+    axis of the arrays too: others would be read again for each slab."""
     piece = ExportPiece(rows, (ranges,))
     nbytes = piece.nbytes
     if nbytes <= sizes.SLAB_BYTES or not all(tensor.sliced for tensor in piece.tensors):

@@ -159,7 +159,7 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
 
 
 def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
-    """The targets to try: first those whose names end as most of the tree's do."""
+    """Returns the targets to try: first those whose names end as most of the tree's do."""
     if name is not None:
         target = get_target(name)
         if target.is_safetensors:

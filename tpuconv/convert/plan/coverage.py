@@ -206,7 +206,7 @@ def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: M
 
 
 def _checked_table(source: Source, table: MappingTable, config: HasAxes, options: Options) -> MappingTable:
-    """The table, with stacked layers if these are wanted.
+    """Returns the table, with stacked layers if these are wanted.
 
     Raises:
         UsageError, UnsupportedConfig, MappingError: as `make_plan` does.
@@ -264,7 +264,7 @@ def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
 
 
 def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
-    """The original of a copy. It may be a copy of a copy, as is the head of a tied model."""
+    """Returns the original of a copy. It may be a copy of a copy, as is the head of a tied model."""
     original = copies.get(name)
     while original is not None and original not in expected:
         original = copies.get(original)
@@ -277,7 +277,8 @@ ZERO_BIASES = "biases that the model does not have, as some programs write them:
 def _zero_biases(
     tensors: Mapping[str, Tensor], rows: Collection[str], why_ignored: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """The biases of encoded matrices which have rows without biases, each with `ZEROS`: programs of GPTQ write them."""
+    """Returns the biases of encoded matrices which have rows without biases, each with `ZEROS`: programs of GPTQ write
+    them."""
     encoded = {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.scheme and name in rows}
     biases = (f"{module}.bias" for module in encoded)
     found = [name for name in biases if name in tensors and name not in rows and not why_ignored(name)]

@@ -111,7 +111,7 @@ class Quantization:
     found: Mapping[str, FoundArray] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str], target: str) -> "Quantization":
-        """The same with other names of the parameters.
+        """Returns the same with other names of the parameters.
 
         Raises:
             UnsupportedConfig: a parameter that is quantized has none, since the target joins or changes it.

@@ -72,7 +72,7 @@ class Options:
 
     @classmethod
     def of_checkpoint(cls, manifest: Manifest, *, compress: bool = False) -> "Options":
-        """The options that repeat the form of a checkpoint: what `quantize` and `save` write."""
+        """Returns the options that repeat the form of a checkpoint: what `quantize` and `save` write."""
         return cls(
             compress=compress,
             scan_layers=manifest.scan_layers,
@@ -112,7 +112,7 @@ class OutputArray(ShardedArraySpec):
     dropped: tuple[int, ...] = ()
 
     def squeezed(self, dropped: Sequence[int]) -> "OutputArray":
-        """The array without these axes, which have size 1."""
+        """Returns the array without these axes, which have size 1."""
 
         def kept(sizes: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(size for i, size in enumerate(sizes) if i not in dropped)
@@ -176,7 +176,8 @@ class Slab:
                 yield from stack.names[start:stop]
 
     def begins(self) -> tuple[str, int]:
-        """The source tensor that is read first, and the number of its first element: the first run of `reads`."""
+        """Returns the source tensor that is read first, and the number of its first element: the first run of
+        `reads`."""
         stack, axes = self.binding.src[0], self.binding.layout.src[0]
         sizes = self.binding.sizes
         corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
@@ -185,7 +186,7 @@ class Slab:
         return stack.names[index], first
 
     def boxes(self) -> list[tuple[slice, ...]]:
-        """The box of the slab in each target of the layout."""
+        """Returns the box of the slab in each target of the layout."""
         layout, sizes = self.binding.layout, self.binding.sizes
         return [
             tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
@@ -291,7 +292,7 @@ class Plan:
         return self.source.hashed and self.options.layers is None
 
     def shards_of(self, unit: WorkUnit) -> set[str]:
-        """The shards of the source that a unit is made from."""
+        """Returns the shards of the source that a unit is made from."""
         return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
 
     def is_encoded(self, slab: Slab) -> bool:
@@ -314,7 +315,7 @@ class Plan:
         return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and self.is_plain(slab)
 
     def stored_bytes(self, slab: Slab) -> int:
-        """The bytes that are read for the values of a slab, without scales."""
+        """Returns the bytes that are read for the values of a slab, without scales."""
         return stored_bytes(self.tensors, slab)
 
     def written_bytes(self, slab: Slab) -> int:
@@ -324,7 +325,7 @@ class Plan:
         return sum(self.arrays[name].nbytes for name in names) * slab.elements // max(1, all_elements)
 
     def stored_names(self, parameter: str) -> tuple[str, ...]:
-        """The names of the arrays that hold a parameter."""
+        """Returns the names of the arrays that hold a parameter."""
         encoder = self.encoders.get(parameter)
         return tuple(self.target.part(parameter, part.suffix) for part in encoder.parts) if encoder else (parameter,)
 
@@ -422,6 +423,6 @@ def _digest(facts: Any) -> str:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
-    """The bytes in which the values of a slab are stored at most, without scales."""
+    """Returns the bytes in which the values of a slab are stored at most, without scales."""
     elements = slab.elements
     return max(tensors[name].stored_bytes(elements) for name in slab.names())

@@ -50,8 +50,9 @@ class CalibratedValues:
         dtype: np.dtype[Any],
         others: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """A box of a parameter of this shape; None if there is no file of this kind, as calibration left it alone. Of
-        stacked layers it may have changed some: those without a file are as in `others`, of the shape of the box."""
+        """Returns a box of a parameter of this shape; None if there is no file of this kind, as calibration left it
+        alone. Of stacked layers it may have changed some: those without a file are as in `others`, of the shape of the
+        box."""
         if self._path(parameter, None, kind).name in self._names:
             return self._map(parameter, None, kind, shape, dtype)[tuple(box)]
         layers = range(box[0].start, box[0].stop) if box else range(0)
@@ -101,11 +102,11 @@ class CalibrationRun:
         return self.calibration.run(self.journal)
 
     def found(self) -> Mapping[str, np.ndarray]:
-        """The arrays that it found."""
+        """Returns the arrays that it found."""
         return self.calibration.found(self.journal)
 
     def results(self) -> Mapping[str, Mapping[str, Any]]:
-        """The manifest's facts of each parameter."""
+        """Returns the manifest's facts of each parameter."""
         return self.calibration.results(self.journal)
 
 
@@ -113,9 +114,9 @@ class CalibrationRun:
 def calibration_run(
     calibration: CalibrationPass, journal: RunJournal, fingerprint: str, workspace: Path | None
 ) -> Iterator[CalibrationRun]:
-    """A calibration with the journal of the output. An output in a bucket has no work folder on a disk: for one there
-    is another journal on the local disk, which is removed when the body ends. After an error or a kill, a run on the
-    same machine goes on with it, and one on another machine begins anew, to the same bits.
+    """Yields a calibration with the journal of the output. An output in a bucket has no work folder on a disk: for one
+    there is another journal on the local disk, which is removed when the body ends. After an error or a kill, a run on
+    the same machine goes on with it, and one on another machine begins anew, to the same bits.
 
     Args:
         calibration: what runs.

@@ -48,7 +48,7 @@ def _loading(target: Target) -> str:
 
 
 def model_card(manifest: Mapping[str, Any], target: Target = OWN) -> str:
-    """The README.md of a checkpoint with this manifest, for this target."""
+    """Returns the README.md of a checkpoint with this manifest, for this target."""
     source, arrays = manifest["source"], manifest["arrays"]
     at_commit = f"{markdown(source['repo'] or '')} at commit {markdown(source['commit'] or '')}"
     origin = at_commit if source["repo"] else f"the folder {code(source['name'])}"

@@ -108,7 +108,7 @@ class SlabConverter:
         return self.calibrated.read(name, kind, shape, box, dtype, others)
 
     def _not_finite(self, name: str, slab: Slab, sources: Sequence[np.ndarray]) -> SourceError:
-        """The error for values of a parameter that are not finite. It names the first one in the source."""
+        """Returns the error for values of a parameter that are not finite. It names the first one in the source."""
         values = np.concatenate([source.reshape(-1) for source in sources]).view(slab.dtype)
         found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         details = []

@@ -43,7 +43,7 @@ class UnitResult:
     shard_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The journal's entry."""
+        """Returns the journal's entry."""
         sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in self.checksums.items()}
         return {
             "checksums": sums,

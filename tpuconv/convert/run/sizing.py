@@ -63,7 +63,7 @@ class Buffers:
 
 
 def buffers(plan: Plan) -> Buffers:
-    """The memory that one job of a plan needs."""
+    """Returns the memory that one job of a plan needs."""
     values = raw = changed = encoded = 0
     for slab in (slab for unit in plan.units for slab in unit.slabs):  # 100,000 of a large model: once, for all
         elements, tensors = slab.elements, [plan.tensors[name] for name in slab.names()]
@@ -153,6 +153,6 @@ def _base_memory(plan: Plan) -> int:
 
 
 def planned_memory(plan: Plan, job_count: int) -> int:
-    """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
+    """Returns the private memory in bytes that a conversion with `job_count` jobs needs at most."""
     calibration = plan.quantization.calibration if plan.quantization else None
     return max(_base_memory(plan) + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)

@@ -18,7 +18,7 @@ CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
 
 
 def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
-    """The source tensors of a slab, in the dtype of its values.
+    """Returns the source tensors of a slab, in the dtype of its values.
 
     Args:
         reader: of the source.
@@ -82,8 +82,8 @@ def check_copy(
 
 
 def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
-    """The hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not that
-    which the Hub promises."""
+    """Returns the hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not
+    that which the Hub promises."""
     digest = reader.hash_of(shard.name)
     if digest is not None and shard.sha256 is not None and digest != shard.sha256:
         raise wrong_hash(plan.source.folder / shard.name, shard.sha256, digest)
@@ -104,7 +104,7 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 
 def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
-    """The error for values of a parameter that are not finite."""
+    """Returns the error for values of a parameter that are not finite."""
     return SourceError(
         f"{name} is not finite: there are NaN or infinite values",
         details=list(details),

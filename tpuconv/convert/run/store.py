@@ -88,14 +88,14 @@ class Store:
 
 
 def step_files(item: str) -> dict[str, bytes]:
-    """The files that make a folder a step of a `CheckpointManager` with one item."""
+    """Returns the files that make a folder a step of a `CheckpointManager` with one item."""
     handlers = {item: INTERFACES["PyTreeCheckpointHandler"].name}
     contents = (json.dumps(_checkpoint_metadata(handlers, {})).encode(), b"ok")
     return dict(zip(ORBAX_FILES[1:], contents, strict=True))
 
 
 def _orbax_files(names: Iterable[str], form: OrbaxTree) -> dict[str, bytes]:
-    """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
+    """Returns the files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
     kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in form.empty}
     tree = {
         str(tuple(name.split("."))): {

@@ -186,14 +186,14 @@ class DecoderConfig:
 
     @classmethod
     def _aliases(cls) -> dict[str, str]:
-        """The aliases of keys that this family reads."""
+        """Returns the aliases of keys that this family reads."""
         known = cls._known()
         others = aliases_of_reference(cls.model_type).items()
         return {alias: key for alias, key in others if key in known and alias not in known} | dict(cls.aliases)
 
     @classmethod
     def _known(cls) -> list[str]:
-        """The keys that this family reads."""
+        """Returns the keys that this family reads."""
         return [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
 
     @classmethod
@@ -365,7 +365,7 @@ class IgnoredKey:
     warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"key": self.key, "value": short(self.value), "reason": self.reason, "warning": self.warning or None}
 
 

@@ -427,7 +427,7 @@ class Decoder(nnx.Module):
         return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
     def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        """The hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
+        """Returns the hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
         GenericForSequenceClassification has them."""
         x_BTD = self.norm(placed(x_BTD, "B T D"))
         if self.score is None:

@@ -186,7 +186,7 @@ def rope_cos_sin(
 
 
 def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
-    """The rates [R/2] for sequences of a length that may not be known before the model runs."""
+    """Returns the rates [R/2] for sequences of a length that may not be known before the model runs."""
     short, _ = rope.inverse_frequencies(rope_dim)
     original = rope.original_max_position_embeddings
     if rope.type == "longrope":

@@ -172,7 +172,7 @@ MTP_COPIES = {
 
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
-    """The rows under a condition, a property of the config."""
+    """Returns the rows under a condition, a property of the config."""
     return tuple(replace(row, when=condition) for row in rows)
 
 
@@ -202,8 +202,8 @@ def decoder_table(
     copies: Mapping[str, str] | None = None,
     recut: Sequence[tuple[str, ...]] = (),
 ) -> MappingTable:
-    """The table of a decoder: `rows` of each layer, without prefixes, and the rows of the embedding, the last norm and
-    the head.
+    """Returns the table of a decoder: `rows` of each layer, without prefixes, and the rows of the embedding, the last
+    norm and the head.
 
     Args:
         rows: of each layer.

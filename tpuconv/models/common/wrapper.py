@@ -151,7 +151,7 @@ class WrapperConfig:
 
     @classmethod
     def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys beside `text_config` that neither this family nor the reference reads."""
+        """Returns the keys beside `text_config` that neither this family nor the reference reads."""
         if cls._is_flat(raw):
             return {}
         known = {"text_config", "tie_word_embeddings", *cls.outside_keys}

@@ -255,7 +255,7 @@ def _tile_matmul(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
 
 
 def _slabs(D: int, deep: int) -> list[slice]:
-    """The rows of a matrix for each product: a part of one block, or complete blocks of depth `deep`."""
+    """Returns the rows of a matrix for each product: a part of one block, or complete blocks of depth `deep`."""
     step = deep if deep >= DEPTH else SLAB // deep * deep
     ends = [(start, min(start + step, D)) for start in range(0, D, step)]
     return [slice(d, min(d + SLAB, end)) for start, end in ends for d in range(start, end, SLAB)]
@@ -305,6 +305,6 @@ def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) 
 
 
 def _bytes_per_element(x: jax.Array) -> float:
-    """The bytes of an element, which may be a fraction."""
+    """Returns the bytes of an element, which may be a fraction."""
     bits: int = jax.dtypes.itemsize_bits(x.dtype)
     return bits / 8

@@ -159,7 +159,7 @@ class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
 
 
 def _sparse_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `sparse_attention_config`, empty without."""
+    """Returns the `sparse_attention_config`, empty without."""
     given = raw.get("sparse_attention_config") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config.json: sparse_attention_config={short(given)} is not an object")

@@ -94,7 +94,7 @@ class Rounding:
         view[...] = qbytes.reshape(view.shape)
 
     def _matrices(self, x: np.ndarray) -> np.ndarray:
-        """A view [E, summed axes, outputs] of an array of the parameter's axes."""
+        """Returns a view [E, summed axes, outputs] of an array of the parameter's axes."""
         ordered = x.transpose(*self._lead, *self.summed, *self._outputs)
         return ordered if self._lead else ordered[None]
 

@@ -81,8 +81,8 @@ def rounded_by_scales(
     encoders: Mapping[str, QwixEncoder],
     settings: Calibration,
 ) -> tuple[dict[str, Rounding], dict[str, np.ndarray]]:
-    """The quantized parameters of a stage, by their names in a model of separate layers; and the weights that have
-    other values than before they are rounded, in the dtype that they are stored in.
+    """Returns the quantized parameters of a stage, by their names in a model of separate layers; and the weights that
+    have other values than before they are rounded, in the dtype that they are stored in.
 
     Args:
         runner: of the model.
@@ -142,7 +142,7 @@ def _search(
     encoders: Mapping[str, QwixEncoder],
     settings: Calibration,
 ) -> tuple[np.ndarray | None, list[float], list[float]]:
-    """The scales of the quantized kernels of an input; see `smoothing.search`."""
+    """Returns the scales of the quantized kernels of an input; see `smoothing.search`."""
     names, width = list(kernels), statistics.rows.shape[1]
     stored = [runner.stored_name(name)[0] for name in names]
 

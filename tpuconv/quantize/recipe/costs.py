@@ -59,7 +59,7 @@ class KeptCosts:
         }
 
     def read(self) -> list[ParamGroup] | None:
-        """The groups with the costs that were kept; None if there are none, or of something else."""
+        """Returns the groups with the costs that were kept; None if there are none, or of something else."""
         groups = self._space.groups
         try:
             data = read_bytes(self.path, MAX_BYTES, OutputError) if self.path else b""

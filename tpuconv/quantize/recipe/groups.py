@@ -46,7 +46,7 @@ class Choices:
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
 
     def all_encoders(self) -> dict[str, QwixEncoder]:
-        """An encoder of each parameter that some option quantizes."""
+        """Returns an encoder of each parameter that some option quantizes."""
         return {name: encoder for encoders in self.encoders.values() for name, encoder in encoders.items()}
 
     def chosen(self, options: Sequence[Option]) -> dict[str, QwixEncoder]:
@@ -59,7 +59,7 @@ class Choices:
 
 
 def find_choices(manifest: Manifest) -> Choices:
-    """The choices for a checkpoint, from its shapes. No weights are read.
+    """Returns the choices for a checkpoint, from its shapes. No weights are read.
 
     Raises:
         UsageError: the checkpoint is quantized, or holds only a part of a model.
@@ -132,14 +132,14 @@ def _check_plain(manifest: Manifest) -> None:
 
 
 def _stored_name(name: str, stacks: LayerStacks | None) -> str:
-    """The name of the array that holds a layer's parameter."""
+    """Returns the name of the array that holds a layer's parameter."""
     match = LAYER.fullmatch(name)
     return f"{stacks.find(int(match[1]))[0]}.{match[2]}" if match and stacks else name
 
 
 def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str, int | None], list[str]]:
-    """The parameters of each group, by its path, with {} for the number of the layer, and that number. If layers are
-    stacked, the path has a pattern for the numbers of those in one array."""
+    """Returns the parameters of each group, by its path, with {} for the number of the layer, and that number. If
+    layers are stacked, the path has a pattern for the numbers of those in one array."""
     modules = {name: name.replace(".", "/").rpartition("/")[0] for name in names}
     by_parent: dict[str, list[str]] = {}
     for name, module in modules.items():
@@ -173,6 +173,7 @@ NO_TILE = -1
 
 
 def _tile(quants: Sequence[ParamQuant], sizes: Sequence[int | None]) -> int | None:
-    """The first tile size that divides, or `NO_TILE`. Qwix tiles the last of the axes that a product sums over."""
+    """Returns the first tile size that divides, or `NO_TILE`. Qwix tiles the last of the axes that a product sums
+    over."""
     widths = [quant.shape[quant.summed[-1]] for quant in quants]
     return next((tile for tile in sizes if tile is None or not any(width % tile for width in widths)), NO_TILE)

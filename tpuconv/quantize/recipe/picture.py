@@ -30,7 +30,7 @@ class Point:
 
 
 def uniform_points(space: SearchSpace) -> list[Point]:
-    """A point for each option: every group that has it, with it; others with the one nearest in bits."""
+    """Returns a point for each option: every group that has it, with it; others with the one nearest in bits."""
     names = list(dict.fromkeys(str(option) for group in space.groups for option in group.options if option.qtype))
     out = []
     for name in names:
@@ -45,7 +45,7 @@ def _nearest(options: Sequence[Option], name: str, bits: float, count: int) -> O
 
 
 def front_page(title: str, space: SearchSpace, sums: Sums, points: Sequence[Point]) -> str:
-    """The page, without other files.
+    """Returns the page, without other files.
 
     Args:
         title: its heading.

@@ -272,7 +272,7 @@ class FitReport:
         return Slice(self.topology).chip.kind
 
     def program(self, name: str) -> Program | None:
-        """The program of that name; None if it was not compiled."""
+        """Returns the program of that name; None if it was not compiled."""
         return next((program for program in self.programs if program.name == name), None)
 
     @property
@@ -320,7 +320,7 @@ class FitReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
         facts = {key: value for key, value in vars(self).items() if key not in ("programs", "layouts")}
         programs = {program.name: vars(program) for program in self.programs}
@@ -416,8 +416,8 @@ INSTALL_FOLDER = Path(__file__).parents[3]
 
 
 def _child_environment() -> dict[str, str]:
-    """The environment of this process with `ENVIRONMENT`, without the empty entries of PYTHONPATH, which mean the
-    current folder."""
+    """Returns the environment of this process with `ENVIRONMENT`, without the empty entries of PYTHONPATH, which mean
+    the current folder."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(entries)}
 

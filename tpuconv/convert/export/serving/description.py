@@ -36,7 +36,7 @@ Groups = Mapping[WeightGroup, list[str]]
 
 
 def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
+    """Returns the `quantization_config` of config.json.
 
     Args:
         scheme: the `quant_method`.
@@ -144,8 +144,8 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
 
 
 def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) -> list[str]:
-    """The modules as patterns that fit no other one, numbers left out where all have them; else names. `is_wrapped`:
-    True if the layers are a part of the model."""
+    """Returns the modules as patterns that fit no other one, numbers left out where all have them; else names.
+    `is_wrapped`: True if the layers are a part of the model."""
     chosen, out = set(modules), []
     pattern = partial(_pattern, is_wrapped=is_wrapped)
     forms: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) ->
 
 
 def _pattern(module: str, *, is_wrapped: bool) -> str:
-    """The pattern of a module.
+    """Returns the pattern of a module.
 
     To servers experts are modules of this one. A part of a model has another name in servers: they translate names
     with a dot, but not patterns.
@@ -173,7 +173,7 @@ def _pattern(module: str, *, is_wrapped: bool) -> str:
 
 
 def _in_server(module: str) -> str:
-    """The module that servers have in place of an expert."""
+    """Returns the module that servers have in place of an expert."""
     match = EXPERT.fullmatch(module)
     return match[1] if match else module
 

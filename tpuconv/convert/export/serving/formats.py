@@ -129,7 +129,7 @@ class WeightGroup:
         return self.block[1]
 
     def to_json(self, targets: list[str]) -> dict[str, Any]:
-        """The entry in config.json of compressed-tensors."""
+        """Returns the entry in config.json of compressed-tensors."""
         weights: dict[str, Any] = {
             "num_bits": self.format.bits,
             "type": self.format.kind,

@@ -133,7 +133,7 @@ class _Parameters:
         return bool(self.rule.get("act_static_scale"))
 
     def input_scales(self, manifest: Manifest) -> np.ndarray:
-        """The static scale of the input of each layer, float32 [L]; [1] if layers are not stacked.
+        """Returns the static scale of the input of each layer, float32 [L]; [1] if layers are not stacked.
 
         Raises:
             UsageError: joined parameters have different ones.
@@ -146,7 +146,7 @@ class _Parameters:
         return first
 
     def refused(self, why: str) -> UsageError:
-        """The error that says why the parameters cannot be exported, and which rule to change."""
+        """Returns the error that says why the parameters cannot be exported, and which rule to change."""
         rule = next((each.get("rule") for each in self.facts if each is not None), None)
         return UsageError(
             f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
@@ -266,7 +266,7 @@ def _scale_dtype(parameters: _Parameters, form: Format, dtype: str) -> str:
 
 
 def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[ExportTensor]:
-    """The tensors made of the quantized values."""
+    """Yields the tensors made of the quantized values."""
     name, base, shape = matrix.name, matrix.base, matrix.shape
     if form.packing is Packing.WORDS:
         words = -(-shape[1] // (PACK_WORD // form.bits))
@@ -313,7 +313,7 @@ def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
 
 
 def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) -> Iterator[ExportTensor]:
-    """The tensors made of the scales."""
+    """Yields the tensors made of the scales."""
     name = matrix.name if form.is_of_experts else matrix.base
 
     def make(scales: np.ndarray) -> np.ndarray:
@@ -331,7 +331,7 @@ def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) 
 def _input_scales(
     parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix], ranges: Ranges
 ) -> list[ExportTensor]:
-    """The tensors of static scales, one for each matrix."""
+    """Returns the tensors of static scales, one for each matrix."""
     if not parameters.is_static:
         return []
     scales = parameters.input_scales(manifest)
@@ -364,7 +364,7 @@ def _stored_scales(dtype: str, scales: np.ndarray) -> np.ndarray | None:
 
 
 def _zero_points(form: Format, matrix: _Matrix) -> ExportTensor:
-    """The tensor made of the zero points."""
+    """Returns the tensor made of the zero points."""
     if form.packing is Packing.AWQ_WORDS:
         stored = AWQ_WORDS.stored_shape(matrix.grid)
         return ExportTensor(
